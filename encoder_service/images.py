@@ -19,7 +19,7 @@ from encoder_contract.video import VideoInfo
 from encoder_service.cluster.cluster import Acquired, Cluster, Locations
 from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.source import Source, VideoFile
-from encoder_service.image.sources import SourceCache, Validator, confirm
+from encoder_service.image.sources import SourceCache, Validator, confirmed_grid
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget, Caller, Hold
 from encoder_service.scheduler import Claim
@@ -226,7 +226,7 @@ class Images:
 
         Raises as `receive` does.
         """
-        source = await self._validator.take_video(image.key, file, image.claim.holder)
+        source = await self._validator.validate_video(image.key, file, image.claim.holder)
         self._videos.put(source, image.claim.holder)
         if image.is_video:
             return LookupResult(None, video=source.video)
@@ -245,7 +245,7 @@ class Images:
         Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
         """
         key = image.key
-        source = await self._validator.take(key, data, image.claim.holder)
+        source = await self._validator.validate(key, data, image.claim.holder)
         grid = self._validator.grid(key, source, image.claimed_grid)
         if not self._jobs.knows(key):
             # This replica usually has the lease already, unless another caller gave it up or the bytes took too long.
@@ -347,7 +347,7 @@ class Images:
         if (pin := self._store.pin(key.address)) is None:
             return None
         with pin:
-            return confirm(Grid(*pin.grid), claimed)
+            return confirmed_grid(Grid(*pin.grid), claimed)
 
     # Inside
 
@@ -364,7 +364,7 @@ class Images:
             if (grid := self.held_grid(image.key, image.claimed_grid)) is not None:
                 return LookupResult(grid, cached=True)
             if (job := self._jobs.join(image.key, image.claim)) is not None:
-                return LookupResult(confirm(job.grid, image.claimed_grid))
+                return LookupResult(confirmed_grid(job.grid, image.claimed_grid))
         except EncoderError as error:
             return error
         return None
@@ -377,7 +377,7 @@ class Images:
         if image.key.address in acquired.granted:
             return self._granted(image)
         locations = acquired.located.get(image.key.address, ())
-        grid = self._validator.agreed((location.grid for location in locations), image.claimed_grid)
+        grid = self._validator.agreed_grid((location.grid for location in locations), image.claimed_grid)
         if image.key.frames is not None:  # their grid needs no file, which is asked for if the others fail
             grid = image.key.frames.grid
         try:
@@ -452,7 +452,7 @@ class Images:
         if (data := await self._cluster.find_source(key)) is None:
             return None
         try:
-            source = await self._validator.take(key, data, claim.holder)
+            source = await self._validator.validate(key, data, claim.holder)
         except DigestMismatchError:
             return None  # any writer of Redis could have stored these bytes: never encode them as this image
         self._sources.put(source, claim.holder)

@@ -1,1 +1,1 @@
-"""From an image file to patches: validation, the source cache, decoding, and the image processor."""
+"""From an image file to patches: validation, the source cache, decoding, and resizing."""

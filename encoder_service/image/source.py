@@ -1,4 +1,7 @@
-"""A source: an image file as it was submitted, and its header, which is read once; or a video, and what it says."""
+"""A source: a submitted image file with its header, or a video with what its container says.
+
+Apart from `sources.py`, because every decoder process imports this module and none of what that one needs.
+"""
 
 import fcntl
 import mmap
@@ -14,20 +17,20 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class VideoFile:
-    """The file of a video, in memory of its own that decoder processes map: it is copied once, as it arrives.
+    """The file of a video, in memory that decoder processes map. It is copied once, as it arrives.
 
-    The memory is freed with the last reference. One thread writes; when that is done, any thread reads.
+    The last reference frees the memory. One thread writes; afterwards any thread reads.
     """
 
     def __init__(self) -> None:
-        """Raise `OSError` if there is no descriptor for it."""
+        """Raise `OSError` if descriptors are short."""
         self.size = 0
         self.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
 
     @classmethod
     def of(cls, descriptor: int, size: int) -> "VideoFile":
-        """Return the file of another process, which is read here; its descriptor is closed with it."""
+        """Return the file behind another process's descriptor, for reading. The object owns the descriptor."""
         file = cls.__new__(cls)
         file.size, file.descriptor = size, descriptor
         weakref.finalize(file, os.close, descriptor)
@@ -42,25 +45,28 @@ class VideoFile:
             view = view[written:]
 
     def seal(self) -> None:
-        """Keep everyone from changing it: its digest is checked once, and the process that opens it may be hostile."""
+        """Make the file immutable.
+
+        The server checks its digest only once, and an attacker may control the process that decodes it.
+        """
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def mapped(self) -> "mmap.mmap | bytes":
-        """Return the file to read, mapped; nothing can map an empty one."""
+        """Map the file for reading. An empty file cannot be mapped, so that it is returned as bytes."""
         return mmap.mmap(self.descriptor, self.size, mmap.MAP_PRIVATE, mmap.PROT_READ) if self.size else b""
 
     @property
     def container(self) -> str | None:
-        """Which container it is by its first bytes, or None."""
+        """The container format by the file's first bytes, or None."""
         return container_of(os.pread(self.descriptor, HEAD_BYTES, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A validated file: it has its digest and is within the limits. `key` is the `source_key` of its `ImageKey`.
+    """A validated file: its digest is right and it is within the limits. `key` is the `source_key` of its `ImageKey`.
 
-    Of a video, `data` is empty, `header` describes a frame, and the file lives only as long as it is kept in its cache:
-    images that are queued hold none.
+    For a video, `data` is empty, `header` describes a frame, and `file` is a weak reference. Only the `SourceCache`
+    keeps the file alive; queued images do not.
     """
 
     key: bytes

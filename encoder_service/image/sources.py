@@ -1,4 +1,4 @@
-"""Files that were submitted, images and videos: the checks on their bytes and grid, and their cache.
+"""Submitted files, images and videos: the checks on their bytes and grid, and their cache.
 
 The cache keeps files for a while, so that an evicted embedding can be computed again without the client.
 """
@@ -37,15 +37,14 @@ from encoder_contract.video import VideoInfo
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
 
-# Hashing this much and reading its header cost less than a hand-off to a thread; only a compressed text chunk costs
-# more, and that under a millisecond. Larger files go to a worker thread.
+# To hash a file of up to this size and to read its header costs less than to hand it to a thread. A compressed text
+# chunk alone costs more, but still less than a millisecond. Larger files go to a thread.
 ON_LOOP_BYTES = 4 << 10
-# Reads the header of a file in one of some rare formats; see `FileDecoder.read_header`.
+# See `FileDecoder.read_header` and `FileDecoder.open_video`.
 ReadHeader = Callable[[bytes, Sequence[str]], Header | EncoderError]
-# Returns what the container of a video says; see `FileDecoder.open_video`.
 OpenVideo = Callable[[bytes, VideoFile], VideoInfo | EncoderError]
-# Two: hashing releases the GIL and reading a header does not, so more threads would only take turns. A pool of its
-# own, so that no other blocking work delays validation.
+# Hashing releases the GIL and reading a header does not, so more than two threads would wait for each other. The pool
+# is separate, so that no other blocking work delays validation.
 THREADS = 2
 
 
@@ -53,9 +52,10 @@ T = TypeVar("T")
 
 
 class ThreadTurns:
-    """A few threads for short work; callers take turns, regardless of how much each one asks for.
+    """A few threads for short work, shared fairly: callers take turns, however much work each one brings.
 
-    Belongs to one event loop. A caller waits for the work that has a thread, and for one piece of each other caller.
+    Not thread-safe: use from one event loop. A caller waits for the work that is running and for one piece of work of
+    each other caller.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -64,7 +64,7 @@ class ThreadTurns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
-        """Return what `work` does on a thread. Work that has begun goes on when the call is cancelled."""
+        """Run `work` on a thread and return its result. Work that has begun continues if the call is cancelled."""
         loop = asyncio.get_running_loop()
         if not self._free:
             turn: asyncio.Future[None] = loop.create_future()
@@ -72,27 +72,27 @@ class ThreadTurns:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # its thread is free again
-                    self._give_back()
+                if turn.done() and not turn.cancelled():  # it had a thread already
+                    self._release()
                 raise
         else:
             self._free -= 1
         running = self._threads.submit(work)
-        running.add_done_callback(partial(self._ended, loop))
+        running.add_done_callback(partial(self._work_ended, loop))
         return await asyncio.wrap_future(running)
 
-    def _ended(self, loop: asyncio.AbstractEventLoop, _work: "Future[T]") -> None:
+    def _work_ended(self, loop: asyncio.AbstractEventLoop, _work: "Future[T]") -> None:
         with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(self._give_back)
+            loop.call_soon_threadsafe(self._release)
 
-    def _give_back(self) -> None:
-        """Give a thread to the caller whose turn it is."""
+    def _release(self) -> None:
+        """Hand a thread to the caller whose turn it is, or count it as free."""
         while self._waiting:
             caller, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[caller] = turns  # behind the others
-            if not turn.done():  # else it was cancelled
+                self._waiting[caller] = turns  # at the end of the queue
+            if not turn.done():  # a cancelled call is done
                 turn.set_result(None)
                 return
         self._free += 1
@@ -100,13 +100,13 @@ class ThreadTurns:
 
 @dataclass(frozen=True, slots=True)
 class VideoLimits:
-    """Limits of a video: its frames, and how long it is by their rate. Those of its file are checked as it arrives."""
+    """Limits of a video: its number of frames, and its seconds at its frame rate. The upload checks the file's size."""
 
     frames: int
     seconds: float
 
     def check(self, video: VideoInfo) -> None:
-        """Raise `ImageLimitError` naming the limit that a video exceeds."""
+        """Raise `ImageLimitError` if a video exceeds a limit, which the error names."""
         if video.frames > self.frames:
             raise ImageLimitError(f"{video.frames} frames exceed max_video_frames {self.frames}")
         if video.seconds > self.seconds:
@@ -114,7 +114,7 @@ class VideoLimits:
 
 
 class Validator:
-    """Checks bytes against their digest and the limits without decoding pixels. Used from the event loop."""
+    """Checks files against their digest and the limits, without decoding pixels. Use from one event loop."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Validator:
         video_limits: VideoLimits,
         on_hash: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
-        """`read_rare_header` and `open_video` may take long; `on_hash` is told the seconds that hashing a file took."""
+        """`read_rare_header` and `open_video` may block for long. `on_hash` gets the seconds of each hash."""
         self.geometry = geometry
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
@@ -137,17 +137,17 @@ class Validator:
         self._read_rare_header = read_rare_header
         self._on_hash = on_hash
         self._threads = ThreadTurns(THREADS, "validation")
-        # Decoder processes read these one at a time: no other file waits for them.
+        # Decoder processes read these headers one at a time. With a thread of their own, they delay no other file.
         self._rare_headers = ThreadTurns(1, "rare-headers")
         self._open_video = open_video
         self._video_limits = video_limits
         self._videos = ThreadTurns(1, "videos")
 
-    async def take(self, key: ImageKey, data: bytes, caller: str) -> Source:
-        """Return `data` as a source if it has the digest of `key` and is within the limits.
+    async def validate(self, key: ImageKey, data: bytes, caller: str) -> Source:
+        """Return `data` as a source if it has the digest of `key` and is within the limits. Callers take turns.
 
-        `caller` is who sent it: callers take turns. Raises `DigestMismatchError`, `InvalidImageError` or
-        `ImageLimitError`, and `OverloadedError` if the header of a rare format could not be read now.
+        Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`, and `OverloadedError` if the header of a
+        rare format cannot be read now.
         """
         if len(data) <= ON_LOOP_BYTES:
             header = self._check(key, data)
@@ -165,12 +165,12 @@ class Validator:
             await self._threads.run(caller, partial(self.geometry.grid, *header.upright))
         return Source(key.source_key, data, header)
 
-    async def take_video(self, key: ImageKey, file: VideoFile, caller: str) -> Source:
+    async def validate_video(self, key: ImageKey, file: VideoFile, caller: str) -> Source:
         """Return the source of a video if it has the digest of `key` and is within the limits.
 
-        Raises as `take` does.
+        Raises as `validate` does.
         """
-        info = await self._videos.run(caller, partial(self._opened, key, file))
+        info = await self._videos.run(caller, partial(self._check_video, key, file))
         self._video_limits.check(info)
         source = Source.of_video(key.source_key, file, info)
         check_limits(
@@ -178,7 +178,8 @@ class Validator:
         )
         return source
 
-    def _opened(self, key: ImageKey, file: VideoFile) -> VideoInfo:
+    def _check_video(self, key: ImageKey, file: VideoFile) -> VideoInfo:
+        """Check the digest and return what the container says."""
         began = monotonic()
         file.seal()
         digest = content_digest(file.mapped())
@@ -192,7 +193,7 @@ class Validator:
         return info
 
     def _check(self, key: ImageKey, data: bytes) -> Header | None:
-        """Check the digest and return the header; None if the file may have a rare format."""
+        """Check the digest and return the header; None if the file may be in a rare format."""
         began = monotonic()
         digest = content_digest(data)
         self._on_hash(monotonic() - began)
@@ -210,7 +211,7 @@ class Validator:
         return header
 
     def check_name(self, key: ImageKey, claimed: Grid | None) -> None:
-        """Raise `ImageLimitError` for a variant, `InvalidRequestError` for a grid, that no image can have."""
+        """Raise `ImageLimitError` for an impossible variant, `InvalidRequestError` for an impossible grid."""
         claimed = key.frames.grid if key.frames else claimed
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
         if claimed is not None and not geometry.has(claimed):
@@ -222,21 +223,23 @@ class Validator:
                     f"{width}x{height} pixels exceed max_image_pixels {self._max_image_pixels}"
                 )
 
-    def agreed(self, said: Iterable[Grid], claimed: Grid | None) -> Grid | None:
-        """Return the first grid in `said` (by the index) that agrees with the caller; None: read it from the bytes.
+    def agreed_grid(self, recorded: Iterable[Grid], claimed: Grid | None) -> Grid | None:
+        """Return the first grid that the index has `recorded` and the caller, if it claims one, agrees with.
 
-        `said` neither confirms a grid that no image can have nor refutes what the caller computed.
+        None: the grid must be read from the bytes. The index alone neither confirms an impossible grid nor refutes what
+        the caller computed.
         """
-        return next((grid for grid in said if self.geometry.has(grid) and claimed in (None, grid)), None)
+        return next((grid for grid in recorded if self.geometry.has(grid) and claimed in (None, grid)), None)
 
     def grid(self, key: ImageKey, source: Source, claimed: Grid | None = None) -> Grid:
         """Return the grid of an image with this source, in the variant of its key.
 
         Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid. Frames of a video have
-        the grid of their key, which is checked as by `check_name`; `InvalidRequestError` if the video has fewer.
+        the grid of their key, which is checked as by `check_name`; a frame that does not exist is an
+        `InvalidRequestError`.
         """
         if key.frames is not None:
-            self.check_name(key, None)  # a Fetch may name any
+            self.check_name(key, None)  # a Fetch can name any grid
             assert source.video is not None, "a file under the name of frames is a video"
             if key.frames.second >= source.video.frames:
                 raise InvalidRequestError(
@@ -244,7 +247,7 @@ class Validator:
                 )
             return key.frames.grid
         geometry = self.geometry.variant(min_pixels=key.min_pixels, max_pixels=key.max_pixels)
-        return confirm(geometry.grid(*source.header.upright), claimed)
+        return confirmed_grid(geometry.grid(*source.header.upright), claimed)
 
 
 def _check_digest(key: ImageKey, digest: bytes) -> None:
@@ -252,8 +255,8 @@ def _check_digest(key: ImageKey, digest: bytes) -> None:
         raise DigestMismatchError(f"the bytes hash to {digest.hex()}, but were sent under {key.digest.hex()}")
 
 
-def confirm(grid: Grid, claimed: Grid | None) -> Grid:
-    """Return `grid`; raises `InvalidRequestError` if the caller computed another."""
+def confirmed_grid(grid: Grid, claimed: Grid | None) -> Grid:
+    """Return `grid`. Raises `InvalidRequestError` if the caller claims another one."""
     if claimed is not None and claimed != grid:
         raise InvalidRequestError(
             f"the caller computed grid {tuple(claimed)}, but the image has {tuple(grid)}"
@@ -262,9 +265,9 @@ def confirm(grid: Grid, claimed: Grid | None) -> Grid:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Entry:
     source: Source
-    file: VideoFile | None  # a video's, which lives as long as this
+    file: VideoFile | None  # keeps the file of a video alive
     holder: str
     used_s: float
 
@@ -274,14 +277,14 @@ class _Kept:
 
 
 class SourceCache:
-    """A bounded, least-recently-used map from a key to its source. Thread-safe: even asking its size drops entries.
+    """A bounded, least-recently-used map from a key to its source. Thread-safe; reading its size drops expired entries.
 
-    The key is derived from content digest and tenant salt: a tenant must not learn what another sent.
+    The key is derived from content digest and tenant salt: a tenant must not learn what another one sent.
 
-    An entry lives for `ttl_s` seconds after its last use, or less if `max_bytes` is reached: a dropped image
-    costs its sender another upload, never a wrong answer. Entries count against the holder that sent them first. While
-    there is space, a holder may take all of it; then the holder with the most bytes makes room, so that holders that
-    always want more have equal shares.
+    An entry lives for `ttl_s` seconds after its last use, or less if `max_bytes` is reached. A dropped image costs its
+    sender another upload, never a wrong answer. An entry counts against the holder that sent it first. A holder may use
+    all free space. When the cache is full, the holder with the most bytes loses an entry, so that holders that always
+    want more end up with equal shares.
     """
 
     def __init__(
@@ -292,92 +295,91 @@ class SourceCache:
         *,
         max_files: float = math.inf,
     ) -> None:
-        """At most `max_files` are kept: a video takes a descriptor."""
+        """`max_files` bounds the entries of a cache of videos, each of which takes a descriptor."""
         self.max_bytes = max_bytes
         self._max_files = max_files
         self._ttl_s = ttl_s
         self._clock = clock
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._held_bytes = 0
-        self._images: OrderedDict[bytes, _Kept] = (
-            OrderedDict()
-        )  # the least recently used first, as in the next
-        self._of: dict[str, OrderedDict[bytes, None]] = {}  # by holder
-        self._bytes_of: dict[str, int] = {}
+        # The least recently used entries and keys are first.
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._holder_keys: dict[str, OrderedDict[bytes, None]] = {}
+        self._holder_bytes: dict[str, int] = {}
 
     def __len__(self) -> int:
-        with self._turn:
+        with self._lock:
             self._expire()
-            return len(self._images)
+            return len(self._entries)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all files kept."""
-        with self._turn:
+        with self._lock:
             self._expire()
             return self._held_bytes
 
     def put(self, source: Source, holder: str = "") -> None:
-        """Keep `source`, evicting others while there is no space. One larger than `max_bytes` is not kept."""
-        with self._turn:
+        """Keep `source`, and evict others if space is short. A file larger than `max_bytes` is not kept."""
+        with self._lock:
             self._expire()
-            if (kept := self._images.get(source.key)) is not None:
-                holder = kept.holder
+            if (entry := self._entries.get(source.key)) is not None:
+                holder = entry.holder
                 self._remove(source.key)
-            kept = _Kept(source, source.file() if source.file else None, holder, self._clock())
-            if (size := kept.size) > self.max_bytes:
+            entry = _Entry(source, source.file() if source.file else None, holder, self._clock())
+            if (size := entry.size) > self.max_bytes:
                 return
-            self._images[source.key] = kept
-            self._of.setdefault(holder, OrderedDict())[source.key] = None
-            self._bytes_of[holder] = self._bytes_of.get(holder, 0) + size
+            self._entries[source.key] = entry
+            self._holder_keys.setdefault(holder, OrderedDict())[source.key] = None
+            self._holder_bytes[holder] = self._holder_bytes.get(holder, 0) + size
             self._held_bytes += size
-            while self._held_bytes > self.max_bytes or len(self._images) > self._max_files:
+            while self._held_bytes > self.max_bytes or len(self._entries) > self._max_files:
                 self._remove(self._victim(source.key))
 
     def get(self, key: bytes) -> Source | None:
         """Return the source of `key` and renew its lifetime, or None."""
-        with self._turn:
+        with self._lock:
             self._expire()
-            kept = self._images.get(key)
-            if kept is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
-            kept.used_s = self._clock()
-            self._images.move_to_end(key)
-            self._of[kept.holder].move_to_end(key)
-            return kept.source
+            entry.used_s = self._clock()
+            self._entries.move_to_end(key)
+            self._holder_keys[entry.holder].move_to_end(key)
+            return entry.source
 
     def drop(self, key: bytes) -> None:
         """Drop the source of `key`, if there is one."""
-        with self._turn:
-            if key in self._images:
+        with self._lock:
+            if key in self._entries:
                 self._remove(key)
 
     def clear(self) -> None:
-        """Drop everything."""
-        with self._turn:
-            self._images.clear()
-            self._of.clear()
-            self._bytes_of.clear()
+        """Drop all entries."""
+        with self._lock:
+            self._entries.clear()
+            self._holder_keys.clear()
+            self._holder_bytes.clear()
             self._held_bytes = 0
 
     def _victim(self, newest: bytes) -> bytes:
-        """Return the oldest entry of the holder with the most bytes, but for the one that was just put."""
-        oldest = {holder: next(iter(keys)) for holder, keys in self._of.items()}
-        return oldest[max((h for h in oldest if oldest[h] != newest), key=self._bytes_of.__getitem__)]
+        """Return the oldest key of the holder with the most bytes; never the `newest` key."""
+        oldest = {holder: next(iter(keys)) for holder, keys in self._holder_keys.items()}
+        return oldest[max((h for h in oldest if oldest[h] != newest), key=self._holder_bytes.__getitem__)]
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._images:
-            key, kept = next(iter(self._images.items()))
-            if kept.used_s + self._ttl_s > now:
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            if entry.used_s + self._ttl_s > now:
                 return
             self._remove(key)
 
     def _remove(self, key: bytes) -> None:
-        kept = self._images.pop(key)
-        size = kept.size
+        entry = self._entries.pop(key)
+        size = entry.size
         self._held_bytes -= size
-        self._bytes_of[kept.holder] -= size
-        del self._of[kept.holder][key]
-        if not self._of[kept.holder]:
-            del self._of[kept.holder], self._bytes_of[kept.holder]
+        self._holder_bytes[entry.holder] -= size
+        del self._holder_keys[entry.holder][key]
+        if not self._holder_keys[entry.holder]:
+            del self._holder_keys[entry.holder], self._holder_bytes[entry.holder]

@@ -240,7 +240,7 @@ async def test_nobody_can_change_a_file_whose_digest_was_checked(
     server: Server, client: EncoderClient, settings: VideoSettings
 ) -> None:
     await read_video(client, VIDEO, settings)
-    (kept,) = server._videos._images.values()
+    (kept,) = server._videos._entries.values()
     assert kept.file is not None
     for change in (
         partial(os.pwrite, kept.file.descriptor, b"x", 0),

@@ -32,7 +32,7 @@ async def test_uploads_with_wrong_digests_do_not_delay_another_caller() -> None:
 
     async def take(caller: str, data: bytes, digest: bytes) -> None:
         with suppress(DigestMismatchError):
-            await validator.take(ImageKey(bytes(32), digest), data, caller)
+            await validator.validate(ImageKey(bytes(32), digest), data, caller)
         order.append(caller)
 
     wrong = [take("attacker", bytes(1 << 20), bytes(32)) for _ in range(UPLOADS)]
@@ -45,9 +45,9 @@ async def test_uploads_with_wrong_digests_do_not_delay_another_caller() -> None:
 async def test_a_cancelled_upload_leaves_its_turn_to_the_next() -> None:
     validator, image = new_validator(), photo(300, 200, 1)
     key = ImageKey(bytes(32), content_digest(image))
-    takes = [asyncio.create_task(validator.take(key, image, "a")) for _ in range(4 * THREADS)]
+    takes = [asyncio.create_task(validator.validate(key, image, "a")) for _ in range(4 * THREADS)]
     await asyncio.sleep(0)
     for each in takes[:-1]:
         each.cancel()
     assert (await takes[-1]).data == image
-    assert (await validator.take(key, image, "b")).data == image
+    assert (await validator.validate(key, image, "b")).data == image

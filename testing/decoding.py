@@ -32,14 +32,14 @@ def decode_files(
 ) -> list[Tensor | EncoderError]:
     """Return, in order, the pixels of each file or the error of that file alone."""
     sources = [_source_or_error(file, max_image_pixels) for file in files]
-    chosen = [source for source in sources if isinstance(source, Source) and decoder.batches(source)]
+    chosen = [source for source in sources if isinstance(source, Source) and decoder.can_batch(source)]
     batched = iter(decoder.decode_batch(chosen))
     outcomes: list[Tensor | EncoderError] = []
     for source in sources:
         if isinstance(source, EncoderError):
             outcomes.append(source)
         else:
-            found = next(batched) if decoder.batches(source) else None
+            found = next(batched) if decoder.can_batch(source) else None
             outcomes.append(decoder.decode(source) if found is None else found)
     return outcomes
 

@@ -86,7 +86,7 @@ def in_batches(model: Model) -> Model:
     one = model.decoder.decode
     changed = Changed(
         model.decoder,
-        batches=lambda _: True,
+        can_batch=lambda _: True,
         decode_batch=lambda sources: [one(source) for source in sources],
     )
     changed.__dict__["decodes_batches"] = True

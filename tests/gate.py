@@ -26,9 +26,9 @@ class Gate:
         self.frames: list[Frames] = []
         """The pairs of frames that were asked for, in order."""
 
-    def batches(self, source: Source) -> bool:
+    def can_batch(self, source: Source) -> bool:
         """Say what the decoder says."""
-        return self._decoder.batches(source)
+        return self._decoder.can_batch(source)
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Return what the decoder returns."""

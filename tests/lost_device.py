@@ -131,7 +131,7 @@ def _flat(model: Model) -> Model:
 # How the model of each stage is made from the real one.
 STAGES: dict[str, Callable[[Model], Model]] = {
     "decode": lambda model: _decoder(in_batches(model), decode_batch=lose),
-    "decode single": lambda model: _decoder(model, batches=lambda _: False, decode=lose),
+    "decode single": lambda model: _decoder(model, can_batch=lambda _: False, decode=lose),
     "patches": lambda model: _decoder(
         in_batches(model), decode_batch=_losing(in_batches(model).decoder.decode_batch)
     ),

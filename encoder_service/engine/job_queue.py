@@ -299,7 +299,7 @@ class JobQueue(Work):
         """
         if self._store.contains(key.address):
             return None
-        single = not self._decoder.batches(source)
+        single = not self._decoder.can_batch(source)
         with self._turn:
             if (job := self._join(key, claim)) is not None:
                 return job

@@ -27,7 +27,7 @@ from encoder_service.image.decoder import (
     installed_opencv,
 )
 from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
-from encoder_service.image.pillow import missing
+from encoder_service.image.pillow import missing_formats
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
 from encoder_service.store.segment import unused_memory_bytes
@@ -63,7 +63,7 @@ def load_model(config: Config, processes: int = 1) -> Model:
     """
     check_model(config.model, stores_only=config.stores_only, width=config.row_width)
     device = "cpu" if config.stores_only else _device(config.devices)
-    if lacking := missing(config.accepted_formats):
+    if lacking := missing_formats(config.accepted_formats):
         raise ConfigError(
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )

@@ -411,7 +411,7 @@ class ServedDecoder(Decoder):
     def messages(self) -> int:
         return self._files.messages + sum(device.counts["messages"] for device in self._devices)
 
-    def batches(self, source: Source) -> bool:
+    def can_batch(self, source: Source) -> bool:
         return self._loaded.jpegs and source.video is None and DaliJpegs.takes(source)
 
 

@@ -15,30 +15,30 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from encoder_contract.orientation import FIRST_SWAPPED, UPRIGHT
-from encoder_service.image.pillow import STEPS, made_jpeg
+from encoder_service.image.pillow import STEPS, sample_jpeg
 from encoder_service.image.source import Source
 
 log = logging.getLogger(__name__)
 
 _END_OF_JPEG = b"\xff\xd9"
-# Some encoders append a few bytes of padding to a JPEG.
+# How far before the end of a file the end marker may be: some encoders append a few bytes of padding.
 _JPEG_PADDING_BYTES = 64
-# Compute capabilities of GPUs with engines for JPEG: A100 and A30, H100 and H200, B200 and B300.
+# Compute capabilities of GPUs that have JPEG engines: A100 and A30, H100 and H200, B200 and B300.
 _WITH_JPEG_ENGINES = ((8, 0), (9, 0), (10, 0), (10, 3))
 DALI_BYTES = 768 << 20
-"""What DALI's decoders keep of a GPU, and as much pinned host memory: an estimate of nvJPEG's buffers, not measured."""
+"""GPU memory that DALI's decoders keep; they pin as much host memory. An estimate of nvJPEG's buffers, not measured."""
 
 
 class DaliJpegs:
-    """JPEG decoding by DALI's dynamic mode, which unlike a DALI pipeline survives a bad image.
+    """Decodes JPEGs with DALI's dynamic mode, which unlike a DALI pipeline survives a bad image.
 
-    `device` is that of the pixels. Thread-safe: DALI decodes one batch at a time, on `threads` threads of its own.
-    Raises `ValueError` if DALI is not installed.
+    The pixels are on `device`. Thread-safe: DALI decodes one batch at a time, on its own `threads` threads. Raises
+    `ValueError` if DALI is not installed.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
-        # Only errors go to standard error, not DALI's warnings about odd images; errors cannot be turned off.
-        # Ordinary bad files do not get this far (see `takes`).
+        # DALI then prints only errors to standard error, no warnings about odd images. Errors cannot be turned off;
+        # `takes` already keeps ordinary bad files away from DALI.
         os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
         try:
             import nvidia.dali as dali
@@ -55,21 +55,22 @@ class DaliJpegs:
         self._options = _options(device)
         with dynamic.Device(place):
             self._context = dynamic.EvalContext(num_threads=threads)
-        self._lock = threading.Lock()  # a context belongs to one thread at a time
+        self._lock = threading.Lock()  # one thread at a time may use the context
 
-    def start(self, most: int) -> None:
-        """Make the decoders for batches of up to `most` files, and warn of what is missing.
+    def start(self, max_files: int) -> None:
+        """Create the decoders for batches of up to `max_files` files, and warn if JPEG engines cannot be used.
 
-        DALI keeps a decoder for each power of two, and takes 0.1 s and more to make one: now, not in a request.
+        DALI keeps a decoder for each power of two and needs at least 0.1 s to create one. Creating them now keeps that
+        time out of requests.
         """
-        # The engines decode the first of these, kernels the second.
-        files = cycle([made_jpeg(progressive=progressive) for progressive in (False, True)])
+        # The GPU's JPEG engines decode the first of these, CUDA kernels the second.
+        files = cycle([sample_jpeg(progressive=progressive) for progressive in (False, True)])
         try:
-            for power in range(most.bit_length()):
+            for power in range(max_files.bit_length()):
                 self._decode(list(islice(files, 1 << power)))
         except RuntimeError as error:
             self._require_device()
-            log.warning("%s decodes no JPEGs here, so that Pillow has to: %s", self.name, error)
+            log.warning("%s cannot decode JPEGs here, so Pillow decodes them: %s", self.name, error)
         if self._torch_device.type == "cuda" and (
             reason := no_hardware_jpeg(torch.cuda.get_device_capability(self._torch_device))
         ):
@@ -77,14 +78,14 @@ class DaliJpegs:
 
     @staticmethod
     def takes(source: Source) -> bool:
-        """Whether it may decode a file: a whole JPEG that is not CMYK.
+        """Whether DALI may decode a file: a complete JPEG that is not CMYK.
 
-        A truncated image must not get an embedding. libjpeg rejects a truncated file, but a GPU decoder may fill it
-        with grey; so a file without an end marker is left to Pillow.
+        A truncated image must not get an embedding. libjpeg rejects a truncated file, but a GPU decoder may fill the
+        missing part with grey. So a file without an end marker is left to Pillow.
         """
         header = source.header
-        is_whole = _END_OF_JPEG in source.data[-_JPEG_PADDING_BYTES:]
-        return header.format == "JPEG" and header.channels != 4 and is_whole
+        is_complete = _END_OF_JPEG in source.data[-_JPEG_PADDING_BYTES:]
+        return header.format == "JPEG" and header.channels != 4 and is_complete
 
     def decode(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Return the upright pixels of each, uint8 [H, W, 3] on the device; None for those that DALI refuses.
@@ -92,7 +93,7 @@ class DaliJpegs:
         Raises `RuntimeError` if the device is lost.
         """
         found: list[Tensor | None] = [None] * len(sources)
-        # A batch fails as a whole; it is then retried image by image.
+        # A batch fails as a whole. Its images are then retried one by one.
         for batch in _batch_then_singles(len(sources)):
             if any(found[index] is None for index in batch):
                 for index, pixels in zip(batch, self._try([sources[i] for i in batch]), strict=True):
@@ -100,7 +101,7 @@ class DaliJpegs:
         return found
 
     def _try(self, sources: Sequence[Source]) -> Sequence[Tensor | None]:
-        """Return the pixels of each; None for all if DALI refuses, which may be the fault of any of them."""
+        """Return the pixels of each image; None for all if DALI refuses the batch because of any of them."""
         try:
             stored = self._decode([source.data for source in sources])
         except RuntimeError as error:
@@ -113,58 +114,58 @@ class DaliJpegs:
         ]
 
     def _decode(self, files: Sequence[bytes]) -> list[Tensor]:
-        """Return the pixels of each file as stored. Raises `RuntimeError` if any of them cannot be decoded."""
+        """Return the pixels of each file, not yet upright. Raises `RuntimeError` if any file cannot be decoded."""
         with self._lock, self._context, self._dynamic.EvalMode.sync_full:
             batch = self._dynamic.decoders.image(
                 self._dynamic.as_batch([np.frombuffer(file, np.uint8) for file in files]),
                 device=self._device,
                 output_type=self._rgb,
-                # Smooth chroma on the GPU too, as in libjpeg and therefore Pillow.
+                # Smooth chroma upsampling, which libjpeg and therefore Pillow do too.
                 jpeg_fancy_upsampling=True,
                 **self._options,
-                # We apply the orientation that the grid was computed from instead.
+                # `upright` applies the orientation that our header parser read: the grid was computed from it.
                 adjust_orientation=False,
             )
             pixels = self._owned(batch.tensors)
             del batch
-        # A batch and its samples are in a cycle of objects: left to itself, Python's collector would let their pixels
-        # add up to hundreds of megabytes.
+        # A batch and its samples form a reference cycle. Without this call the garbage collector would let hundreds
+        # of megabytes of pixels accumulate.
         gc.collect(1)
         return pixels
 
     def _owned(self, samples: Sequence[Any]) -> list[Tensor]:
-        """Return DALI's samples as tensors. Those on the CPU share one allocation, which lives as long as they do."""
+        """Return DALI's samples as tensors. On the CPU they share one allocation, which lives as long as they do."""
         stored = [torch.utils.dlpack.from_dlpack(sample) for sample in samples]
         if self._torch_device.type == "cpu":
             return stored
-        # DALI reuses GPU memory as soon as Python releases it, while torch's stream may still read it: return
-        # copies that torch owns.
+        # DALI reuses GPU memory as soon as Python releases it, but torch's stream may still be reading it then. So
+        # return copies that torch owns.
         owned = [sample.clone() for sample in stored]
         torch.cuda.current_stream(owned[0].device).synchronize()
         return owned
 
     def _require_device(self) -> None:
-        """Raise what a lost GPU answers to every call: the images that DALI refused are then not to blame."""
+        """Raise the `RuntimeError` of a lost GPU: then the images that DALI refused are not to blame."""
         if self._torch_device.type == "cuda":
             torch.cuda.current_stream(self._torch_device).synchronize()
 
 
 def no_hardware_jpeg(capability: tuple[int, int], library: str = "libnvcuvid.so.1") -> str:
-    """Return why a GPU of this compute capability cannot use its JPEG engines; empty if it can, or has none."""
+    """Return why a GPU of this compute capability cannot use its JPEG engines; empty if it can or has none."""
     if capability not in _WITH_JPEG_ENGINES:
         return ""
     try:
         ctypes.CDLL(library)
     except OSError as error:
         return (
-            f"JPEGs are decoded without the GPU's JPEG engines, which is slower: {error}. In a container, set "
+            f"the GPU's JPEG engines cannot be used, which makes decoding slower: {error}. In a container, set "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
         )
     return ""
 
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:
-    """Return `pixels` [H, W, 3] with an EXIF orientation applied, contiguous; what `exif_transpose` does."""
+    """Return `pixels` [H, W, 3] with an EXIF orientation applied as `exif_transpose` does, contiguous."""
     if orientation == UPRIGHT:
         return pixels
     pixels = pixels.flip([axis for axis, step in enumerate(STEPS[orientation]) if step < 0])
@@ -177,10 +178,10 @@ def _batch_then_singles(count: int) -> list[list[int]]:
 
 
 def _options(device: torch.device) -> dict[str, bool | float]:
-    """Return what DALI's own choices are replaced by.
+    """Return the options that differ from DALI's defaults.
 
-    It would bind its threads to cores, every process on the host to the same ones; and leave the hardware engines of a
-    GPU two thirds of what they can decode.
+    By default DALI binds its threads to cores, and every process on the host to the same ones. It also gives the GPU's
+    JPEG engines only two thirds of the images that they can decode.
     """
-    everywhere: dict[str, bool | float] = {"affine": False}
-    return everywhere if device.type == "cpu" else everywhere | {"hw_decoder_load": 1.0}
+    options: dict[str, bool | float] = {"affine": False}
+    return options if device.type == "cpu" else options | {"hw_decoder_load": 1.0}

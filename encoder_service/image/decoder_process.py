@@ -1,9 +1,10 @@
-"""A decoder process: what `DecoderPool` starts, to read headers and decode images, one at a time, in a sandbox.
+"""The main program of a decoder process: reads headers and decodes images, one at a time, in a sandbox.
 
-It loads all that decoding needs, enters the sandbox, which the kernel enforces without privileges (no network, no
-files, no processes, bounded memory), and answers requests until the server has gone. What a kernel lacks is left out,
-and said. Each way a message is JSON, one a packet; the bytes of files and pixels are in memory that the server shares
-with it. A process for videos keeps one open, whose frames it decodes as they are asked for.
+`DecoderPool` starts it. It imports everything that decoding needs, enters the sandbox, and answers requests until the
+server closes the socket. The sandbox (no network, files or processes, bounded memory) is enforced by the kernel and
+needs no privileges. The process tells the server which parts of it this kernel has. Requests and replies are JSON, one
+a packet; files and pixels are in buffers that the server shares with this process. A process for videos keeps one video
+open and decodes its frames on request.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-# Pillow itself imports some of these only when an image needs them, which a process in the sandbox cannot do.
+# Pillow imports some of these only when an image needs them. A process in the sandbox cannot import.
 from PIL import (
     Image,
     ImageCms,  # noqa: F401
@@ -48,20 +49,20 @@ MESSAGE_CHARACTERS = 500  # of an error
 
 
 def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = False) -> None:
-    """Load, enter the sandbox, say what the kernel enforces, and decode until the server closes its end of the socket.
+    """Load, enter the sandbox, tell the server what the kernel enforces, and decode until it closes the socket.
 
-    `parent` is the server's pid: this process ends with the thread there that started it. `memory_bytes` is the most
-    memory that it may take once it has loaded. With `videos`, it decodes those.
+    `parent` is the server's pid: this process ends with the server's thread that started it. `memory_bytes` bounds the
+    memory that it takes after it has loaded. With `videos`, it also loads what decodes them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent("decoder", parent)
-    # A server that was stopped may have gone before it is answered.
+    # A server that stops may close the socket before it gets an answer.
     with socket.socket(fileno=descriptor) as server, suppress(ConnectionError):
         _load()
         if videos:
             import encoder_service.image.opencv  # noqa: F401
-        gc.freeze()  # what is loaded is no garbage
+        gc.freeze()  # the imported modules never become garbage
         statm = os.open("/proc/self/statm", os.O_RDONLY)
         bound_resources(memory_bytes)
         server.send(json.dumps({"sandbox": enter_sandbox()}).encode())
@@ -69,7 +70,7 @@ def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = Fals
 
 
 def _load() -> None:
-    """Import all that decoding needs: there are no files once the sandbox is entered."""
+    """Import everything that decoding needs: in the sandbox no file can be opened."""
     for kind in READERS:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, kind)
@@ -79,86 +80,83 @@ def _load() -> None:
 
 
 def _answer_requests(server: socket.socket, statm: int) -> None:
-    memories: dict[int, mmap.mmap] = {}
+    buffers: dict[int, mmap.mmap] = {}
     clip: Clip | None = None
     while True:
         message, descriptors, _, _ = socket.recv_fds(server, MESSAGE_BYTES, 1)
         if not message:
             return
         request = json.loads(message)
-        number = request["memory"]
+        number = request["buffer"]
         for descriptor in descriptors:
-            mapped = mmap.mmap(descriptor, request["size"], *_MAPPED[number == VIDEO])
-            memories[number] = mapped
+            buffers[number] = mmap.mmap(descriptor, request["size"], *_MMAP_ARGUMENTS[number == VIDEO])
             os.close(descriptor)
         _allow_memory(request["may_take"], statm)
         if number == VIDEO:
-            clip, answer = _opened(memories.pop(number))
+            clip, answer = _open_video(buffers.pop(number))
         elif "frames" in request:
-            answer = _read_frames(clip, memories[number], request)
+            answer = _read_frames(clip, buffers[number], request)
         else:
-            answer = _answer(memories[number], request)
+            answer = _answer(buffers[number], request)
         server.send(json.dumps(answer).encode())
 
 
-# In place of a memory's number: the file of a video, which is sealed.
+# Instead of the number of a buffer: the request opens a video, whose file is sealed.
 VIDEO = -1
-_MAPPED = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), (mmap.MAP_PRIVATE, mmap.PROT_READ)
+_MMAP_ARGUMENTS = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), (mmap.MAP_PRIVATE, mmap.PROT_READ)
 
 
-def _opened(content: mmap.mmap) -> "tuple[Clip | None, Any]":
-    """Open a video in place of the one before; return it, and what its container says, or its error."""
+def _open_video(content: mmap.mmap) -> "tuple[Clip | None, Any]":
+    """Open a video; return it and what its container says of it, or None and its error."""
     from encoder_service.image.opencv import Clip
 
     try:
         clip = Clip(content)
         info = clip.info()
     except InvalidImageError as error:
-        return None, _said(error)
-    return (None, _said(info)) if isinstance(info, EncoderError) else (clip, asdict(info))
+        return None, _error(error)
+    return (None, _error(info)) if isinstance(info, EncoderError) else (clip, asdict(info))
 
 
-def _read_frames(clip: "Clip | None", memory: mmap.mmap, request: dict[str, Any]) -> Any:
-    """Write two frames to the beginning of a memory; return None, or the error of a frame."""
-    assert clip is not None, "frames are asked of an open video"
+def _read_frames(clip: "Clip | None", buffer: mmap.mmap, request: dict[str, Any]) -> Any:
+    """Write two frames to the beginning of a buffer; return None, or the error of a frame."""
+    assert clip is not None, "the server requests frames of an open video only"
     first, second = request["frames"]
     height, width = request["shape"]
-    out = np.frombuffer(memory, np.uint8, 2 * height * width * 3).reshape(2, height, width, 3)
+    out = np.frombuffer(buffer, np.uint8, 2 * height * width * 3).reshape(2, height, width, 3)
     error = clip.read(first, second, out)
-    return None if error is None else _said(error)
+    return None if error is None else _error(error)
 
 
-def _said(error: EncoderError) -> list[Any]:
+def _error(error: EncoderError) -> list[Any]:
+    """Return the text of an error, and whether memory was short."""
     return [error.message[:MESSAGE_CHARACTERS], not isinstance(error, InvalidImageError)]
 
 
 def _allow_memory(more_bytes: int, statm: int) -> None:
-    """Bound this request: it may take so much more memory than is held now."""
+    """Let this request take `more_bytes` beyond what the process holds now."""
     os.lseek(statm, 0, os.SEEK_SET)
     held = int(os.read(statm, 200).split()[5]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (min(held + more_bytes, most), most))
 
 
-def _answer(memory: mmap.mmap, request: dict[str, Any]) -> Any:
-    """Return the header of an image as a dictionary, or None once its pixels are where they are wanted, or its error.
-
-    Of an error the text, and whether memory was short.
-    """
-    file = memory[: request["bytes"]]
+def _answer(buffer: mmap.mmap, request: dict[str, Any]) -> Any:
+    """Read a header and return it as a dictionary, or write the pixels of an image and return None; or an error."""
+    file = buffer[: request["bytes"]]
     found: Header | Pixels | EncoderError
     if formats := request.get("formats"):
         found = read_rare_header(file, formats)
     else:
         header = Header(**request["header"])
         width, height = header.upright
-        flat = np.frombuffer(memory, np.uint8, 3 * width * height, request["out"])
+        flat = np.frombuffer(buffer, np.uint8, 3 * width * height, request["out"])
         found = decode_file(Source(b"", file, header), flat.reshape(height, width, 3))
     if isinstance(found, Header):
         return asdict(found)
     if isinstance(found, np.ndarray):
         return None
-    return _said(found)
+    return _error(found)
 
 
 # From linux/prctl.h, linux/seccomp.h, linux/landlock.h and asm-generic/unistd.h.
@@ -166,12 +164,12 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
-# Version of Landlock -> rights to files that it can take away; since which version TCP, and sockets and signals of
-# others, and their rights.
+# Version of Landlock -> number of file rights that it can take away. For TCP, and for scopes (sockets and signals of
+# other processes): the first version that has them, and their bits.
 _LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
 _LANDLOCK_TCP, _LANDLOCK_SCOPES = (4, 0b11), (6, 0b11)
 
-# The system calls of a running decoder -> their numbers on x86-64 and on arm64 (-1: not there). No call among them
+# The system calls that a decoder may make -> their numbers on x86-64 and on arm64 (-1: it has none). None of them
 # opens a file or a socket, starts a process or a thread, reaches another process, or sets a timer.
 _CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, -1), "ppoll": (271, 73),
@@ -184,7 +182,7 @@ _CALLS = {
     "sysinfo": (99, 179), "futex": (202, 98), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
     "set_robust_list": (273, 99), "rseq": (334, 293), "getrandom": (318, 278), "membarrier": (324, 283),
 }  # fmt: skip
-# Calls that are allowed for some values of an argument. A limit is only ever lowered.
+# Calls that are allowed for some values of an argument. Resource limits can only be lowered.
 _MMAP, _PRLIMIT, _TGKILL = (9, 222), (302, 261), (234, 131)
 _FCNTL, _F_DUPFD_CLOEXEC = (72, 25), 1030
 _SECCOMP = (317, 277)
@@ -192,22 +190,22 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 _MAP_SHARED_ANONYMOUS, _MAP_GROWSDOWN = 0x21, 0x100
 _EPERM = 1
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-# Of seccomp_data: the call's number, the architecture, and the low half of each argument.
+# Offsets in seccomp_data: of the call's number, the architecture, and the low half of the first argument.
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(name: str, parent: int) -> None:
-    """Be killed when the thread of the process `parent` that started this one ends; `name` is what `ps` shows."""
+    """Have the kernel kill this process when the thread of `parent` that started it ends; `ps` shows it as `name`."""
     _prctl(_PR_SET_NAME, name.encode())
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # the parent ended before the kernel knew
         os._exit(1)
 
 
 def bound_resources(memory_bytes: int) -> None:
-    """Bound what this process may take from now on: so much more memory, and no file, process or thread."""
+    """Limit this process to `memory_bytes` more than it holds now, and to no further file, process or thread."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     held = int(status["VmData"].split()[0]) << 10
     for kind, most in (
@@ -215,20 +213,20 @@ def bound_resources(memory_bytes: int) -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_NPROC, 0),  # of the user's, threads too; root has no such limit
+        (resource.RLIMIT_NPROC, 0),  # processes and threads of this user; root has no such limit
     ):
         resource.setrlimit(kind, (most, most))
 
 
 def enter_sandbox() -> list[str]:
-    """Give up files, network and other processes, for all threads of this process; return what the kernel enforces."""
+    """Give up access to files, network and other processes, in all threads; return what the kernel enforces."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     landlock, seccomp = _landlock(), _seccomp()
     return [name for name, done in (("landlock", landlock), ("seccomp", seccomp)) if done]
 
 
 def _landlock() -> bool:
-    """Take every right that Landlock knows of, with no exception."""
+    """Give up every right that Landlock knows, without exception."""
     version = _call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION)
     if version < 1:
         return False
@@ -257,7 +255,7 @@ def _seccomp() -> bool:
 
 
 def _filter(column: int, architecture: int) -> list[bytes]:
-    """Return the program for the kernel's classic BPF: 8 bytes an instruction, jumps count what they skip."""
+    """Return the classic BPF program: 8 bytes an instruction, jumps count the instructions that they skip."""
 
     def load(offset: int) -> bytes:
         return struct.pack("HBBI", 0x20, 0, 0, offset)
@@ -279,12 +277,12 @@ def _filter(column: int, architecture: int) -> list[bytes]:
     for numbers in _CALLS.values():
         if numbers[column] >= 0:
             code += [unless_equal(numbers[column], 1), answer(_ALLOW)]
-    # Memory that RLIMIT_DATA counts, or of files that were handed in. A stack is not counted.
+    # Memory that RLIMIT_DATA counts, or that is mapped from a descriptor. RLIMIT_DATA does not count stacks.
     code += [unless_equal(_MMAP[column], 7), load(argument(3))]
     code += [unless_any_bit(_MAP_GROWSDOWN, 1), answer(_ERRNO | _EPERM)]
     code += [struct.pack("HBBI", 0x54, 0, 0, _MAP_SHARED_ANONYMOUS), unless_equal(_MAP_SHARED_ANONYMOUS, 1)]
     code += [answer(_ERRNO | _EPERM), answer(_ALLOW)]
-    # Limits and signals of its own, and of a descriptor only a copy.
+    # A process may change its own limits, signal itself, and duplicate descriptors.
     for numbers, which, value in ((_PRLIMIT, 0, 0), (_TGKILL, 0, os.getpid()), (_FCNTL, 1, _F_DUPFD_CLOEXEC)):
         code += [unless_equal(numbers[column], 4), load(argument(which))]
         code += [unless_equal(value, 1), answer(_ALLOW), answer(_ERRNO | _EPERM)]

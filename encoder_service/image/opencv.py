@@ -1,8 +1,8 @@
-"""OpenCV's part of decoding: frames of a video to upright RGB pixels. Only decoder processes import it.
+"""Decoding with OpenCV: frames of a video to upright RGB pixels. Only decoder processes import it.
 
-FFmpeg inside OpenCV reads the file and decodes, in one thread. A frame's number is how many were grabbed before it from
-the beginning of the file, as vLLM's loader counts: what a container says of times does not decide which frame it is. So
-frames are reached by decoding all before them, and one that was passed by beginning again.
+The FFmpeg inside OpenCV reads the file and decodes it in one thread. Frames are numbered as vLLM's loader does: by how
+many were grabbed before, from the beginning of the file. The times in the container do not matter. So a frame is
+reached by decoding all frames before it, and an earlier frame by starting again.
 """
 
 import io
@@ -21,12 +21,12 @@ from encoder_service.image.pillow import Pixels
 
 cv2.setNumThreads(1)
 _OPTIONS = [cv2.CAP_PROP_N_THREADS, 1]
-# FFmpeg takes a file for no other format than those that are accepted: a playlist would name other files.
+# Keep FFmpeg to the accepted formats: a playlist, for example, would name other files.
 os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = "threads;1|format_whitelist;mov,matroska,webm"
 
 
 class _Reader(io.BufferedIOBase):
-    """A mapped file as OpenCV reads it."""
+    """A mapped file with the interface that OpenCV reads from."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = memoryview(content)
@@ -54,17 +54,17 @@ class _Reader(io.BufferedIOBase):
 
 
 class Clip:
-    """An open video: decoded forwards, from the beginning again for a frame that was passed."""
+    """An open video. It is decoded forwards only, and from the beginning again for an earlier frame."""
 
     def __init__(self, content: mmap.mmap) -> None:
-        """Raise `InvalidImageError` for a file that holds no video."""
+        """Raise `InvalidImageError` for a file without a video."""
         self._content = content
         self._open()
 
     def info(self) -> VideoInfo | EncoderError:
-        """Return what the container says, or the error of a video without frames; then begin again."""
+        """Return what the container says, or the error of a video without frames; then rewind."""
         capture = self._capture
-        frames = _frames(capture)
+        frames = _count_frames(capture)
         fps = capture.get(cv2.CAP_PROP_FPS)
         width, height = (
             int(capture.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
@@ -72,18 +72,18 @@ class Clip:
         rotation = int(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 360
         if width < 1 or height < 1:
             return InvalidImageError(f"damaged video: {width}x{height} pixels")
-        readable = self._packets()
+        readable = self._count_packets()
         self._open()
         if not readable:
             return InvalidImageError("damaged video: it has no frames")
-        if frames < 1:  # a recording that was never finished does not say
+        if frames < 1:  # the container of an interrupted recording does not say how many it has
             frames = readable
         if not math.isfinite(fps) or fps < 0:
             fps = 0.0
         return VideoInfo(frames, min(frames, readable), fps, width, height, rotation)
 
     def read(self, first: int, second: int, out: Pixels) -> EncoderError | None:
-        """Write two frames into `out` [2, H, W, 3], upright RGB; return the error of a frame that is not there."""
+        """Write two frames to `out` [2, H, W, 3], upright RGB; return the error of a frame that cannot be read."""
         if first < self._next:
             self._open()
         for slot, number in enumerate((first, second)):
@@ -112,8 +112,8 @@ class Clip:
         cv2.cvtColor(frame, cv2.COLOR_BGR2RGB, dst=out)
         return None
 
-    def _packets(self) -> int:
-        """Return how many pieces of encoded video the file has: nothing is decoded."""
+    def _count_packets(self) -> int:
+        """Return the number of encoded packets in the file, without decoding them."""
         self._capture.set(cv2.CAP_PROP_FORMAT, -1)
         count = 0
         while self._capture.grab():
@@ -130,10 +130,10 @@ class Clip:
             raise InvalidImageError("damaged or unsupported video: it cannot be opened")
 
 
-def _frames(capture: Any) -> int:
-    """Return how many frames are to be shown, as vLLM's loader counts them; it moves the position.
+def _count_frames(capture: Any) -> int:
+    """Return the number of frames that are shown, as vLLM's loader counts them. This moves the position.
 
-    A container counts frames that an edit list hides as well: seeking to the end tells how many are shown.
+    The container also counts frames that an edit list hides. Seeking to the end tells how many are shown.
     """
     frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if frames > 0 and capture.set(cv2.CAP_PROP_POS_AVI_RATIO, 1.0):

@@ -1,7 +1,7 @@
-"""Pillow's part of decoding: an image file to upright RGB pixels in a numpy array. It needs no torch.
+"""Decoding with Pillow: an image file to upright RGB pixels in a numpy array. It does not import torch.
 
-The readers of `FORMATS` are used directly, after our own parser of the header, and without Pillow's limits and
-warnings. Of `RARE_FORMATS` Pillow reads the header as well.
+For `FORMATS`, our own parser reads the header, and this module calls Pillow's readers directly, without Pillow's limits
+and warnings. For `RARE_FORMATS`, Pillow reads the header too.
 """
 
 import io
@@ -30,34 +30,35 @@ log = logging.getLogger(__name__)
 
 Pixels = NDArray[np.uint8]
 
-# The most memory that a source's pixel takes until it is resized, bytes (`test_decode_memory.py`): 3 are the
-# result's; Pillow keeps 4, for a WebP 12 or more; of each channel a progressive JPEG has 2 and a JPEG 2000 some 5.
+# An upper bound on the bytes that a pixel of a source takes until it is resized (`test_decode_memory.py`). The result
+# takes 3. Pillow keeps 4, and for a WebP 12 or more. For each channel, a progressive JPEG takes 2 and a JPEG 2000 about
+# 5.
 PILLOW_BYTES_PER_PIXEL = 28
 
-# Pillow's image is converted in bands of this many pixels, so that intermediate copies are small.
+# A Pillow image is converted in bands of this many pixels, so that intermediate copies stay small.
 _BAND_PIXELS = 1 << 18
-# Chunks of a PNG that determine its pixels. Pillow would also inflate every profile and text chunk.
+# The chunks of a PNG that determine its pixels. Pillow would also inflate every profile and text chunk.
 _PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT")
-# Markers that make Pillow parse a JPEG's metadata, in Python, and their replacements.
+# Markers that make Pillow parse a JPEG's metadata in Python -> replacements of the same length that it ignores.
 _JPEG_METADATA = ((b"Exif\0\0", b"Past\0\0"), (b"Photoshop 3.0\0", b"Past here    \0"))
-# Pillow's decoders in Python take seconds for more than this.
+# Those of Pillow's decoders that are written in Python take seconds for larger files.
 _MAX_PYTHON_BYTES = 1 << 20
-# Memory is short while other images are decoded.
+# Memory is short only while other images are being decoded.
 _SHORT_RETRY_MS = 500
-# Steps along rows and columns, taken before orientations 5 to 8 are transposed.
 _SWAPPED = range(FIRST_SWAPPED, 9)
+# Orientation -> steps along rows and columns. Orientations 5 to 8 are transposed afterwards.
 STEPS = {1: (1, 1), 2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (-1, 1), 7: (-1, -1), 8: (1, -1)}
 
 
 def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderError:
-    """Return the header of a file in one of some `RARE_FORMATS`, or its error; the size is that of the upright image.
+    """Return the header of a file in one of these `RARE_FORMATS`, with the size of the upright image; or its error.
 
-    What Pillow does for that is bounded in nothing: it is for a decoder process.
+    Only for a decoder process: nothing bounds the time and memory that Pillow takes for it.
     """
     try:
         with Image.open(io.BytesIO(file), formats=tuple(formats)) as picture:
             width, height = picture.size
-            if _is_yet_to_be_turned(picture):
+            if _swaps_sides(picture):
                 width, height = height, width
             if picture.format is None or min(width, height) < 1:
                 return InvalidImageError(f"damaged {picture.format}: {width}x{height} pixels")
@@ -66,30 +67,30 @@ def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderErr
                     f"unsupported {picture.format}: Pillow decodes this kind in Python, so it may have at most "
                     f"{_MAX_PYTHON_BYTES} bytes"
                 )
-            # Of a few readers, the format's name is not in capitals.
+            # A few readers do not write their format's name in capitals.
             return Header(picture.format.upper(), width, height, UPRIGHT, len(picture.getbands()))
     except UnidentifiedImageError:
         return unknown(file, (*FORMATS, *formats))
-    except Exception as error:  # noqa: BLE001 - Pillow's readers may raise any on damaged data
+    except Exception as error:  # noqa: BLE001 - on damaged data Pillow's readers raise any type
         if is_shortage(error):
             return _shortage("reading the header of an image")
         return InvalidImageError(f"damaged or truncated: {error}")
 
 
-def _is_yet_to_be_turned(picture: ImageFile) -> bool:
-    """Whether the upright image is as high as `picture` is wide; of a TIFF, Pillow mostly says the upright size."""
+def _swaps_sides(picture: ImageFile) -> bool:
+    """Whether `picture.size` must be swapped to get the upright size; for a TIFF, Pillow mostly swaps it already."""
     # A damaged tag may hold a text or several numbers.
-    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(ORIENTATION_TAG) in _SWAPPED
-    return picture.getexif().get(ORIENTATION_TAG) in _SWAPPED and not is_turned
+    is_swapped = isinstance(picture, TiffImageFile) and picture.tag_v2.get(ORIENTATION_TAG) in _SWAPPED
+    return picture.getexif().get(ORIENTATION_TAG) in _SWAPPED and not is_swapped
 
 
 def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderError:
-    """Return the pixels of an image, uint8 [H, W, 3], upright and in `out` if that is given, or the image's error."""
+    """Return the upright pixels of an image, uint8 [H, W, 3], in `out` if given; or the error of the image."""
     header = source.header
     is_rare = header.format not in READERS
     try:
-        with _opened(source) as picture:
-            # Pillow turns a TIFF as it loads it; its size is mostly that of the turned one before.
+        with _open(source) as picture:
+            # Pillow applies the orientation of a TIFF while loading it. Before that, `size` is mostly the upright size.
             if not is_rare and picture.size != (header.width, header.height):
                 return InvalidImageError(f"damaged {header.format}: its parts differ in size")
             picture.load()
@@ -100,20 +101,19 @@ def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderEr
             if header.orientation == UPRIGHT:
                 return _fill(_empty(picture.size) if out is None else out, picture)
             pixels = _fill(_empty(picture.size), picture)
-        return turned(pixels, header.orientation, out)
-    # Pillow's readers may raise any exception on damaged data.
+        return upright(pixels, header.orientation, out)
+    # On damaged data Pillow's readers raise exceptions of any type.
     except Exception as error:
-        if is_shortage(error) or not _has_room(header):
+        if is_shortage(error) or not _has_memory(header):
             log.warning("short of memory or files while decoding %s", header, exc_info=error)
             return _shortage(f"decoding {header.pixels} pixels")
         return InvalidImageError(f"damaged or truncated {header.format}: {error}")
 
 
-def _opened(source: Source) -> ImageFile:
-    """Return the picture in a file, which is not loaded yet.
+def _open(source: Source) -> ImageFile:
+    """Return the picture in a file, without loading its pixels.
 
-    By the reader itself and not by `Image.open`, where the header was read by our own parser: `Image.open` parses the
-    other images in a JPEG.
+    For `FORMATS` this calls the reader itself: `Image.open` would also parse the other images in a JPEG.
     """
     if reader := READERS.get(source.header.format):
         return reader(io.BytesIO(_without_metadata(source)))
@@ -124,10 +124,10 @@ def _shortage(what: str) -> OverloadedError:
     return OverloadedError(f"{what} ran short of memory or files", retry_after_ms=_SHORT_RETRY_MS)
 
 
-def turned(pixels: Pixels, orientation: int, out: Pixels | None = None) -> Pixels:
-    """Return `pixels` [H, W, 3] with an EXIF orientation applied, contiguous, in `out` if that is given."""
+def upright(pixels: Pixels, orientation: int, out: Pixels | None = None) -> Pixels:
+    """Return `pixels` [H, W, 3] with an EXIF orientation applied, contiguous, in `out` if given."""
     rows, columns = STEPS[orientation]
-    # numpy moves a pixel's three bytes at once: 1.5 ms for a 720p image; torch takes 20 ms.
+    # numpy moves the three bytes of a pixel at once: 1.5 ms for a 720p image. torch takes 20 ms.
     whole = pixels.view("V3")[::rows, ::columns, 0]
     whole = whole.T if orientation >= FIRST_SWAPPED else whole
     if out is None:
@@ -137,15 +137,15 @@ def turned(pixels: Pixels, orientation: int, out: Pixels | None = None) -> Pixel
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether an exception means that this process lacks resources, not that the image is bad."""
+    """Whether an exception means that this process ran out of resources, not that the image is bad."""
     if isinstance(error, MemoryError):
         return True
-    # System errors have an errno; Pillow's errors about files have none, except its out-of-memory error.
+    # Errors of the system have an errno. Pillow's own errors have none, and one of them means that memory ran out.
     return isinstance(error, OSError) and (error.errno is not None or "out of memory" in str(error))
 
 
-def _has_room(header: Header) -> bool:
-    """Whether the memory that decoding takes is available now: libwebp does not report why it failed."""
+def _has_memory(header: Header) -> bool:
+    """Whether the memory for decoding is available now. libwebp does not report why it failed, so this finds out."""
     try:
         np.empty(PILLOW_BYTES_PER_PIXEL * header.pixels, np.uint8)
     except MemoryError:
@@ -154,7 +154,7 @@ def _has_room(header: Header) -> bool:
 
 
 def _without_metadata(source: Source) -> bytes:
-    """Return the file without metadata that Pillow would parse at unbounded cost; the header has what is needed."""
+    """Return the file without the metadata that Pillow would parse at unbounded cost. The pixels do not need it."""
     data = source.data
     if source.header.format == "JPEG":
         for name, other in _JPEG_METADATA:
@@ -175,7 +175,7 @@ def _empty(size: tuple[int, int]) -> Pixels:
 
 
 def _fill(pixels: Pixels, picture: ImageFile) -> Pixels:
-    """Write a loaded picture in RGB."""
+    """Write a loaded picture to `pixels` in RGB."""
     width, height = picture.size
     rows = max(1, _BAND_PIXELS // width)
     for top in range(0, height, rows):
@@ -184,9 +184,9 @@ def _fill(pixels: Pixels, picture: ImageFile) -> Pixels:
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture in RGB, transparency over white, as vLLM's image loader does.
+    """Return a picture in RGB with transparency over white, as vLLM's image loader does.
 
-    An RGB picture keeps its colours, even if it names one of them as transparent.
+    An RGB picture keeps its colours even if it declares one of them transparent.
     """
     if picture.mode == "RGB":
         return picture
@@ -205,21 +205,21 @@ READERS: dict[str, type[ImageFile]] = {
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
 }
-# Formats that Pillow may have been built without -> Pillow's name of the feature.
+# Formats that a build of Pillow may lack -> Pillow's name of the feature.
 _FEATURES = {"WEBP": "webp", "TIFF": "libtiff", "AVIF": "avif", "JPEG2000": "jpg_2000"}
-# An image is decoded in one thread, so that `--decode-threads` is the number of busy threads.
+# One thread decodes an image, so that `--decode-threads` is the number of busy threads.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
-# It warns of every odd tag of every file, and Python keeps every warning forever.
+# The TIFF reader warns about every odd tag of every file, and Python keeps all warnings in memory.
 warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 
-def missing(formats: Sequence[str]) -> list[str]:
-    """Return which of the formats this Pillow was built without."""
+def missing_formats(formats: Sequence[str]) -> list[str]:
+    """Return those of the formats that this build of Pillow lacks."""
     return [name for name in formats if name in _FEATURES and not features.check(_FEATURES[name])]
 
 
-def made_jpeg(*, progressive: bool) -> bytes:
-    """Return a small JPEG to try a decoder on."""
+def sample_jpeg(*, progressive: bool) -> bytes:
+    """Return a small JPEG to try a decoder with."""
     file = io.BytesIO()
     Image.radial_gradient("L").convert("RGB").save(file, "JPEG", progressive=progressive)
     return file.getvalue()

@@ -62,7 +62,7 @@ async def test_decoding_stays_in_the_devices_process_on_request(checkpoint: Path
 async def test_a_server_reports_its_sandbox_and_its_decoders_end_with_it(server: ServerProcess) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         assert await outcomes(client, [photo(64, 48, 9, "PNG")]) == [None]
-    assert any("in processes of their own" in line for line in server.lines)
+    assert any("in separate processes" in line for line in server.lines)
     below = psutil.Process(server.process.pid).children(recursive=True)
     assert decoders(server)
     server.process.kill()  # which nothing can clean up after

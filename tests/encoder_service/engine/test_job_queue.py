@@ -81,7 +81,7 @@ def new_queue(
             large_pixels=large_pixels,
             devices=devices,
         ),
-        cast(Decoder, SimpleNamespace(batches=lambda source: source.key != SINGLE)),
+        cast(Decoder, SimpleNamespace(can_batch=lambda source: source.key != SINGLE)),
         cast(Store, SimpleNamespace(contains=lambda _address: False)),
         loop=cast(asyncio.AbstractEventLoop, loop),
         on_end=on_end,

@@ -75,7 +75,7 @@ def test_start_warns_if_dali_decodes_nothing(monkeypatch, caplog):
     jpegs = DaliJpegs(CPU, 1)
     monkeypatch.setattr(jpegs, "_decode", refuse)
     jpegs.start(BATCH_IMAGES)
-    assert "decodes no JPEGs here" in caplog.text
+    assert "cannot decode JPEGs here" in caplog.text
     assert "nvJPEG: not supported" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Decoder processes that die, stop or are swamped: one image fails, what it failed of is counted, and all goes on."""
+"""Decoder processes that die, hang or run out of memory: one image fails, the reason is counted, the rest goes on."""
 
 import fcntl
 import json
@@ -32,8 +32,8 @@ from encoder_service.image.decoder_pool import (
     SETTINGS,
     DecoderPool,
     DecoderStartError,
-    PixelMemory,
-    parsed,
+    SharedBuffer,
+    parse_reply,
 )
 from encoder_service.keys import ImageKey
 from testing.decoding import decode_files, pillow_decoder, source_of
@@ -60,7 +60,7 @@ def pool() -> Iterator[DecoderPool]:
 
 
 def children(pool: DecoderPool) -> list[int]:
-    """The pids of its processes; the last is the next to decode."""
+    """Return the pids of the pool's processes; the last is the next to decode."""
     return [child.ready().pid for child in pool._idle]
 
 
@@ -68,11 +68,11 @@ def of_cpu(pool: DecoderPool) -> Decoder:
     return Decoder(torch.device("cpu"), pool)
 
 
-SIOCOUTQ = 0x5411  # of <linux/sockios.h>: how much of what was sent is not read yet
+SIOCOUTQ = 0x5411  # from <linux/sockios.h>: how many sent bytes the receiver has not read yet
 
 
 def while_stopped(pool: DecoderPool, work: Callable[[], Any], *signals: int) -> Any:
-    """Return what `work` does while the next process to decode is stopped: it is asked, and then gets the signals."""
+    """Stop the next process to decode, run `work` until it has sent a request, send the signals; return its result."""
     process = pool._idle[-1].ready()
     os.kill(process.pid, signal.SIGSTOP)
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
@@ -92,7 +92,7 @@ def deaths(pool: DecoderPool) -> dict[str, int]:
     return {reason: count for reason, count in pool.deaths.items() if count}
 
 
-def test_damaged_files_have_the_same_outcome_as_in_process(pool: DecoderPool) -> None:
+def test_damaged_files_have_the_same_outcome_as_in_this_process(pool: DecoderPool) -> None:
     files = [damaged(seed) for seed in range(150)]
     found, expected = decode_files(of_cpu(pool), files), decode_files(pillow_decoder(), files)
     for isolated_one, in_process in zip(found, expected, strict=True):
@@ -102,7 +102,7 @@ def test_damaged_files_have_the_same_outcome_as_in_process(pool: DecoderPool) ->
             assert torch.equal(isolated_one, in_process)
 
 
-def test_a_killed_decoder_is_replaced_and_its_image_may_be_retried(pool: DecoderPool) -> None:
+def test_a_killed_decoder_is_replaced_and_its_image_can_be_retried(pool: DecoderPool) -> None:
     before, pid = deaths(pool).get("killed", 0), children(pool)[-1]
     outcome = while_stopped(pool, lambda: pool.decode(source_of(PHOTO)), signal.SIGKILL)
     assert isinstance(outcome, OverloadedError)
@@ -110,11 +110,11 @@ def test_a_killed_decoder_is_replaced_and_its_image_may_be_retried(pool: Decoder
     assert deaths(pool)["killed"] == before + 1
     assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
     assert pid not in children(pool)
-    assert not psutil.pid_exists(pid), "it was not reaped"
+    assert not psutil.pid_exists(pid), "the process was not reaped"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_decoder_that_died_before_an_image_came_is_not_the_images_fault(
+def test_a_decoder_that_died_while_idle_is_not_the_images_fault(
     pool: DecoderPool, number: signal.Signals
 ) -> None:
     pid = children(pool)[-1]
@@ -136,7 +136,7 @@ def test_the_spare_decodes_while_a_killed_decoder_is_replaced(pool: DecoderPool)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
-def test_a_decoder_that_crashes_fails_its_image_which_is_remembered(
+def test_a_crashing_decoder_fails_its_image_and_the_failure_is_cached(
     pool: DecoderPool, number: signal.Signals
 ) -> None:
     before = deaths(pool).get("crashed", 0)
@@ -151,7 +151,7 @@ def test_a_decoder_that_crashes_fails_its_image_which_is_remembered(
     assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
 
 
-def test_a_decoder_that_does_not_answer_is_replaced_while_another_decodes() -> None:
+def test_a_hanging_decoder_is_replaced_while_another_decodes() -> None:
     with decoding(threads=2, cpu_s=1) as pool:
         stopped = children(pool)[-1]  # the next to decode
         os.kill(stopped, signal.SIGSTOP)
@@ -164,21 +164,23 @@ def test_a_decoder_that_does_not_answer_is_replaced_while_another_decodes() -> N
 
 
 def heavy() -> bytes:
-    """Nine megapixels that take hundreds of megabytes and a second to decode."""
+    """Return nine megapixels that take hundreds of megabytes and a second to decode."""
     noise = np.random.default_rng(1).integers(0, 255, (150, 150, 3), np.uint8)
     return encoded(Image.fromarray(noise).resize((3000, 3000)), "JPEG2000")
 
 
 def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     file = heavy()
-    monkeypatch.setattr(decoder_pool, "_WALL_S", 60.0)  # on a busy machine it may wait long for its processor
+    monkeypatch.setattr(
+        decoder_pool, "_WALL_S", 60.0
+    )  # on a busy machine the process may wait long for a core
     with decoding(cpu_s=0.05) as pool:
         slow = pool.decode(source_of(file))
         assert isinstance(slow, UndecodableImageError)
-        assert "more than 0.05 s of a processor" in slow.message
+        assert "more than 0.05 s of CPU time" in slow.message
         assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
         assert deaths(pool) == {"time": 1}
-    monkeypatch.setattr(decoder_pool, "_BESIDE_PIXELS_BYTES", 32 << 20)
+    monkeypatch.setattr(decoder_pool, "_BASE_BYTES", 32 << 20)
     with decoding(max_image_pixels=10_000) as pool:
         large = pool.decode(source_of(file))
         assert isinstance(large, UndecodableImageError)
@@ -187,21 +189,21 @@ def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: py
         assert deaths(pool) == {"memory": 1}
 
 
-def test_closing_ends_every_process_and_a_further_use_starts_them_again() -> None:
+def test_close_ends_every_process_and_a_further_use_starts_them_again() -> None:
     others = {each.pid for each in psutil.Process().children(recursive=True)}
 
     def ours() -> list[int]:
         return [each.pid for each in psutil.Process().children(recursive=True) if each.pid not in others]
 
     with decoding() as pool:
-        assert len(ours()) == 2  # one for the thread, and one to spare
+        assert len(ours()) == 2  # one for the thread, and the spare
         pool.close()
         assert ours() == []
         assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
     assert ours() == []
 
 
-def test_pixels_stay_what_they_are_while_others_are_decoded(pool: DecoderPool) -> None:
+def test_pixels_do_not_change_while_other_images_are_decoded(pool: DecoderPool) -> None:
     images = [photo(64 + seed, 48, seed) for seed in range(6)]
     found, expected = decode_files(of_cpu(pool), images), decode_files(pillow_decoder(), images)
     for isolated_one, in_process in zip(found, expected, strict=True):
@@ -210,7 +212,7 @@ def test_pixels_stay_what_they_are_while_others_are_decoded(pool: DecoderPool) -
         assert torch.equal(isolated_one, in_process)
 
 
-def test_a_loading_decoder_ends_silently_with_its_server() -> None:
+def test_a_decoder_that_is_loading_ends_silently_with_its_server() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
         "from encoder_service.image.decoder_process import main; "
@@ -223,11 +225,11 @@ def test_a_loading_decoder_ends_silently_with_its_server() -> None:
     assert process.returncode == 0
 
 
-def test_decoding_takes_no_descriptors_beyond_those_of_the_start() -> None:
+def test_decoding_opens_no_descriptors_after_start() -> None:
     with decoding(threads=2) as pool, ThreadPoolExecutor(2) as threads:
         list(threads.map(str, range(8)))
         before = psutil.Process().num_fds()
-        for side in (64, 500, 900):  # the last takes more memory than there is at the start
+        for side in (64, 500, 900):  # the last needs a larger buffer than the first one
             files = [source_of(photo(side, side, seed)) for seed in range(6)]
             assert all(isinstance(each, np.ndarray) for each in threads.map(pool.decode, files))
         assert psutil.Process().num_fds() <= before
@@ -254,7 +256,7 @@ def test_output_of_libraries_is_counted_and_dropped(capfd: pytest.CaptureFixture
     noisy = bytearray(
         encoded(Image.fromarray(pixels(400, 300, 1)).convert("1"), "TIFF", compression="tiff_ccitt")
     )
-    noisy[8:1000] = bytes(range(248)) * 4  # behind the header are the pixels
+    noisy[8:1000] = bytes(range(248)) * 4  # the pixels, behind the header
     with decoding() as pool:
         before = pool.messages
         pool.decode(source_of(bytes(noisy)))
@@ -262,7 +264,7 @@ def test_output_of_libraries_is_counted_and_dropped(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == ""
 
 
-def test_why_no_decoder_starts_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_why_no_decoder_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_pool, "_MODULE", "no.such.module")
     pool = DecoderPool(1)
     with pytest.raises(DecoderStartError, match="No module named 'no'"):
@@ -283,10 +285,10 @@ def test_a_hanging_idle_decoder_is_replaced_long_before_its_limit() -> None:
 
 
 def test_an_invalid_decoder_answer_is_rejected() -> None:
-    assert parsed(b"null") is None
-    assert parsed(b'["bad\\nfile", false]') == ("bad?file", False)
+    assert parse_reply(b"null") is None
+    assert parse_reply(b'["bad\\nfile", false]') == ("bad?file", False)
     header = {"format": "TIFF", "width": 3, "height": 4, "orientation": 1, "channels": 3}
-    assert parsed(json.dumps(header).encode()) == Header("TIFF", 3, 4, 1, 3)
+    assert parse_reply(json.dumps(header).encode()) == Header("TIFF", 3, 4, 1, 3)
     wrong = ({"width": "3"}, {"height": 0}, {"width": 1 << 31}, {"format": None}, {"channels": 1.5})
     replies = (
         b"",
@@ -301,30 +303,30 @@ def test_an_invalid_decoder_answer_is_rejected() -> None:
     )
     for reply in (*replies, *(json.dumps(header | each).encode() for each in wrong)):
         with pytest.raises((ValueError, RecursionError)):
-            parsed(reply)
+            parse_reply(reply)
 
 
 def test_every_reason_of_a_decoder_death_has_its_own_error(pool: DecoderPool) -> None:
-    errors = {reason: pool._error(reason, "decoding this JPEG", "1 s", 1) for reason in DEATHS}
+    errors = {reason: pool._death_error(reason, "decoding this JPEG", "1 s", 1) for reason in DEATHS}
     temporary = {reason for reason, error in errors.items() if error.retryable}
     assert temporary == {"killed", "stuck"}
     assert all(isinstance(error, EncoderError) for error in errors.values())
 
 
-def test_a_memory_is_emptied_before_another_request_may_have_it() -> None:
-    memory, was_free = PixelMemory(128 << 20), list[bool]()
+def test_the_pages_of_a_large_buffer_are_freed_before_another_request_uses_it() -> None:
+    buffer, was_free = SharedBuffer(128 << 20), list[bool]()
     width, height = source_of(PHOTO).header.upright
-    pixels = [memory.lend((height, width, 3), begin) for begin in (0, 1 << 20)]
-    memory._empty = lambda: was_free.append(memory.is_free)  # type: ignore[method-assign]
+    pixels = [buffer.lend((height, width, 3), offset) for offset in (0, 1 << 20)]
+    buffer._free_pages = lambda: was_free.append(buffer.is_free)  # type: ignore[method-assign]
     del pixels[0]
-    assert (was_free, memory.is_free) == ([], False)
+    assert (was_free, buffer.is_free) == ([], False)
     del pixels[0]
-    assert (was_free, memory.is_free) == ([False], True)
+    assert (was_free, buffer.is_free) == ([False], True)
 
 
-def test_emptying_a_memory_leaves_the_interpreter_to_other_threads() -> None:
-    """By itself, the interpreter changes threads only where one gives it up: the event loop must run meanwhile."""
-    memory, counted, is_over = PixelMemory(256 << 20), 0, threading.Event()
+def test_freeing_pages_releases_the_gil() -> None:
+    """The event loop must run meanwhile. With this switch interval, threads change only where one releases the GIL."""
+    buffer, counted, is_over = SharedBuffer(256 << 20), 0, threading.Event()
 
     def run() -> None:
         nonlocal counted
@@ -337,14 +339,14 @@ def test_emptying_a_memory_leaves_the_interpreter_to_other_threads() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        for _ in range(100):  # on a busy machine the other thread may have no processor meanwhile
-            memory.put(bytes(memory.size))
+        for _ in range(100):  # on a busy machine the other thread may get no core meanwhile
+            buffer.write(bytes(buffer.size))
             before = counted
-            memory._empty()
+            buffer._free_pages()
             if counted > before:
                 break
         assert counted > before
-        assert bytes(memory._bytes[:1]) == b"\0"
+        assert bytes(buffer._bytes[:1]) == b"\0"
     finally:
         sys.setswitchinterval(interval)
         is_over.set()

@@ -1,4 +1,4 @@
-"""Videos in decoder processes: the frames that were asked for, whichever way they are reached, or one error."""
+"""Videos in decoder processes: the requested frames, in whatever order they are read, or one error."""
 
 import random
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def file_of(data: bytes) -> VideoFile:
 
 
 def opened(pool: DecoderPool, key: bytes, data: bytes) -> tuple[Source, VideoFile]:
-    """Return the source of a video, and its file, which lives as long as it is kept."""
+    """Return the source of a video, and its file, which the caller must keep."""
     file = file_of(data)
     info = pool.open_video(key, file)
     assert isinstance(info, VideoInfo), info
@@ -56,7 +56,7 @@ def opened(pool: DecoderPool, key: bytes, data: bytes) -> tuple[Source, VideoFil
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_frames_are_those_of_a_reader_that_takes_one_after_the_other(pool: DecoderPool, name: str) -> None:
+def test_frames_equal_those_of_a_sequential_reader(pool: DecoderPool, name: str) -> None:
     expected = list(true_frames(CLIPS[name]))
     source, _file = opened(pool, name.encode(), CLIPS[name])
     assert source.video is not None
@@ -71,8 +71,9 @@ def test_frames_are_those_of_a_reader_that_takes_one_after_the_other(pool: Decod
         assert np.array_equal(pixels, [expected[first], expected[second]]), (first, second)
 
 
-# H.264 and HEVC as phones and browsers write them, which OpenCV's wheel only reads: frames refer to later ones, so they
-# are stored in another order than they are shown. Frame n has a white bar of 4 (n + 1) pixels at the top of 160x96.
+# H.264 and HEVC as phones and browsers write them. OpenCV's wheel can only read them. Frames refer to later ones, so
+# the file stores them in another order than they are shown. Frame n has a white bar of 4 (n + 1) pixels at the top of
+# 160x96.
 # FFmpeg 9 made them from raw frames: `-c:v libx264 -crf 30 -bf 3 -g 12`, fragmented with `-movflags
 # frag_keyframe+empty_moov`, open with `-x264-params open-gop=1:bframes=3:b-pyramid=normal`; and `-c:v libx265 -crf 32
 # -x265-params bframes=3:keyint=12`.
@@ -80,15 +81,13 @@ STORED_CLIPS = sorted((Path(__file__).parent / "clips").iterdir())
 
 
 def numbers_of(pixels: NDArray[np.uint8]) -> list[int]:
-    """Which frames of a stored clip these are."""
+    """Return which frames of a stored clip these are, by their bars."""
     bars = pixels[:, 4:12].mean(axis=(1, 3)) > 128
     return [round(bar.sum() / 4) - 1 for bar in bars]
 
 
 @pytest.mark.parametrize("path", STORED_CLIPS, ids=lambda path: path.name)
-def test_frames_that_refer_to_later_ones_come_in_the_order_in_which_they_are_shown(
-    pool: DecoderPool, path: Path
-) -> None:
+def test_frames_that_refer_to_later_ones_are_numbered_in_display_order(pool: DecoderPool, path: Path) -> None:
     source, _file = opened(pool, path.name.encode(), path.read_bytes())
     assert source.video == VideoInfo(30, 30, 30.0, 160, 96, 0)
     draw = random.Random(1)
@@ -99,14 +98,14 @@ def test_frames_that_refer_to_later_ones_come_in_the_order_in_which_they_are_sho
         assert numbers_of(pixels) == [first, second]
 
 
-def test_a_recording_that_broke_off_has_the_frames_before(pool: DecoderPool) -> None:
+def test_an_interrupted_recording_has_the_frames_up_to_the_break(pool: DecoderPool) -> None:
     (path,) = (path for path in STORED_CLIPS if path.stem.endswith("fragmented"))
     data = path.read_bytes()
     source, _file = opened(pool, b"broken off", data[: 2 * len(data) // 3])
     assert source.video is not None
     readable = source.video.readable_frames
     assert 8 < readable < 30
-    for number in range(0, readable - 4, 2):  # the last ones may refer to what is missing
+    for number in range(0, readable - 4, 2):  # the last frames may refer to missing ones
         pixels = pool.read_frames(source, number, number + 1)
         assert isinstance(pixels, np.ndarray), pixels
         assert numbers_of(pixels) == [number, number + 1]
@@ -120,7 +119,7 @@ def test_the_container_says_rate_and_rotation(pool: DecoderPool) -> None:
     assert turned.video == VideoInfo(20, 20, 30.0, 96, 160, 90)
 
 
-def test_more_videos_than_are_open_at_a_time_are_read_in_turn(pool: DecoderPool) -> None:
+def test_more_videos_than_can_be_open_are_read_in_turn(pool: DecoderPool) -> None:
     kept = [opened(pool, name.encode(), CLIPS[name]) for name in ("mp4", "mkv", "webm", "vp9")]
     assert len(kept) > OPEN_VIDEOS
     expected = [list(true_frames(CLIPS[name])) for name in ("mp4", "mkv", "webm", "vp9")]
@@ -131,7 +130,7 @@ def test_more_videos_than_are_open_at_a_time_are_read_in_turn(pool: DecoderPool)
             )
 
 
-def test_a_video_that_is_kept_no_longer_is_to_be_submitted_again(pool: DecoderPool) -> None:
+def test_frames_of_a_video_that_is_no_longer_kept_are_an_unknown_image(pool: DecoderPool) -> None:
     source, file = opened(pool, b"gone", CLIPS["mp4"])
     for name in ("mkv", "webm"):  # no process has it open any more
         opened(pool, name.encode(), CLIPS[name])
@@ -154,7 +153,7 @@ def test_a_truncated_video_has_the_frames_that_exist(pool: DecoderPool, name: st
     behind = pool.read_frames(source, readable, readable + 1)
     assert isinstance(behind, InvalidImageError)
     assert "cannot be decoded" in behind.message
-    assert np.array_equal(pool.read_frames(source, 0, 1), expected[:2]), "it goes on"
+    assert np.array_equal(pool.read_frames(source, 0, 1), expected[:2]), "the process goes on"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_a_truncated_video_has_the_frames_that_exist(pool: DecoderPool, name: st
         bytes(1000),
     ],
 )
-def test_what_holds_no_video_is_one_error(pool: DecoderPool, data: bytes) -> None:
+def test_a_file_without_a_video_is_one_error(pool: DecoderPool, data: bytes) -> None:
     found = pool.open_video(b"bad", file_of(data))
     assert isinstance(found, InvalidImageError)
     assert not isinstance(found, UndecodableImageError)
@@ -177,7 +176,7 @@ def test_a_video_that_takes_too_long_fails_alone(pool: DecoderPool, monkeypatch:
     long = clip("mp4", frames=900, width=640, height=360)
     source, _file = opened(pool, b"long", long)
     monkeypatch.setattr(decoder_pool, "_FRAME_CPU_S", 0.0)
-    child = next(each for each in pool._video_children if each.opened == b"long")
+    child = next(each for each in pool._video_children if each.open_video_key == b"long")
     monkeypatch.setattr(child, "_cpu_s", 0.05)
     found = pool.read_frames(source, 890, 899)
     assert isinstance(found, UndecodableImageError)
@@ -186,11 +185,11 @@ def test_a_video_that_takes_too_long_fails_alone(pool: DecoderPool, monkeypatch:
     assert isinstance(pool.read_frames(source, 0, 1), np.ndarray)
 
 
-def test_frames_that_are_no_longer_wanted_are_given_up_on_the_way(
+def test_decoding_stops_when_the_frames_are_no_longer_wanted(
     pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, _file = opened(pool, b"left", clip("mp4", frames=900, width=640, height=360))
-    monkeypatch.setattr(decoder_pool, "_LOOK_S", 0.01)
+    monkeypatch.setattr(decoder_pool, "_CHECK_S", 0.01)
     deaths = dict(pool.deaths)
     assert isinstance(pool.read_frames(source, 890, 899, lambda: False), AbandonedError)
     assert pool.deaths == deaths
@@ -214,4 +213,4 @@ def test_damaged_videos_give_right_frames_or_one_error(pool: DecoderPool) -> Non
             assert isinstance(found, (np.ndarray, EncoderError))
             again = pool.read_frames(source, first, first + 1)
             if isinstance(found, np.ndarray):
-                assert np.array_equal(found, again), "a frame is the same whichever way it is reached"
+                assert np.array_equal(found, again), "a frame has the same pixels on every read"

@@ -25,7 +25,7 @@ from encoder_service.engine.model import Model
 from encoder_service.engine.watchdog import DECODE_S, FRAME_S, Watchdog
 from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
-from encoder_service.image.resize import resized_first
+from encoder_service.image.resize import resize_bilinear
 from encoder_service.metrics import Metrics
 from encoder_service.store import Pin
 from encoder_service.store.arena import Grid
@@ -211,7 +211,7 @@ class Prepare:
             return
         began = monotonic()
         try:
-            pixels = [resized_first(pixels, job.key.frames) for job, pixels in good]
+            pixels = [resize_bilinear(pixels, job.key.frames) for job, pixels in good]
             patches = self._tower.inputs(pixels, [job.grid for job, _ in good])
             for grid in {job.grid for job, _ in good}:
                 self._tower.prepare(grid)

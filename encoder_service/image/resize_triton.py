@@ -1,4 +1,4 @@
-"""Resizing to patches in two kernels in Triton, for CUDA: along rows, then along columns and into the patches."""
+"""Resizing to patches with two Triton kernels, for CUDA: along rows, then along columns and into the patches."""
 
 import torch
 import triton
@@ -8,9 +8,9 @@ from torch import Tensor
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image.resize import HALF, PRECISION_BITS, exact_patches, filter_table
 
-# Rows and columns of bytes that one program makes.
+# Rows and columns of bytes that one program computes.
 BLOCK = (4, 128)
-# One byte after the other is gathered along rows, four for each thread; along columns a thread takes a whole word.
+# Along rows a thread gathers four bytes, one by one; along columns a thread loads a whole word.
 ALONG_ROWS_WARPS, ALONG_COLUMNS_WARPS = 4, 1
 WORD = 16
 
@@ -31,11 +31,11 @@ def along_rows_kernel(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Of pixels [images × height = lines, width, 3] one channel, into planes [images, 3, height, stride]."""
+    """Resize one channel of pixels [images × height = lines, width, 3] into planes [images, 3, height, stride]."""
     line = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
     channel = tl.program_id(2)
     x = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
-    # Up to whole words: what no pixel is for is zero.
+    # Rows are padded with zeros to whole words.
     inside = (line < lines) & (x < stride)
     start = tl.load(table + x, mask=x < target, other=0)
     at = pixels + (line.to(tl.int64) * width + start) * 3 + channel
@@ -66,7 +66,7 @@ def along_columns_kernel(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Of planes [images, 3, height, stride], resized to `lines` = images × 3 × target of `tokens`, into patches."""
+    """Resize planes [images, 3, height, stride] to `lines` = images × 3 × target, and write patches, `tokens` a row."""
     line = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
     x = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
     plane, y = line // target, line % target
@@ -90,7 +90,7 @@ def along_columns_kernel(
 
 
 class TritonResize:
-    """See `Resize`. Needs a compiler at run time: `make_resize` says when it is used."""
+    """See `Resize`. Needs a compiler at run time, so that `make_resize` tries it before it is used."""
 
     name = "triton"
 
@@ -104,7 +104,7 @@ class TritonResize:
 
 
 def _along_rows(images: Tensor, target: int) -> Tensor:
-    """Resize the rows of images [N, H, W, 3]; return planes [N, 3, H, target] whose rows begin with whole words."""
+    """Resize the rows of images [N, H, W, 3]; return planes [N, 3, H, target] whose rows are aligned to words."""
     assert images.is_contiguous()
     count, height, width, _ = images.shape
     stride = triton.cdiv(target, WORD) * WORD
@@ -123,7 +123,7 @@ def _along_rows(images: Tensor, target: int) -> Tensor:
 
 
 def _along_columns(planes: Tensor, grid: Grid, geometry: Geometry) -> Tensor:
-    """Resize the columns of planes [N, 3, H, width of the grid]; return the patches of the grid."""
+    """Resize the columns of planes [N, 3, H, width of the grid]; return the grid's patches."""
     patch = geometry.patch_size
     count, _, height, width = planes.shape
     target, tokens = grid.h * patch, grid.w // geometry.merge_size
@@ -144,9 +144,9 @@ def _along_columns(planes: Tensor, grid: Grid, geometry: Geometry) -> Tensor:
 
 
 def differs(geometry: Geometry, device: torch.device) -> bool:
-    """Whether patches of random pixels, once shrunk and once enlarged, have other bits than the plain form's.
+    """Whether the kernels' patches of random pixels, shrunk and enlarged, differ in any bit from `exact_patches`.
 
-    Raises whatever a missing compiler makes Triton raise.
+    Raises Triton's errors if there is no compiler.
     """
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (2, 37, 53, 3), dtype=torch.uint8, generator=random).to(device)

@@ -18,7 +18,7 @@ import torch
 from encoder_contract.geometry import Geometry
 from encoder_contract.video import VideoInfo, VideoSettings
 from encoder_service.image.decoder_pool import DecoderPool
-from encoder_service.image.resize import PlainResize, resized_first, to_patches
+from encoder_service.image.resize import PlainResize, resize_bilinear, to_patches
 from encoder_service.image.source import Source, VideoFile
 from prefill_client.sglang_gateway.videos import shown, times
 from testing.answers import Answer, Part
@@ -120,7 +120,7 @@ def test_what_the_tower_is_given_is_what_sglang_makes_of_a_video(tmp_path: Path)
             patches = []
             for pair in clip.pairs:
                 pixels = torch.from_numpy(np.array(pool.read_frames(source, pair.first, pair.second)))
-                patches += to_patches([resized_first(pixels, pair)], [pair.grid], resize)
+                patches += to_patches([resize_bilinear(pixels, pair)], [pair.grid], resize)
             assert made["video_grid_thw"].tolist() == [[len(clip.pairs), *clip.grid[1:]]], name
             values = torch.cat(patches).float().unflatten(1, (3, -1)) / 255
             inputs = ((values - mean) / std).flatten(1)

@@ -15,7 +15,7 @@ from encoder_service.image.resize import (
     PlainResize,
     _calls,
     exact_patches,
-    resized_first,
+    resize_bilinear,
     to_patches,
 )
 from encoder_service.vision.load import make_resize
@@ -235,7 +235,7 @@ def test_patches_of_two_frames_equal_those_of_the_video_processor(geometry, kind
 
 
 @pytest.mark.parametrize("size", [(252, 420), (56, 28), (28, 2800)])
-def test_frames_that_are_resized_first_have_the_bytes_of_torchvision(size: tuple[int, int]) -> None:
+def test_frames_that_are_resize_bilinear_have_the_bytes_of_torchvision(size: tuple[int, int]) -> None:
     # Not above: machines that run this file's tests of a GPU may lack it.
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.functional import resize
@@ -243,6 +243,6 @@ def test_frames_that_are_resized_first_have_the_bytes_of_torchvision(size: tuple
     frames = torch.from_numpy(np.stack([pixels(160, 97, 1), pixels(160, 97, 2)]))
     truth = resize(frames.permute(0, 3, 1, 2), list(size), InterpolationMode.BILINEAR).permute(0, 2, 3, 1)
     grid = Grid(1, 4, 4)
-    assert torch.equal(resized_first(frames, Frames(0, 1, grid, size)), truth)
+    assert torch.equal(resize_bilinear(frames, Frames(0, 1, grid, size)), truth)
     for unchanged in (Frames(0, 1, grid), Frames(0, 1, grid, (97, 160))):
-        assert resized_first(frames, unchanged) is frames
+        assert resize_bilinear(frames, unchanged) is frames

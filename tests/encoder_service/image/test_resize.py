@@ -13,7 +13,7 @@ from PIL import Image
 
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image import resize as bicubic
-from encoder_service.image.resize import PlainResize, exact_patches, filter_table, resized, to_patches
+from encoder_service.image.resize import PlainResize, exact_patches, filter_table, resize_exactly, to_patches
 from encoder_service.vision.load import make_resize
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ SOME = np.random.default_rng(3).integers(1, 180, (60, 4)).tolist()
 @pytest.mark.parametrize(("width", "height", "new_width", "new_height"), [*SOME, (2600, 40, 1280, 41)])
 def test_a_resize_has_the_bits_of_pillow(width, height, new_width, new_height):
     array = noise(width, height, seed=width)
-    made = resized(torch.from_numpy(array).permute(2, 0, 1), (new_height, new_width))
+    made = resize_exactly(torch.from_numpy(array).permute(2, 0, 1), (new_height, new_width))
     assert np.array_equal(made.permute(1, 2, 0).numpy(), by_pillow(array, (new_width, new_height)))
 
 

@@ -1,9 +1,9 @@
-"""What happens to an image on the event loop: it is looked up, received and queued, and its rows are found.
+"""What happens to an image on the event loop: look it up, receive and queue it, find its rows.
 
-A Submit names images. `Images.lookup` answers from what this replica knows, or else by the cluster. If this replica is
-to encode an image, the call asks for the bytes; `receive` checks them and queues the image. The engine goes on from
-there: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `Waiters` has the
-Fetches whose image nobody has submitted or put yet. A Put asks `PutLeases` which images its caller is to compute.
+A Submit names images. `Images.lookup` answers from what this replica knows, or else asks the cluster. If this replica
+is to encode an image, the call requests the bytes; `receive` checks them and queues the image. The engine does the
+rest: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `Waiters` has the
+Fetches whose image was not submitted or put yet. A Put asks `PutLeases` which images its caller is to compute.
 
 Nothing here touches a pixel.
 """
@@ -27,19 +27,22 @@ from encoder_service.store import Pin, Store
 
 
 class Retainer:
-    """A caller that has the files of images for as long as its call is open."""
+    """A Submit call that stays open because its caller still has the files, and can send them again."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        """Set when one of the two below has changed."""
+        """Set when `requested` or `error` has changed."""
         self.requested: dict[bytes, None] = {}
-        """Addresses of images that a Fetch waits for, in the order of the Fetches."""
+        """Addresses of images that a Fetch waits for, in the order of the Fetches. An ordered set."""
         self.error: EncoderError | None = None
-        """Why they are to be submitted elsewhere."""
+        """Why the caller must submit its images to another server."""
 
 
 class Waiters:
-    """Those who wait for images that are not submitted yet, and those who keep images. One event loop's."""
+    """Fetches that wait for images not submitted yet, and retainers, which can send images again.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(self, cluster: Cluster, awaited_images: Budget) -> None:
         self._cluster = cluster
@@ -50,10 +53,10 @@ class Waiters:
         self._retaining_error: EncoderError | None = None
 
     async def wait(self, key: ImageKey, caller: Caller, until: float) -> Locations:
-        """Return when the image is submitted here (then nothing) or elsewhere (then where, if it is held there).
+        """Wait until the image is submitted here or elsewhere; return the peers that hold it, none if it is here.
 
-        A caller that keeps the image is asked for it. Raises `UnknownImageError` at `until`, on the clock of the loop,
-        or when `give_up` says so, `OverloadedError` when too many wait, and what `end` was told.
+        Requests the image from a retainer, if there is one. Raises `UnknownImageError` at `until` (event loop time) or
+        after `give_up`, `OverloadedError` when too many callers wait, and the error that `end` was called with.
         """
         if self._error is not None:
             raise self._error
@@ -64,31 +67,31 @@ class Waiters:
             waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
             self._waiters.setdefault(key.address, set()).add(waiter)
             self._cluster.search(key, self.wake)
-            self._ask(key.address)
+            self._request(key.address)
             try:
                 async with asyncio.timeout_at(until):
                     return await waiter
             except TimeoutError:
                 raise unknown from None
             finally:
-                self._leave(key.address, waiter)
+                self._remove(key.address, waiter)
 
     def retain(self, address: bytes, retainer: Retainer) -> None:
-        """Note that `retainer` has the file of an image."""
+        """Register `retainer` as having the file of an image."""
         self._retainers.setdefault(address, {})[retainer] = None
         retainer.error = self._retaining_error
 
     def release(self, address: bytes, retainer: Retainer) -> None:
-        """Undo `retain`. If someone waits for the image, another retainer is asked."""
+        """Undo `retain`. If a Fetch waits for the image, request it from another retainer."""
         if retainers := self._retainers.get(address):
             retainers.pop(retainer, None)
             if not retainers:
                 del self._retainers[address]
             elif address in self._waiters:
-                self._ask(address)
+                self._request(address)
 
     def end(self, error: EncoderError) -> None:
-        """End all waiters and retainers with `error`, and those that come later: nothing is submitted here any more."""
+        """Fail all waiters and retainers with `error`, present and future: this server takes no more submits."""
         self._error = error
         self.end_retaining(error)
         for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
@@ -96,14 +99,14 @@ class Waiters:
                 waiter.set_exception(error)
 
     def end_retaining(self, error: EncoderError) -> None:
-        """Say to all who keep images, now or later, with `error`, that they are to submit them elsewhere."""
+        """Tell all retainers, present and future, to submit their images elsewhere, because of `error`."""
         self._retaining_error = error
         for retainer in {retainer for retainers in self._retainers.values() for retainer in retainers}:
             retainer.error = error
             retainer.changed.set()
 
     def wake(self, address: bytes, locations: Locations = ()) -> None:
-        """Say that `address` is here, or at these locations."""
+        """End all waits for `address`: it is here, or at these locations."""
         self._cluster.end_search(address)
         for waiter in self._waiters.pop(address, ()):
             if not waiter.done():
@@ -116,13 +119,13 @@ class Waiters:
             if not waiter.done():
                 waiter.set_exception(UnknownImageError(key.unknown))
 
-    def _ask(self, address: bytes) -> None:
+    def _request(self, address: bytes) -> None:
         if retainers := self._retainers.get(address):
             retainer = next(reversed(retainers))
             retainer.requested[address] = None
             retainer.changed.set()
 
-    def _leave(self, address: bytes, waiter: "asyncio.Future[Locations]") -> None:
+    def _remove(self, address: bytes, waiter: "asyncio.Future[Locations]") -> None:
         waiting = self._waiters.get(address)
         if waiting is not None:
             waiting.discard(waiter)
@@ -131,18 +134,19 @@ class Waiters:
                 self._cluster.end_search(address)
 
 
-# If requested bytes have not arrived after this time, the lease is released, so that a caller that stalls delays no
-# other replica. If they arrive later, the lease is acquired again.
+# If requested bytes have not arrived after this time, the lease is released, so that a stalled caller does not delay
+# other replicas. If the bytes arrive later, the lease is acquired again.
 UPLOAD_WAIT_S = 5.0
 DROPPED_RETRY_MS = 1000
-LEASE_WAIT_S = 1.0  # to wait for another replica before looking again: its lease ends by itself if it dies
+# Wait this long for another replica before looking again. If that replica dies, its lease expires.
+LEASE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedImage:
-    """An image of a Submit call: the caller's index, grid and size (0: not said) of it, and the call's claim on it.
+    """An image of a Submit call: the caller's index, grid and size of it (0: unknown), and the call's claim on it.
 
-    If `is_video`, it is a video that the caller wants to know the frames of, and nothing is to be encoded.
+    With `is_video`, it is a video. The caller wants to know its frames, and nothing is encoded.
     """
 
     index: int
@@ -154,13 +158,13 @@ class SubmittedImage:
 
     @property
     def file_is_video(self) -> bool:
-        """Whether its file is a video."""
+        """Whether the file is a video."""
         return self.is_video or self.key.frames is not None
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What is known about a named image; without a `grid` and without a `video`, its bytes are needed."""
+    """What the server knows about a named image. Without `grid` and `video`, it needs the bytes."""
 
     grid: Grid | None
     cached: bool = False
@@ -169,7 +173,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """Pinned rows, and where they were found; if they were waited for, how long each stage took and when it began."""
+    """Pinned rows, and where they were found; for rows encoded now, how long each stage took and when it began."""
 
     pin: Pin
     source: Literal["device", "host", "peer", "encoded"]
@@ -178,7 +182,10 @@ class FetchResult:
 
 
 class Images:
-    """Looks images up, receives their bytes, and finds or makes their rows. Belongs to one event loop."""
+    """Looks images up, receives their bytes, and finds or makes their rows.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(
         self,
@@ -192,7 +199,7 @@ class Images:
         *,
         encodes: bool = True,
     ) -> None:
-        """Without a tower, `encodes` is False: rows are held, come from peers, or are put."""
+        """Without a tower, `encodes` is False: all rows are held already, come from peers, or are put."""
         self._validator = validator
         self._sources = sources
         self._videos = videos
@@ -207,9 +214,9 @@ class Images:
     async def lookup(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:
         """Answer each submitted name: cached, queued, an error, or (grid None) bytes needed.
 
-        Asks the cluster about everything that is not known here in one step.
+        Asks the cluster once, about all images that are not known here.
         """
-        answers = [self._known_here(image) for image in images]
+        answers = [self._local_answer(image) for image in images]
         unknown = [
             image
             for image, answer in zip(images, answers, strict=True)
@@ -217,12 +224,12 @@ class Images:
         ]
         acquired = await self._cluster.acquire([image.key.address for image in unknown])
         return [
-            answer or (LookupResult(None) if image.is_video else self._known_there(image, acquired))
+            answer or (LookupResult(None) if image.is_video else self._cluster_answer(image, acquired))
             for image, answer in zip(images, answers, strict=True)
         ]
 
     async def receive_video(self, image: SubmittedImage, file: VideoFile) -> LookupResult:
-        """Check the file of a video against its name and the limits, keep it, and queue its frames if they are named.
+        """Check the file of a video against its name and the limits, and keep it; queue frames if the name has them.
 
         Raises as `receive` does.
         """
@@ -235,7 +242,7 @@ class Images:
             raise known
         if known.grid is None:
             raise OverloadedError(
-                "other videos took the place of this one: retry", retry_after_ms=DROPPED_RETRY_MS
+                "the video was evicted by other videos: retry", retry_after_ms=DROPPED_RETRY_MS
             )
         return known
 
@@ -248,7 +255,7 @@ class Images:
         source = await self._validator.validate(key, data, image.claim.holder)
         grid = self._validator.grid(key, source, image.claimed_grid)
         if not self._jobs.knows(key):
-            # This replica usually has the lease already, unless another caller gave it up or the bytes took too long.
+            # This replica usually has the lease already. Another caller may have released it, or the bytes were late.
             acquired = await self._cluster.acquire([key.address])
             if key.address not in acquired.granted:  # a peer holds it or encodes it
                 self._sources.put(source, image.claim.holder)
@@ -256,23 +263,23 @@ class Images:
                 self._cluster.share_source(key, data)
                 return LookupResult(grid, cached=key.address in acquired.located)
         queued = self._queue(key, source, grid, image.claim)
-        self._sources.put(source, image.claim.holder)  # not before: a refused file pushes out no other
+        self._sources.put(source, image.claim.holder)  # only now: a refused file must not evict others
         self._cluster.share_source(key, data)
         return LookupResult(grid, cached=not queued)
 
     def withdraw(self, claim: Claim) -> None:
-        """Give up a claim; an image without claims is dropped unless its batch has started."""
+        """End a claim. An image without claims is dropped, unless its batch has started."""
         self._jobs.withdraw(claim)
 
     def forget(self, key: ImageKey) -> None:
-        """Release the lease of an image that is not queued: its requested bytes will not come, or were refused."""
+        """Release the lease of an image that is not queued: its bytes will not arrive, or were refused."""
         if key not in self._jobs:
             self._cluster.release(key.address)
 
     # What a Fetch needs
 
     async def locate(self, images: Sequence[ImageKey]) -> dict[bytes, Locations]:
-        """Return where peers hold those of the images that are not known here; as `Cluster.find`."""
+        """Ask `Cluster.find` about those of the images that are not known here."""
         unknown = [key for key in images if not self._jobs.knows(key)]
         return await self._cluster.find(unknown) if unknown else {}
 
@@ -296,9 +303,9 @@ class Images:
     ) -> FetchResult:
         """Return the rows of an image, pinned: held here, encoded here, or fetched from a peer.
 
-        `located` is a fresh answer of `locate`. Waits for an encoding that is under way or can be started. For an image
-        that is not submitted yet, waits at most `grace_s`, then raises `UnknownImageError`. Cancelling withdraws the
-        claim.
+        `located` is a fresh result of `locate`. Starts an encoding if this replica has the file, and waits for its
+        end. Waits at most `grace_s` for an image that is not submitted yet, then raises `UnknownImageError`.
+        Cancelling withdraws the claim.
         """
         deadline = asyncio.get_running_loop().time() + grace_s
         elsewhere = located.get(key.address)
@@ -307,41 +314,41 @@ class Images:
             if (found := await self.rows_here(key, claim)) is not None:
                 return found
             live = tuple(location for location in elsewhere or () if location.replica_id not in failed)
-            if live and self._begun_as_cheaper(key, claim):
+            if live and self._encode_if_cheaper(key, claim):
                 continue
             if live:
-                peer = await self._cluster.fetch_from_peer(key, live, claim.holder)
-                if peer is not None and (pin := self._store.pin(key.address)) is not None:
+                shared = await self._cluster.fetch_from_peer(key, live, claim.holder)
+                if shared is not None and (pin := self._store.pin(key.address)) is not None:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._cluster.find([key])).get(key.address)
             elif (
                 source := await self._source_of(key, claim, is_elsewhere=elsewhere is not None)
             ) is not None:
-                elsewhere = await self._begin(key, source, claim, failed)
+                elsewhere = await self._start_encoding(key, source, claim, failed)
             elif self._jobs.knows(key):
-                elsewhere = ()  # it came while the cluster was asked
+                elsewhere = ()  # it arrived while the cluster answered
             else:
                 elsewhere = await self.waiters.wait(key, caller, deadline)
 
     def known_error(self, error: Exception) -> EncoderError:
-        """Return the error to report to callers that wait for rows; a lost device ends everything."""
+        """Translate an error for callers that wait for rows. If the device is lost, end all jobs."""
         return self._jobs.known_error(error)
 
     def knows(self, key: ImageKey) -> bool:
-        """Whether an image is on its way here, or its rows are held."""
+        """Whether this replica has a job for the image, or holds its rows."""
         return self._jobs.knows(key)
 
     # What a Put needs
 
     def holds(self, key: ImageKey) -> bool:
-        """Whether the rows of an image are held here."""
+        """Whether this replica holds the rows of an image."""
         return self._store.contains(key.address)
 
     def held_grid(self, key: ImageKey, claimed: Grid | None) -> Grid | None:
         """Return the grid of an image whose rows are held here, else None.
 
-        Raises `ImageLimitError`, or `InvalidRequestError` if the caller computed another grid or one that cannot be.
+        Raises `ImageLimitError`, or `InvalidRequestError` if the caller's grid is impossible or not the image's.
         """
         self._validator.check_name(key, claimed)
         if (pin := self._store.pin(key.address)) is None:
@@ -349,14 +356,14 @@ class Images:
         with pin:
             return confirmed_grid(Grid(*pin.grid), claimed)
 
-    # Inside
+    # Internals
 
     def _file_of(self, key: ImageKey, *, is_video: bool = False) -> Source | None:
-        """Return the file of an image or of frames, if it is here, and renew its lifetime."""
+        """Return the file of an image or of frames, if this replica has it, and renew its lifetime."""
         files = self._videos if is_video or key.frames is not None else self._sources
         return files.get(key.source_key)
 
-    def _known_here(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
+    def _local_answer(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
         if image.is_video:
             source = self._file_of(image.key, is_video=True)
             return LookupResult(None, video=source.video) if source is not None else None
@@ -369,16 +376,16 @@ class Images:
             return error
         return None
 
-    def _known_there(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
-        """Answer a name by what the cluster said: this replica is to encode the image, or peers hold or encode it.
+    def _cluster_answer(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
+        """Answer a name as the cluster did: this replica is to encode the image, or peers hold or encode it.
 
-        Bytes that are here already are not asked for again: if that peer dies, a Fetch encodes the image here.
+        Bytes that this replica has are not requested again: if that peer dies, a Fetch encodes the image here.
         """
         if image.key.address in acquired.granted:
-            return self._granted(image)
+            return self._answer_with_lease(image)
         locations = acquired.located.get(image.key.address, ())
         grid = self._validator.agreed_grid((location.grid for location in locations), image.claimed_grid)
-        if image.key.frames is not None:  # their grid needs no file, which is asked for if the others fail
+        if image.key.frames is not None:  # the name has their grid; the file is requested if the peers fail
             grid = image.key.frames.grid
         try:
             if grid is None and (source := self._file_of(image.key)) is not None:
@@ -387,9 +394,9 @@ class Images:
             return error
         return LookupResult(grid, cached=bool(locations))
 
-    def _granted(self, image: SubmittedImage) -> LookupResult | EncoderError:
-        """Answer a name whose lease this replica has: queue the image if its bytes are here, else ask for them."""
-        if (known := self._known_here(image)) is not None:  # it came while the cluster was asked
+    def _answer_with_lease(self, image: SubmittedImage) -> LookupResult | EncoderError:
+        """Answer a name whose lease this replica has: queue the image if its bytes are here, else request them."""
+        if (known := self._local_answer(image)) is not None:  # it arrived while the cluster answered
             self.forget(image.key)
             return known
         try:
@@ -397,7 +404,7 @@ class Images:
                 grid = self._validator.grid(image.key, source, image.claimed_grid)
                 self._queue(image.key, source, grid, image.claim)
                 return LookupResult(grid)
-            if image.claimed_grid is not None:  # a full queue refuses before bytes are sent
+            if image.claimed_grid is not None:  # refuse before the bytes are sent
                 self._jobs.check_room(image.claim.holder, image.claimed_grid.patches)
         except EncoderError as error:
             self.forget(image.key)
@@ -405,8 +412,10 @@ class Images:
         asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, image.key)
         return LookupResult(None)
 
-    async def _begin(self, key: ImageKey, source: Source, claim: Claim, failed: set[str]) -> Locations:
-        """Start encoding, or wait for the replica that does, unless it `failed`; return where the image is then."""
+    async def _start_encoding(
+        self, key: ImageKey, source: Source, claim: Claim, failed: set[str]
+    ) -> Locations:
+        """Queue an image, or wait for the replica that encodes it, unless that is in `failed`; return its locations."""
         grid = self._validator.grid(key, source)
         acquired = await self._cluster.acquire([key.address], failed)
         if key.address not in acquired.granted:
@@ -420,15 +429,15 @@ class Images:
         return ()
 
     def _queue(self, key: ImageKey, source: Source, grid: Grid, claim: Claim) -> bool:
-        """Queue an image whose lease this replica has; return False if its rows came while the cluster was asked."""
+        """Queue an image whose lease this replica has. Return False if its rows arrived while the cluster answered."""
         job = self._jobs.submit(key, source, grid, claim)
         if job is None:
             self._cluster.release(key.address)
         self.waiters.wake(key.address)
         return job is not None
 
-    def _begun_as_cheaper(self, key: ImageKey, claim: Claim) -> bool:
-        """Encode bytes that are here, without a lease, if that should be faster than a transfer; return whether."""
+    def _encode_if_cheaper(self, key: ImageKey, claim: Claim) -> bool:
+        """Queue an image without a lease if encoding should be faster than a transfer; return whether it is queued."""
         if (source := self._file_of(key)) is None:
             return False
         grid = self._validator.grid(key, source)
@@ -438,12 +447,12 @@ class Images:
         try:
             self._jobs.submit(key, source, grid, claim)
         except OverloadedError:
-            return False  # nothing is faster in a queue that is full
+            return False  # the queue is full
         self.waiters.wake(key.address)
         return True
 
     async def _source_of(self, key: ImageKey, claim: Claim, *, is_elsewhere: bool) -> Source | None:
-        """Return the source of an image if it is here or another replica shared it, and there is a tower for it."""
+        """Return the file of an image if this replica can encode it and has the file, or another replica shared it."""
         if not self._encodes:
             return None
         source = self._file_of(key)
@@ -454,19 +463,19 @@ class Images:
         try:
             source = await self._validator.validate(key, data, claim.holder)
         except DigestMismatchError:
-            return None  # any writer of Redis could have stored these bytes: never encode them as this image
+            return None  # any writer of Redis may have stored these bytes: they are not this image
         self._sources.put(source, claim.holder)
         return source
 
 
-# Images that callers of other replicas compute, and that are followed at the same time. Callers that wait for further
-# ones learn only at the end of their grace that no rows came.
+# Addresses, leased to callers of other replicas, whose end this replica follows at a time. Fetches that wait for others
+# learn only when their grace ends that no rows came.
 MAX_FOLLOWED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PutImage:
-    """An image that a caller of Put names: the caller's index of it, and the grid its rows are of."""
+    """An image named in a Put call: the caller's index of it, and the grid of its rows."""
 
     index: int
     key: ImageKey
@@ -475,7 +484,7 @@ class PutImage:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """What one caller may put, until `ends_at` on the clock of the loop; `open` until then, or until it is settled."""
+    """One caller's right to put one image, until `ends_at` (event loop time). `open` until it is settled or expires."""
 
     image: PutImage
     place: Hold
@@ -486,7 +495,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class PutAnswer:
-    """The answer to a name: a lease if it is `yours`; how long the other's lasts at most if it is to `wait`."""
+    """The answer to a name. "yours" comes with a lease, "wait" with the longest time that the other lease lasts."""
 
     holding: Literal["held", "yours", "wait"]
     lease: Lease | None = None
@@ -494,7 +503,10 @@ class PutAnswer:
 
 
 class PutLeases:
-    """One lease for each address, here and, through the cluster, at all replicas. One event loop's."""
+    """Leases for Put: one writer per address, here and, through the cluster, on all replicas.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(
         self,
@@ -513,57 +525,56 @@ class PutLeases:
         self._following: dict[bytes, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        """Leases held by callers of this replica."""
+        """Return how many leases callers of this replica hold."""
         return len(self._leases)
 
-    async def ask(self, images: Sequence[PutImage], caller: Caller) -> list[PutAnswer | EncoderError]:
-        """Answer names: held, to be computed by this caller, or being computed. Asks the cluster once, for all.
+    async def acquire(self, images: Sequence[PutImage], caller: Caller) -> list[PutAnswer | EncoderError]:
+        """Answer each name: held, leased to this caller, or leased to another. Asks the cluster once, about all.
 
         A lease counts against `caller` until it is settled. A cancelled caller holds no lease.
         """
         answers: list[PutAnswer | EncoderError | None] = []
-        taken: dict[int, Lease] = {}
+        leases: dict[int, Lease] = {}
         try:
             for place, image in enumerate(images):
-                answers.append(self._known_here(image))
+                answers.append(self._local_answer(image))
                 if answers[place] is None:
                     try:
-                        taken[place] = self._take(image, caller)
+                        leases[place] = self._lease(image, caller)
                     except EncoderError as error:
                         answers[place] = error
-            acquired = await self._cluster.acquire([lease.image.key.address for lease in taken.values()])
-        except BaseException:  # cancelled too: the caller never hears of its leases
-            for lease in taken.values():
+            acquired = await self._cluster.acquire([lease.image.key.address for lease in leases.values()])
+        except BaseException:  # also if cancelled: the caller does not learn of its leases
+            for lease in leases.values():
                 self.give_up(lease)
             raise
-        for place, lease in taken.items():
-            answers[place] = self._asked(lease, acquired)
+        for place, lease in leases.items():
+            answers[place] = self._cluster_answer(lease, acquired)
         return [answer for answer in answers if answer is not None]
 
-    def kept(self, lease: Lease) -> None:
-        """Say that the rows of a lease are in the store."""
+    def complete(self, lease: Lease) -> None:
+        """Publish an image whose rows are in the store now, and settle its lease."""
         address = lease.image.key.address
         if lease.open:
-            self.settle(lease)
+            self._settle(lease)
         self._cluster.publish(address, lease.image.grid)
         self._waiters.wake(address)
 
     def give_up(self, lease: Lease) -> None:
-        """End a lease whose rows do not come, and tell the callers that wait for them. A closed lease is left alone."""
+        """Settle a lease without rows, and fail the Fetches that wait for them. Does nothing if it is settled."""
         if lease.open:
-            self.settle(lease)
+            self._settle(lease)
             self._cluster.release(lease.image.key.address)
             self._waiters.give_up(lease.image.key)
 
-    def settle(self, lease: Lease) -> None:
-        """Count a lease no more."""
+    def _settle(self, lease: Lease) -> None:
         lease.open = False
         if lease.timer is not None:
             lease.timer.cancel()
         lease.place.release()
         del self._leases[lease.image.key.address]
 
-    def _known_here(self, image: PutImage) -> PutAnswer | EncoderError | None:
+    def _local_answer(self, image: PutImage) -> PutAnswer | EncoderError | None:
         try:
             if self._images.held_grid(image.key, image.grid) is not None:
                 return PutAnswer("held")
@@ -574,8 +585,8 @@ class PutLeases:
             return PutAnswer("wait", wait_s=max(left_s, 0.0))
         return None
 
-    def _take(self, image: PutImage, caller: Caller) -> Lease:
-        """Give this caller the lease before the cluster is asked, so that no other caller here asks at the same time.
+    def _lease(self, image: PutImage, caller: Caller) -> Lease:
+        """Lease an image to a caller before asking the cluster, so that no other caller here asks at the same time.
 
         Raises `OverloadedError`.
         """
@@ -585,29 +596,28 @@ class PutLeases:
         self._leases[image.key.address] = lease
         return lease
 
-    def _asked(self, lease: Lease, acquired: Acquired) -> PutAnswer:
-        """Answer a name as the cluster did."""
+    def _cluster_answer(self, lease: Lease, acquired: Acquired) -> PutAnswer:
         key = lease.image.key
-        if not lease.open:  # its time passed while the cluster was asked
+        if not lease.open:  # it expired while the cluster answered
             if key.address not in self._leases:
                 self._cluster.release(key.address)
             return PutAnswer("wait")
         if key.address in acquired.granted:
             if not self._images.holds(key):
                 return PutAnswer("yours", lease)
-            self.settle(lease)  # it was brought over while the cluster was asked
+            self._settle(lease)  # the rows arrived while the cluster answered
             self._cluster.release(key.address)
             self._waiters.wake(key.address)
             return PutAnswer("held")
-        self.settle(lease)
+        self._settle(lease)
         if located := acquired.located.get(key.address):
             self._waiters.wake(key.address, located)
             return PutAnswer("held")
-        self._begin_to_follow(key)
+        self._start_following(key)
         return PutAnswer("wait", wait_s=self.lease_s)
 
-    def _begin_to_follow(self, key: ImageKey) -> None:
-        """Another replica's caller has the lease: have those who wait here hear how that ends."""
+    def _start_following(self, key: ImageKey) -> None:
+        """Wake or fail the Fetches that wait here once the lease of another replica's caller ends."""
         if key.address not in self._following and len(self._following) < MAX_FOLLOWED:
             task = asyncio.create_task(self._follow(key), name="put-follow")
             self._following[key.address] = task

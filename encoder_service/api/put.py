@@ -159,7 +159,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
 
     async def _look_up(self, images: Sequence[PutImage]) -> list[pb.PutResponse]:
         answers = []
-        for image, answer in zip(images, await self._leases.ask(images, self._caller), strict=True):
+        for image, answer in zip(images, await self._leases.acquire(images, self._caller), strict=True):
             if isinstance(answer, EncoderError):
                 answers.append(self._refuse(image.index, answer))
                 continue
@@ -236,7 +236,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
     def _complete(self, wanted: _Wanted) -> pb.PutResponse:
         """Return the answer to an image whose rows are in the store."""
         self._hold.resize(self._hold.amount - wanted.held_bytes)
-        self._leases.kept(wanted.lease)
+        self._leases.complete(wanted.lease)
         self._record.put("kept", wanted.held_bytes)
         return self._state(wanted.lease.image, "held")
 

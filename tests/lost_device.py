@@ -148,7 +148,7 @@ TIERS = ("to host", "mover")
 # Threads and tasks that die outside of what they guard: the class and method in which each meets its end.
 DEATHS_THERE: dict[str, tuple[type, str]] = {
     "vit dies": (Vit, "_with_room"),
-    "copy-out dies": (CopyOut, "_keep"),
+    "copy-out dies": (CopyOut, "_copy_out"),
     "prepare-single dies": (Prepare, "_prepare_single"),
 }
 DEATHS: dict[str, tuple[type, str]] = {

@@ -1,8 +1,8 @@
-"""The job queue: jobs by address, who awaits them, and the scheduler that orders them, behind one lock.
+"""The job queue: one job per address, the callers that wait for it, and the scheduler that orders the jobs.
 
-The event loop submits jobs and awaits them; the workers take them out and report how they ended. The lock is held for
-microseconds: no image is worked on and nothing is called upward while it is held. `FailureCache` has the images that
-can never be encoded, so that the same broken file is decoded only once.
+The event loop submits jobs and waits for them; workers take jobs out and report how they ended. One lock guards all of
+it. It is held for microseconds: no stage runs and no callback is called under it. `FailureCache` remembers images that
+can never be encoded, so that a broken file is decoded only once.
 """
 
 import asyncio
@@ -40,20 +40,20 @@ from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
 
-Pick = Callable[[Scheduler, float], Sequence[Task] | None]  # None: wait no longer
+Pick = Callable[[Scheduler, float], Sequence[Task] | None]  # None: stop waiting
 
-# The answer to a Submit goes out before workers that slept are woken: they would contend with it for cores and
-# interpreter, and it would come milliseconds later. Workers that are busy do not wait for this.
+# Idle workers are woken this long after a Submit, so that its answer is sent first: workers compete with the event loop
+# for cores and the interpreter, and would delay the answer by milliseconds. Busy workers do not wait for this.
 ANSWER_FIRST_S = 0.001
-SHORT_RETRY_MS = 500  # memory is short while other images are worked on
+SHORT_RETRY_MS = 500  # other images in the pipeline release memory soon
 LOST = "the server lost its device"
-# Frames whose rows are found by their pixels, some 200 bytes each.
+# Pairs of frames whose rows can be found by their pixels, about 200 bytes each.
 KNOWN_FRAMES = 65536
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One image on its way to its rows, and who awaits them."""
+    """One image to encode, and the callers that wait for its rows."""
 
     key: ImageKey
     source: Source
@@ -62,20 +62,20 @@ class Job:
     queued_at: float
     patches: Inputs | None = None
     patches_ready: "torch.cuda.Event | None" = None
-    number: int = 0  # by which its device's process names it
+    number: int = 0  # its name between the server and the device process
     pixels: bytes = b""  # of frames: see `ImageKey.of_pixels`
-    is_copied: bool = False  # its rows are those of equal frames
+    is_copied: bool = False  # its rows were copied from equal frames
     stage_ms: dict[str, float] = field(default_factory=dict)
     stage_began_s: dict[str, float] = field(default_factory=dict)  # on time.monotonic's clock
     waiters: "set[asyncio.Future[Pin]]" = field(default_factory=set)
 
     def stage(self, name: str, began_s: float, ended_s: float) -> None:
-        """Note when a stage of this image began and how long it took."""
+        """Record when a stage of this image began and how long it took."""
         self.stage_began_s[name] = began_s
         self.stage_ms[name] = (ended_s - began_s) * 1000
 
     def fail(self, error: EncoderError) -> None:
-        """Raise `error` in every caller that awaits the job."""
+        """Raise `error` in every caller that waits for the job."""
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -92,56 +92,50 @@ class GroupEncode:
 
 
 class Work(ABC):
-    """The workers' side of the queue: what the threads of one device take, and how they say what became of it.
-
-    `device` is asked after errors.
-    """
+    """The workers' side of the queue: how the threads of one device take jobs and report how they ended."""
 
     def __init__(self, device: Device) -> None:
+        """After an error, `device` tells whether it is lost."""
         self._device = device
 
     @abstractmethod
     def encode_s(self, patches: int) -> float:
-        """Return how long so many patches take a device, seconds, by what was measured; 0 before that."""
+        """Return the seconds that a device needs for `patches` at the measured rate; 0 before the first measurement."""
 
     @abstractmethod
     def take_to_prepare(self, max_images: int, max_pixels: int) -> list[Job]:
-        """Wait for images to decode together, and return them; an empty list when the queue is closed.
+        """Wait for images to decode in one batch and return them; an empty list when the queue is closed.
 
-        While the device waits for a batch, a single image.
+        Returns only one image while the device waits for a batch.
         """
 
     @abstractmethod
     def take_single(self, max_pixels: int) -> list[Job]:
-        """Wait for one image to decode by itself, and return it; an empty list when the queue is closed.
+        """Wait for one image to decode by itself and return it; an empty list when the queue is closed.
 
-        At most `max_pixels` are taken at a time, plus one image that the scheduler calls large. The caller ends each
-        image with `release_single`.
+        Until `prepared` or `drop` is called for them, the images taken here hold at most `max_pixels` together, plus
+        one image that the scheduler calls large.
         """
 
     @abstractmethod
-    def release_single(self, job: Job) -> None:
-        """Report that a job from `take_single` holds no decoded pixels any more."""
-
-    @abstractmethod
     def is_wanted(self, job: Job) -> bool:
-        """Whether a caller still wants an image that is being decoded, and the queue is open."""
+        """Whether the queue is open, and a caller still wants an image that is being decoded."""
 
     @abstractmethod
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Report for how many seconds a thread was decoding these jobs together, whether or not they are good."""
+        """Report how many seconds a thread spent on decoding these jobs together, including jobs that failed."""
 
     @abstractmethod
     def retry_single(self, job: Job) -> None:
-        """Report that the batch decoder failed on a job's image: it is to be decoded by itself."""
+        """Report that the batch decoder failed on a job's image: queue it to be decoded by itself."""
 
     @abstractmethod
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
-        """Report that the patches of these jobs are ready, on CUDA once `ready` passes."""
+        """Report that the patches of these jobs are ready; on CUDA, once `ready` has passed."""
 
     @abstractmethod
     def take_batch(self, budget_patches: int) -> tuple[list[Job] | GroupEncode, float]:
-        """Wait for the next batch; return it, and for how many seconds the device waited while images were queued.
+        """Wait for the next batch; return it, and the seconds that the device was idle while images were queued.
 
         The batch is empty when the queue is closed. Instead of a batch, the device may have to join a group encode.
         """
@@ -163,15 +157,15 @@ class Work(ABC):
 
     @abstractmethod
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """Report that jobs of a batch have to wait for a later one; those without claims end."""
+        """Return jobs of a batch to the queue, for a later batch. Jobs without claims end."""
 
     @abstractmethod
     def failed(self, jobs: Sequence[Job], error: Exception) -> None:
-        """Report that a batch failed: a single image ends with `error`, several are retried in smaller batches."""
+        """Report that a batch failed: one image ends with `error`, several are retried in smaller batches."""
 
     @abstractmethod
     def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
-        """Report for how long the device was busy with a batch, and the outcome of each of its jobs."""
+        """Report the outcome of each job of a batch, and the seconds that the device was busy with the batch."""
 
     @abstractmethod
     def drop(self, job: Job, error: EncoderError) -> None:
@@ -179,10 +173,13 @@ class Work(ABC):
 
     @abstractmethod
     def abort(self, why: str, error: BaseException) -> None:
-        """End the process: no further work can succeed in it."""
+        """End the process: it cannot encode any more."""
 
     def known_error(self, error: Exception) -> EncoderError:
-        """Return what to tell those who await an image of an error, on the thread that met it; see `lost_device`."""
+        """Translate an error for the callers that wait for an image. Call it on the thread that caught the error.
+
+        Ends the process if the device is lost; see `lost_device`.
+        """
         if self.lost_device(error):
             return UnavailableError(LOST)
         if self._device.is_full(error):
@@ -191,9 +188,9 @@ class Work(ABC):
         return known_error(error)
 
     def lost_device(self, error: Exception) -> bool:
-        """Whether the device turns out to be lost, asked because of `error`; then everything ends.
+        """Check the device after `error`. Return whether it is lost, and then end the process.
 
-        If it is only full, there is room again afterwards.
+        If the device is only out of memory, free memory.
         """
         if isinstance(error, EncoderError):
             return False
@@ -207,27 +204,26 @@ class Work(ABC):
 
 @dataclass(eq=False, slots=True)
 class _DeviceState:
-    """What the queue knows of a device."""
+    """What the queue knows about a device."""
 
     is_open: bool = True
     waits: bool = False  # for a batch
-    idle_since: float | None = None  # since when it has waited while images were queued
+    idle_since: float | None = None  # when it began to wait for a batch while images were queued
     group: tuple[Job, GroupEncode] | None = None  # to join instead of taking a batch
-    # Being decoded by themselves; they count even after their last claim was withdrawn.
-    single_pixels: int = 0
-    has_large_single: bool = False
+    # Tasks being decoded by themselves. They hold pixels even after their last claim is withdrawn.
+    singles: set[Task] = field(default_factory=set)
 
     @property
     def is_free(self) -> bool:
-        """Whether it waits for a batch and has joined no group."""
+        """Whether the device waits for a batch and has not been told to join a group."""
         return self.is_open and self.waits and self.group is None
 
 
 class JobQueue(Work):
     """Single flight: one job per address, any number of claims on it.
 
-    `submit`, `join`, `wait`, `withdraw` and `fail_all` are called on the event loop, the rest on any thread. Workers
-    name their device by its number.
+    Call `submit`, `join`, `wait`, `withdraw` and `fail_all` on the event loop, the rest on any thread. The methods of
+    `Work` take the number of the worker's device.
     """
 
     def __init__(
@@ -243,9 +239,9 @@ class JobQueue(Work):
         devices: int = 1,
         on_abort: Callable[[UnavailableError], None] = lambda _error: None,
     ) -> None:
-        """Both callbacks run on the event loop: `on_end` at every job's end, `on_abort` when no other can succeed.
+        """Create a queue for this number of `devices`; `device` is the one of this process, by default the CPU.
 
-        `device` is the one of this process; without one it is the CPU. `devices` take jobs.
+        Both callbacks run on the event loop: `on_end` at the end of every job, `on_abort` when no job can succeed.
         """
         super().__init__(device or Device("cpu"))
         self._scheduler = scheduler
@@ -258,20 +254,20 @@ class JobQueue(Work):
         self._failures = FailureCache()
         self._turn = threading.Condition()
         self._jobs: dict[bytes, Job] = {}
-        self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # the newest address
+        self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # their newest address
         self._closed = False
         self._devices = [_DeviceState() for _ in range(devices)]
         self._group_number = 0
 
     def __len__(self) -> int:
-        """Images under way, in any stage."""
+        """Return the number of jobs, in any stage."""
         return len(self._jobs)
 
     def __contains__(self, key: ImageKey) -> bool:
         return key.address in self._jobs
 
     def knows(self, key: ImageKey) -> bool:
-        """Whether an image is on its way, or its rows are held."""
+        """Whether there is a job for the image, or the store holds its rows."""
         return key in self or self._store.contains(key.address)
 
     def snapshot(self) -> Snapshot:
@@ -280,12 +276,11 @@ class JobQueue(Work):
             return self._scheduler.snapshot()
 
     def encode_s(self, patches: int) -> float:
-        """Return how long so many patches take a device, seconds, by what was measured; 0 before that."""
         rate = self._scheduler.patches_per_s
         return patches * len(self._devices) / rate if rate else 0.0
 
     def check_room(self, holder: str, patches: int) -> None:
-        """Raise `OverloadedError` or `ImageLimitError` if an image of so many patches would be refused now."""
+        """Raise `OverloadedError` or `ImageLimitError` if an image of this many patches would be refused now."""
         with self._turn:
             self._scheduler.check_room(holder, patches)
 
@@ -328,24 +323,24 @@ class JobQueue(Work):
         return job
 
     def join(self, key: ImageKey, claim: Claim) -> Job | None:
-        """Join the job of an image, if there is one: a Fetch thereby makes it demanded.
+        """Attach a claim to the job of an image, if there is one. The claim of a Fetch makes the job demanded.
 
-        Raises `InvalidImageError` for an image that was found to be damaged, `OverloadedError` for too many claims.
+        Raises `InvalidImageError` for an image known to be damaged, `OverloadedError` if there are too many claims.
         """
         self._failures.check(key)
         with self._turn:
             return self._join(key, claim)
 
     def wait(self, job: Job, claim: Claim) -> "asyncio.Future[Pin]":
-        """Return a future of the rows of `job`, pinned, or of its error. Its end, or cancelling it, ends `claim`."""
+        """Return a future of the rows of `job`, pinned. When the future is done or cancelled, `claim` ends."""
         waiter: asyncio.Future[Pin] = self._loop.create_future()
 
-        def left(waiter: "asyncio.Future[Pin]") -> None:
+        def leave(waiter: "asyncio.Future[Pin]") -> None:
             job.waiters.discard(waiter)
             self.withdraw(claim)
 
         job.waiters.add(waiter)
-        waiter.add_done_callback(left)
+        waiter.add_done_callback(leave)
         return waiter
 
     def withdraw(self, claim: Claim) -> None:
@@ -354,21 +349,19 @@ class JobQueue(Work):
             task = self._scheduler.withdraw(claim)
             if task is None:
                 return
-            self._has_left()
+            self._task_left()
             job = self._jobs.pop(task.address, None)
-        if job is not None:  # else it ended when the queue closed
+        if job is not None:  # None: it ended when the queue was closed
             self._abandon(job)
 
     def fail_all(self, error: EncoderError) -> None:
-        """End every job that has no outcome yet with `error`."""
+        """End all jobs with `error`."""
         for job in list(self._jobs.values()):
             self._finish(job, error)
 
-    # The workers' side
+    # The workers' side: see `Work`
 
     def take_to_prepare(self, max_images: int, max_pixels: int, device: int = 0) -> list[Job]:
-        """See `Work`."""
-
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
             most = 1 if self._devices[device].waits else max_images
             return scheduler.next_to_prepare(now, most, max_pixels, device)
@@ -377,50 +370,34 @@ class JobQueue(Work):
             return self._take(pick, device)
 
     def take_single(self, max_pixels: int, device: int = 0) -> list[Job]:
-        """See `Work`."""
         state = self._devices[device]
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task]:
-            room = max_pixels - state.single_pixels if state.single_pixels else math.inf
-            tasks = scheduler.next_single(now, room, large=not state.has_large_single, device=device)
-            for task in tasks:
-                if scheduler.is_large(task):
-                    state.has_large_single = True
-                else:
-                    state.single_pixels += task.source_pixels
+            pixels = [task.source_pixels for task in state.singles if not scheduler.is_large(task)]
+            room = max_pixels - sum(pixels) if pixels else math.inf
+            has_large = len(pixels) < len(state.singles)
+            tasks = scheduler.next_single(now, room, large=not has_large, device=device)
+            state.singles.update(tasks)
             return tasks
 
         with self._turn:
             return self._take(pick, device)
 
-    def release_single(self, job: Job) -> None:
-        """See `Work`."""
-        state = self._devices[job.task.device]
-        with self._turn:
-            if self._scheduler.is_large(job.task):
-                state.has_large_single = False
-            else:
-                state.single_pixels -= job.task.source_pixels
-            self._turn.notify_all()
-
     def is_wanted(self, job: Job) -> bool:
-        """See `Work`."""
         return not self._closed and job.task.state is not State.GONE
 
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
-        """See `Work`."""
         with self._turn:
             self._scheduler.decoded([job.task for job in jobs], seconds)
 
     def retry_single(self, job: Job) -> None:
-        """See `Work`."""
         with self._turn:
             self._scheduler.retry_single(job.task, monotonic())
             self._turn.notify_all()
 
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
-        """See `Work`. Frames whose pixels were encoded before, of this video or another, get those rows."""
-        copies = [self._copied(job) for job, _ in jobs]
+        # Frames whose pixels were encoded before, in this video or another, get a copy of those rows.
+        copies = [self._copy_of_equal(job) for job, _ in jobs]
         with self._turn:
             for (job, patches), copy in zip(jobs, copies, strict=True):
                 if copy is not None:
@@ -428,14 +405,14 @@ class JobQueue(Work):
                     self._of_pixels[job.pixels] = job.key.address
                 elif self._scheduler.prepared(job.task, monotonic()):
                     job.patches, job.patches_ready = patches, ready
-            self._has_left()
+                self._devices[job.task.device].singles.discard(job.task)
+            self._task_left()
         for (job, _), copy in zip(jobs, copies, strict=True):
             if copy is not None:
                 job.is_copied = True
                 self._end(job, copy)
 
     def take_batch(self, budget_patches: int, device: int = 0) -> tuple[list[Job] | GroupEncode, float]:
-        """See `Work`."""
         state = self._devices[device]
 
         def pick(scheduler: Scheduler, now: float) -> Sequence[Task] | None:
@@ -450,9 +427,9 @@ class JobQueue(Work):
             return jobs if state.group is None else state.group[1], starved_s
 
     def form_group(self, job: Job, device: int = 0) -> GroupEncode | None:
-        """See `Work`; an image whose encoding was interrupted is not shared."""
         with self._turn:
             others = [each for number, each in enumerate(self._devices) if number != device]
+            # An image whose encoding was interrupted is encoded by one device.
             if not others or job.task.interruptions or not all(each.is_free for each in others):
                 return None
             group = GroupEncode(self._group_number, device, len(self._devices), job.grid)
@@ -462,12 +439,10 @@ class JobQueue(Work):
             return group
 
     def group_failed(self) -> None:
-        """See `Work`."""
         with self._turn:
             self._group_number += 1
 
     def take_overtaking(self, batch: Sequence[Job], most_patches: int, device: int = 0) -> list[Job]:
-        """See `Work`."""
         with self._turn:
             group = self._devices[device].group
             tasks = [job.task for job in batch] or ([group[0].task] if group else [])
@@ -481,12 +456,10 @@ class JobQueue(Work):
             return [self._jobs[task.address] for task in found]
 
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """See `Work`."""
         with self._turn:
             self._drop_unwanted(jobs, self._scheduler.put_back([job.task for job in jobs]))
 
     def failed(self, jobs: Sequence[Job], error: Exception) -> None:
-        """See `Work`."""
         with self._turn:
             ended = self._scheduler.failed([job.task for job in jobs])
             self._drop_unwanted(jobs if len(jobs) > 1 else (), ended)
@@ -494,7 +467,6 @@ class JobQueue(Work):
             self._end(jobs[0], self.known_error(error))
 
     def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
-        """See `Work`."""
         with self._turn:
             # The rate of admission is that of all devices together.
             self._scheduler.done([job.task for job in jobs], seconds / len(self._devices))
@@ -506,23 +478,23 @@ class JobQueue(Work):
             self._end(job, outcome)
 
     def drop(self, job: Job, error: EncoderError) -> None:
-        """See `Work`."""
         with self._turn:
             self._scheduler.drop(job.task)
-            self._has_left()
+            self._devices[job.task.device].singles.discard(job.task)
+            self._task_left()
         self._end(job, error)
 
     def leave(self, device: int) -> None:
-        """Hand out no more jobs to a device, whose process has ended: its takers get an empty list."""
+        """Hand out no more jobs to a device whose process has ended: its workers get an empty list."""
         with self._turn:
             self._devices[device].is_open = False
             self._group_number += 1
             self._turn.notify_all()
 
     def interrupted(self, device: int) -> None:
-        """Queue again what a device that left had begun, once nothing works for it any more; it may take jobs again.
+        """Requeue the jobs of a device that has left, once no thread works for it; then it may take jobs again.
 
-        An image that its process was encoding whenever it ended fails at the third time.
+        An image that was being encoded at the third end of a process fails.
         """
         with self._turn:
             self._devices[device] = _DeviceState()
@@ -536,23 +508,22 @@ class JobQueue(Work):
             )
 
     def abort(self, why: str, error: BaseException) -> None:
-        """End every job, and the process: no further work can succeed in it."""
+        """End every job, and the process: it cannot encode any more."""
         log.critical("%s: ending the process", why, exc_info=error)
         self.close()
         self._loop.call_soon_threadsafe(self._abort, why)
 
     def close(self) -> None:
-        """Refuse new images and hand out no more jobs: takers get an empty list. Callers may still join jobs."""
+        """Refuse new images and hand out no more jobs: workers get an empty list. Callers may still join jobs."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
 
     def _end(self, job: Job, outcome: Pin | EncoderError) -> None:
-        """Give everyone who awaits a job its outcome: a pin for each, or the error."""
         self._loop.call_soon_threadsafe(self._finish, job, outcome)
 
-    def _copied(self, job: Job) -> Pin | None:
-        """Return a pin on rows of equal frames, copied to the address of this job; None if none are held."""
+    def _copy_of_equal(self, job: Job) -> Pin | None:
+        """Copy the rows of equal frames to this job's address; return a pin on the copy, None if there are none."""
         with self._turn:
             address = self._of_pixels.get(job.pixels)
         if address is None or (held := self._store.pin(address)) is None:
@@ -567,19 +538,19 @@ class JobQueue(Work):
                 for piece in held.rows():
                     copy.add(piece)
                 return copy.commit(held.checksum())
-            except EncoderError:  # there is no room, or the copy is damaged: they are encoded
+            except EncoderError:  # no room, or the copy is damaged: encode these frames
                 if copy is not None:
                     copy.abandon()
                 return None
 
-    # Inside, with the lock held
+    # Internals that need the lock
 
     def _join(self, key: ImageKey, claim: Claim) -> Job | None:
         job = self._jobs.get(key.address)
         if job is not None and claim.task is None:
             self._scheduler.claim(claim, key.address, monotonic())
             if claim.demanded:
-                self._turn.notify_all()  # what was a guess may be decoded now, however many guesses are ahead
+                self._turn.notify_all()  # as a demanded image it may be decoded now
         return job
 
     def _take(self, pick: Pick, device: int) -> list[Job]:
@@ -589,20 +560,20 @@ class JobQueue(Work):
             if tasks is None:
                 break
             if tasks:
-                self._turn.notify_all()  # what moved may have made room for another stage
+                self._turn.notify_all()  # the tasks may have made room in another stage
                 return [self._jobs[task.address] for task in tasks]
             self._turn.wait()
         return []
 
-    def _has_left(self) -> None:
-        """An image will not be encoded: the device may have nothing to wait for any more."""
+    def _task_left(self) -> None:
+        """Note that an image will not be encoded: devices that wait may not be starved any more."""
         if not self._scheduler.waiting_images:
             for device in self._devices:
                 device.idle_since = None
         self._turn.notify_all()
 
     def _drop_unwanted(self, jobs: Sequence[Job], ended: Sequence[Task]) -> None:
-        """Forget jobs that ended with their batch: a caller that comes now must not share a neighbour's failure."""
+        """Forget jobs that ended with their batch: a caller that submits one now must not get that failure."""
         self._turn.notify_all()
         for job in jobs:
             if job.task in ended:
@@ -615,7 +586,7 @@ class JobQueue(Work):
         del self._jobs[job.key.address]
         return True
 
-    # Inside, on the event loop and without the lock
+    # Internals on the event loop, without the lock
 
     def _wake(self) -> None:
         with self._turn:
@@ -628,7 +599,7 @@ class JobQueue(Work):
 
     def _abandon(self, job: Job) -> None:
         abandoned = AbandonedError("all callers of the image have left")
-        if job.key not in self:  # else it has been submitted again
+        if job.key not in self:  # if it is, it was submitted again
             self._on_end(job, abandoned)
         job.fail(abandoned)
 
@@ -637,7 +608,7 @@ class JobQueue(Work):
         with self._turn:
             forgotten = self._forget(job)
         if not forgotten and error is not None:
-            return  # its end was reported when its last caller left
+            return  # `on_end` was called when its last claim was withdrawn
         self._metrics.encoded(monotonic() - job.queued_at, job.stage_ms, error, is_copied=job.is_copied)
         if isinstance(outcome, EncoderError):
             self._failures.note(job.key, outcome)
@@ -648,7 +619,7 @@ class JobQueue(Work):
         self._give(outcome, list(job.waiters))
 
     def _give(self, held: Pin, waiters: "list[asyncio.Future[Pin]]") -> None:
-        """Give each waiter a pin of its own, a few in each pass of the loop: thousands may wait."""
+        """Give each waiter its own pin, a few in each pass of the event loop: thousands may wait."""
         for waiter in waiters[-AT_A_TIME:]:
             if not waiter.done():
                 pin = self._store.pin(held.address)
@@ -665,10 +636,10 @@ FAILURES = 4096  # a few hundred bytes each
 
 
 class FailureCache:
-    """A bounded map from images to their errors, oldest out first. Used on the event loop.
+    """A bounded map from images to their errors; the oldest is evicted first. Used on the event loop.
 
-    By source and not by address: a file that cannot be decoded cannot be in any of its variants. What is too large in
-    one variant may fit in another, and a video may have other frames.
+    By source, not by address: a damaged file is damaged in all variants. But an image that is too large in one variant
+    may fit in another, and a video may have other frames: those are kept by address.
     """
 
     def __init__(self) -> None:
@@ -677,8 +648,8 @@ class FailureCache:
     def note(self, key: ImageKey, error: EncoderError) -> None:
         """Remember `error` if it is the image's own fault; other failures may be temporary."""
         if isinstance(error, InvalidImageError):
-            is_one = isinstance(error, ImageLimitError) or key.frames is not None
-            self._errors[key.address if is_one else key.source_key] = error
+            by_address = isinstance(error, ImageLimitError) or key.frames is not None
+            self._errors[key.address if by_address else key.source_key] = error
 
     def check(self, key: ImageKey) -> None:
         """Raise the error remembered for the image, if there is one."""

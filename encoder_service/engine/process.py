@@ -1,8 +1,8 @@
-"""A device's process: it has the tower and the engine's threads, and takes its work from the server's queue.
+"""A device process: runs the tower and the engine's threads, and takes jobs from the server's queue.
 
-Each thread has a connection to the server, whose `Session` answers it: `RemoteWork` and `RemoteStore` are the queue and
-the store as they look from here. Rows are written into the store's memory, which is mapped. An error that the device
-does not survive ends the process, and the server starts another.
+Each thread has a connection to the server, where a `Session` answers. `RemoteWork` and `RemoteStore` are this process's
+side of the queue and the store. Rows are written directly into the store's memory, which is mapped. An error that
+makes the device unusable ends the process, and the server starts another.
 """
 
 import logging
@@ -53,13 +53,13 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 0.25
 TOWER_COUNTS = ("graph_batches", "eager_batches", "padding_patches")
-# How often the tower asks, in the middle of a batch, for what may overtake it; an answer takes 0.1 ms.
+# How often the tower asks, in the middle of a batch, for images that may overtake it. An answer takes 0.1 ms.
 ASK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a process says once it has loaded; `rule` is None for one that only this process can compute."""
+    """What a process reports once it has loaded. `rule` is None if only the device process can compute it."""
 
     model_type: str
     hidden: int
@@ -81,7 +81,6 @@ class Loaded:
 
     @classmethod
     def of(cls, model: Model, config: Config) -> "Loaded":
-        """Describe a model."""
         tower = model.tower
         return cls(
             model_type=tower.model_type,
@@ -106,9 +105,9 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """What a process tells now and then.
+    """What a process reports regularly: memory and counters.
 
-    It counts what `VisionModel` counts and the `messages` of its decoder, by those names, and deaths by their reason.
+    The counters are those of `VisionModel` and the decoder's `messages`, by those names, and decoder deaths by reason.
     """
 
     memory: DeviceMemory
@@ -116,7 +115,6 @@ class DeviceState:
 
     @classmethod
     def of(cls, model: Model) -> "DeviceState":
-        """Read the state of a model."""
         counts = Counter({name: getattr(model.tower, name) for name in TOWER_COUNTS})
         return cls(
             model.device.memory(),
@@ -126,7 +124,7 @@ class DeviceState:
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """Where a process writes rows: the segment's file, and the name and size of the device tier, if it has one."""
+    """Where a process writes rows: the segment's file, and the name and size of the device tier, if there is one."""
 
     path: Path
     data_offset: int
@@ -135,9 +133,9 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class TakenJob:
-    """An image as the server hands it out; `number` names it in what follows.
+    """A job as the server sends it; both sides then name it by `number`.
 
-    The file of a video is the server's: `video` is where to open it, and its size.
+    The server holds the file of a video: `video` is the path at which to open it, and its size.
     """
 
     number: int
@@ -151,7 +149,7 @@ class TakenJob:
     video: tuple[str, int] | None
 
     def file(self) -> VideoFile | None:
-        """Open the file of a video; None if there is none, or none any more."""
+        """Open the file of a video; None if the job has none, or it is closed already."""
         if self.video is None:
             return None
         path, size = self.video
@@ -161,7 +159,7 @@ class TakenJob:
             return None
 
     def job(self, file: VideoFile | None) -> Job:
-        """Return the job for the workers here, who read the file of its video as long as that is held."""
+        """Return the job for the workers of this process. Its source refers weakly to `file`: hold that."""
         source = replace(self.source, file=weakref.ref(file)) if file is not None else self.source
         size, pixels = len(self.source.data), self.source.header.pixels
         task = Task(self.key.address, self.patches, size, self.holder, pixels, demands=int(self.demanded))
@@ -169,23 +167,23 @@ class TakenJob:
 
 
 class Wire:
-    """The connections to the server: each thread takes one with its first call, and keeps it."""
+    """The connections to the server. Each thread takes one with its first call, and keeps it."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._free = list(connections)
-        self._mine = threading.local()
+        self._local = threading.local()
 
-    def tell(self, call: str, *given: Any) -> None:
-        """Call a method of the `Session`."""
+    def tell(self, call: str, *arguments: Any) -> None:
+        """Call a method of the `Session` without waiting for it."""
         try:
-            self._connection.send((call, given, False))
+            self._connection.send((call, arguments, False))
         except OSError:
             _end(0)  # the server has gone
 
-    def ask(self, call: str, *given: Any) -> Any:
-        """Call a method of the `Session`, and return what it returns; raises its `EncoderError`."""
+    def ask(self, call: str, *arguments: Any) -> Any:
+        """Call a method of the `Session` and return its result. Raises the `EncoderError` that it raised."""
         try:
-            self._connection.send((call, given, True))
+            self._connection.send((call, arguments, True))
             answer = self._connection.recv()
         except (EOFError, OSError):
             _end(0)
@@ -195,14 +193,14 @@ class Wire:
 
     @property
     def _connection(self) -> Connection:
-        if not hasattr(self._mine, "connection"):
-            self._mine.connection = self._free.pop()
-        connection: Connection = self._mine.connection
+        if not hasattr(self._local, "connection"):
+            self._local.connection = self._free.pop()
+        connection: Connection = self._local.connection
         return connection
 
 
 class RemoteWork(Work):
-    """The server's `JobQueue` as the workers of this process see it."""
+    """The server's `JobQueue`, for the workers of this process. Jobs travel by number."""
 
     def __init__(self, wire: Wire, device: Device) -> None:
         super().__init__(device)
@@ -214,102 +212,83 @@ class RemoteWork(Work):
         self._patch_s = 0.0
 
     def encode_s(self, patches: int) -> float:
-        """See `Work`."""
         return patches * self._patch_s
 
     def take_to_prepare(self, max_images: int, max_pixels: int) -> list[Job]:
-        """See `Work`."""
-        return self._taken("take_to_prepare", max_images, max_pixels)
+        return self._take("take_to_prepare", max_images, max_pixels)
 
     def take_single(self, max_pixels: int) -> list[Job]:
-        """See `Work`."""
-        return self._taken("take_single", max_pixels)
-
-    def release_single(self, job: Job) -> None:
-        """See `Work`."""
-        self._wire.tell("release_single", job.number)
+        return self._take("take_single", max_pixels)
 
     def is_wanted(self, job: Job) -> bool:
-        """See `Work`."""
         wanted: bool = self._wire.ask("is_wanted", job.number)
         return wanted
 
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
-        """See `Work`."""
-        self._wire.tell("decoded", self._named(jobs), seconds)
+        self._wire.tell("decoded", self._numbers(jobs), seconds)
 
     def retry_single(self, job: Job) -> None:
-        """See `Work`."""
         self._wire.tell("retry_single", self._forget(job))
 
     def prepared(self, jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
-        """See `Work`."""
         for job, patches in jobs:
             job.patches, job.patches_ready = patches, ready
-        numbers = self._named([job for job, _ in jobs])
+        numbers = self._numbers([job for job, _ in jobs])
         self._waiting.update(numbers)
         self._wire.tell("prepared", numbers, [job.pixels for job, _ in jobs])
 
     def take_batch(self, budget_patches: int) -> tuple[list[Job] | GroupEncode, float]:
-        """See `Work`."""
         numbers, starved_s, self._patch_s, gone = self._wire.ask("take_batch", budget_patches)
-        self._drop_gone(gone)
+        self._forget_gone(gone)
         if isinstance(numbers, GroupEncode):
             return numbers, starved_s
         self._waiting.difference_update(numbers)
         return [self._jobs[number] for number in numbers], starved_s
 
     def take_overtaking(self, batch: Sequence[Job], most_patches: int) -> list[Job]:
-        """See `Work`."""
         if not self._waiting or monotonic() < self._ask_at:
             return []
-        numbers = self._wire.ask("take_overtaking", self._named(batch), most_patches)
+        numbers = self._wire.ask("take_overtaking", self._numbers(batch), most_patches)
         self._ask_at = monotonic() + ASK_S
         self._waiting.difference_update(numbers)
         return [self._jobs[number] for number in numbers]
 
     def form_group(self, job: Job) -> GroupEncode | None:
-        """See `Work`."""
         group: GroupEncode | None = self._wire.ask("form_group", job.number)
         return group
 
     def group_failed(self) -> None:
-        """See `Work`."""
         self._wire.tell("group_failed")
 
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """See `Work`."""
-        if numbers := self._named(jobs):
+        if numbers := self._numbers(jobs):
             self._waiting.update(numbers)
             self._wire.tell("put_back", numbers)
 
     def failed(self, jobs: Sequence[Job], error: Exception) -> None:
-        """See `Work`."""
         if len(jobs) == 1:
             self._wire.tell("failed", [self._forget(jobs[0])], self.known_error(error))
             return
-        numbers = self._named(jobs)
+        numbers = self._numbers(jobs)
         self._waiting.update(numbers)
         self._wire.tell("failed", numbers, InternalError("several images failed together"))
 
     def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
-        """See `Work`. The server has the pins already."""
+        # `Session` has the pins of the rows already.
         errors = [each if isinstance(each, EncoderError) else None for each in outcomes]
         stages = [(job.stage_ms, job.stage_began_s) for job in jobs]
         self._wire.tell("encoded", [self._forget(job) for job in jobs], errors, stages, seconds)
 
     def drop(self, job: Job, error: EncoderError) -> None:
-        """See `Work`."""
         self._wire.tell("drop", self._forget(job), error, (job.stage_ms, job.stage_began_s))
 
     def abort(self, why: str, error: BaseException) -> None:
-        """See `Work`: the server starts another process."""
         log.critical("%s: ending its process", why, exc_info=error)
         _end(STUCK if isinstance(error, HungDeviceError) else LOST if why == LOST_DEVICE else 1)
 
-    def _taken(self, call: str, *given: int) -> list[Job]:
-        taken, gone = self._wire.ask(call, *given)
-        self._drop_gone(gone)
+    def _take(self, call: str, *bounds: int) -> list[Job]:
+        taken, gone = self._wire.ask(call, *bounds)
+        self._forget_gone(gone)
         jobs = []
         for each in taken:
             if (file := each.file()) is not None:
@@ -318,7 +297,7 @@ class RemoteWork(Work):
             self._jobs[job.number] = job
         return jobs
 
-    def _named(self, jobs: Sequence[Job]) -> list[int]:
+    def _numbers(self, jobs: Sequence[Job]) -> list[int]:
         return [job.number for job in jobs]
 
     def _forget(self, job: Job) -> int:
@@ -327,21 +306,21 @@ class RemoteWork(Work):
         self._waiting.discard(job.number)
         return job.number
 
-    def _drop_gone(self, numbers: Sequence[int]) -> None:
-        """Forget jobs that waited for a batch, and that nobody wants any more."""
+    def _forget_gone(self, numbers: Sequence[int]) -> None:
+        """Forget jobs whose claims were all withdrawn while they waited for a batch."""
         for number in numbers:
             self._forget(self._jobs[number])
 
 
 class RemoteStore:
-    """The server's `Store` as the workers of this process see it."""
+    """The server's `Store`, for the workers of this process."""
 
     def __init__(self, wire: Wire, shared: SharedStore, device: Device) -> None:
         self._wire = wire
         with shared.path.open("r+b") as file:
             segment = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         self._memory = {"host": segment[shared.data_offset :]}
-        if device.kind == "cuda":  # copies to what is registered run at full speed, beside the tower
+        if device.kind == "cuda":  # copies to registered memory run at full speed, beside the tower
             register_memory(segment, device.name)
         if shared.tier is not None:
             gpu = int(device.name.partition(":")[2] or 0)
@@ -350,7 +329,7 @@ class RemoteStore:
     def put(
         self, address: bytes, rows: Tensor, grid: arena.Grid, *, holder: str = "", is_reserved: bool = False
     ) -> Pin:
-        """See `Store.put`. The pin stays with the server, which gives it to those who wait."""
+        """See `Store.put`. The `Session` keeps the pin, for the callers that wait."""
         place = self._wire.ask("put", address, len(rows), grid, holder, is_reserved)
         if place is not None:
             memory, extents = self._memory[place[0]], place[1]
@@ -363,32 +342,30 @@ class RemoteStore:
         return cast(Pin, None)
 
     def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int:
-        """See `Store.reserve`."""
         count: int = self._wire.ask("reserve", list(tokens), wait)
         return count
 
     def release(self, tokens: int) -> None:
-        """See `Store.release`."""
         self._wire.tell("release", tokens)
 
     def keep_moving(self) -> None:
-        """Do nothing: the server moves entries between its tiers."""
+        """Do nothing: the server moves entries between tiers."""
 
 
 class RemoteMetrics:
-    """The server's `Metrics`, as far as workers use them."""
+    """The server's `Metrics`, for the workers of this process."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
     def __getattr__(self, method: str) -> Callable[..., None]:
-        return lambda *given, **named: self._wire.tell("measured", method, given, named)
+        return lambda *values, **labels: self._wire.tell("measured", method, values, labels)
 
 
 def main(descriptors: Sequence[int], *, parent: int) -> None:
-    """Load what the server asks for, say so, and work until its queue is closed. `parent` is the server's pid."""
+    """Load the server's model, report it, and work until the queue closes. `parent` is the server's pid."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server drains, and then closes its queue
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server drains, then closes its queue
     end_with_parent("engine", parent)
     keep_freed_memory()
     ends = [Connection(descriptor) for descriptor in descriptors]
@@ -431,22 +408,22 @@ def _load(config: Config, processes: int) -> Model | ConfigError:
         return load_model(config, processes)
     except ConfigError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - of libraries; the server says it in one line
+    except Exception as error:  # noqa: BLE001 - from libraries; the server reports it in one line
         return ConfigError(f"{flag('model')} {config.model}: {type(error).__name__}: {error}")
 
 
 def _group_encoder(tower: VisionModel, port: int, number: int, processes: int) -> GroupEncoder | None:
-    """Return what encodes an image together with the other processes, if there are any and the tower can."""
+    """Return the tower's group encode, if there are other processes and the tower can be divided among them."""
     if processes == 1 or not isinstance(tower, Tower) or not tower.divides_among(processes):
         return None
     return partial(tower.encode_together, Group(tower.device, port, number, processes))
 
 
 def _report(model: Model, control: Connection) -> None:
-    told = None
+    sent = None
     while True:
-        if (state := DeviceState.of(model)) != told:
-            control.send(told := state)
+        if (state := DeviceState.of(model)) != sent:
+            control.send(sent := state)
         time.sleep(REPORT_S)
 
 
@@ -462,6 +439,6 @@ def _count_rows(model: Model, counting: Connection) -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End the process: what is left of a device may hang or crash an interpreter that ends in order."""
+    """End the process at once: an orderly exit of the interpreter may hang or crash on a lost device."""
     logging.shutdown()
     os._exit(status)

@@ -148,7 +148,6 @@ class Session:
         self._port = port
         self._numbers = count()
         self._jobs: dict[int, Job] = {}
-        self._singles: dict[int, Job] = {}  # being decoded by themselves
         self._files: dict[int, VideoFile] = {}  # being decoded: the process opens their descriptors
         self._waiting: set[int] = set()  # for a batch
         self._lock = threading.Lock()
@@ -207,13 +206,7 @@ class Session:
         return self._taken(self._queue.take_to_prepare(max_images, max_pixels, self._device))
 
     def take_single(self, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
-        jobs = self._queue.take_single(max_pixels, self._device)
-        taken = self._taken(jobs)
-        self._singles |= {job.number: job for job in jobs}
-        return taken
-
-    def release_single(self, number: int) -> None:
-        self._queue.release_single(self._singles.pop(number))
+        return self._taken(self._queue.take_single(max_pixels, self._device))
 
     def is_wanted(self, number: int) -> bool:
         return self._queue.is_wanted(self._jobs[number])

@@ -1,8 +1,8 @@
 """The engine: the threads that turn queued images into rows in the store.
 
 `Prepare` decodes images and cuts them into patches, `Vit` takes batches from the queue and encodes them, and `CopyOut`
-copies their rows to the store. A failure ends the image that caused it, and the worker goes on. A device that is lost,
-or hangs, ends the process, and so does a thread that dies.
+copies their rows to the store. A failure fails the image that caused it, and the worker continues. A device that is
+lost or hangs ends the process, and so does a worker thread that dies.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class RowStore(Protocol):
 
 
 class Engine:
-    """Workers on threads of their own, at work on different images of one queue: decode, ViT, copy-out."""
+    """Starts the worker threads, which work on different images of one queue: decode, ViT, copy-out."""
 
     def __init__(
         self,
@@ -64,10 +64,11 @@ class Engine:
         decode_pixels: int = DECODE_PIXELS,
         group_encoder: GroupEncoder | None = None,
     ) -> None:
-        """Set the bounds: `decode_pixels` of sources in a batch that is decoded, and as many decoded one by one.
+        """Create the workers.
 
-        The scheduler is to call an image of more than that large: one at a time is decoded beside them. `group_encoder`
-        encodes a large image with the processes of the other devices.
+        At most `decode_pixels` of sources are decoded in a batch, and as many again one by one. Give the scheduler
+        the same number as `large_pixels`: one image of more pixels is decoded beside these. `group_encoder` encodes a
+        large image with the processes of the other devices.
         """
         self._watchdog = Watchdog(partial(jobs.abort, LOST))
         prepare = Prepare(jobs, model, metrics, self._watchdog, max_pixels=decode_pixels)
@@ -76,7 +77,7 @@ class Engine:
             jobs, model, store, metrics, copy_out, self._watchdog, group_encoder, batch_patches=batch_patches
         )
         self._jobs = jobs
-        # Not waited for by `stop`: the one ends when the store is closed, the other when it is told to.
+        # `stop` does not wait for these: the migrator ends when the store is closed, the watchdog after `join`.
         self._unwaited = [self._thread("tier-migrator", store.keep_moving)]
         if model.device.can_hang:
             self._unwaited.append(self._thread("watchdog", self._watchdog.run))
@@ -93,11 +94,11 @@ class Engine:
             thread.start()
 
     async def stop(self) -> None:
-        """Wait until the workers have finished what they are at; the queue is closed."""
+        """Wait until the workers have finished their current jobs. Close the queue first."""
         await asyncio.to_thread(self.join)
 
     def join(self) -> None:
-        """Wait, as `stop` does, in this thread."""
+        """Wait as `stop` does, but in this thread."""
         for thread in self._threads:
             thread.join()
         self._watchdog.close()
@@ -106,16 +107,16 @@ class Engine:
         return threading.Thread(target=self._run, args=work, name=name, daemon=True)
 
     def _run(self, work: Callable[[], None], after_death: Callable[[], None] = lambda: None) -> None:
-        """Run a worker thread. An error that it does not handle aborts the queue: a stage never stops silently."""
+        """Run a worker. An error that it does not handle aborts the queue, so that no stage stops silently."""
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - whatever ends a worker ends the process
+        except BaseException as error:  # noqa: BLE001 - a worker that dies ends the process
             self._jobs.abort(f"the server's thread {threading.current_thread().name} died", error)
             after_death()
 
 
-# Batches between the ViT and the copy-out: one being copied and one waiting keep the device from ever waiting for a
-# copy; more would only hold rows in device memory.
+# Batches that wait between the ViT and the copy-out. With one being copied and one waiting, the device never waits for
+# a copy; more would only hold rows in device memory.
 COPY_OUT_DEPTH = 1
 
 
@@ -131,7 +132,7 @@ class Prepare:
         *,
         max_pixels: int,
     ) -> None:
-        """`max_pixels`, of sources, bound a batch, and what is decoded one by one."""
+        """`max_pixels` of sources bounds a batch, and separately the images decoded one by one."""
         self._jobs = jobs
         self._decoder = model.decoder
         self._tower = model.tower
@@ -146,17 +147,16 @@ class Prepare:
         while jobs := self._jobs.take_to_prepare(BATCH_IMAGES, self._max_pixels):
             with stream.use(), self._watchdog.watching("decoding a batch"):
                 self._prepare(jobs, stream)
-            del jobs  # a thread that sleeps holds no image
+            del jobs  # a waiting thread must not keep images alive
 
     def run_singles(self) -> None:
-        """Decode images one by one, beside the batches, so that no other image waits for a slow one."""
+        """Decode images one by one, beside the batches, so that a slow image does not delay others."""
         stream = self._device.stream()
         while jobs := self._jobs.take_single(self._max_pixels):
             frames = jobs[0].key.frames
             predicted_s = DECODE_S + FRAME_S * (frames.second if frames else 0)
             with stream.use(), self._watchdog.watching("decoding an image", predicted_s):
                 self._prepare_single(jobs[0], stream)
-            self._jobs.release_single(jobs[0])
             del jobs
 
     def _prepare(self, jobs: list[Job], stream: CudaStream) -> None:
@@ -167,7 +167,9 @@ class Prepare:
         except Exception as error:
             if self._jobs.lost_device(error):
                 return
-            log.warning("%d images were not decoded; they follow one by one", len(jobs), exc_info=error)
+            log.warning(
+                "decoding a batch of %d images failed; decoding them one by one", len(jobs), exc_info=error
+            )
             decoded = [None] * len(jobs)
         self._jobs.decoded(jobs, monotonic() - began)
         good: list[tuple[Job, Tensor]] = []
@@ -186,7 +188,7 @@ class Prepare:
                 pixels = self._decoder.decode(job.source)
             else:
                 pixels = self._decoder.decode_frames(job.source, frames, partial(self._jobs.is_wanted, job))
-        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             pixels = self._jobs.known_error(error)
         self._jobs.decoded([job], monotonic() - began)
         if self._decoded(job, pixels, began) and not isinstance(pixels, EncoderError):
@@ -196,17 +198,17 @@ class Prepare:
             self._cut([(job, pixels)], stream)
 
     def _decoded(self, job: Job, pixels: Tensor | EncoderError, began: float) -> bool:
-        """Note how long decoding took; drop a job whose pixels are an error or not of the size in its header."""
+        """Record how long decoding took. Return whether the pixels are good; if not, drop the job."""
         job.stage("queue", job.queued_at, began)
         self._metrics.queued(began - job.queued_at, demanded=job.task.demanded)
         job.stage("decode", began, monotonic())
-        wrong = pixels if isinstance(pixels, EncoderError) else wrong_size(pixels, job.source.header.upright)
-        if wrong is not None:
-            self._jobs.drop(job, wrong)
-        return wrong is None
+        error = pixels if isinstance(pixels, EncoderError) else wrong_size(pixels, job.source.header.upright)
+        if error is not None:
+            self._jobs.drop(job, error)
+        return error is None
 
     def _cut(self, good: list[tuple[Job, Tensor]], stream: CudaStream) -> None:
-        """Cut decoded images into patches; if that fails, one image at a time, so that each fails by itself."""
+        """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself."""
         if not good:
             return
         began = monotonic()
@@ -221,7 +223,9 @@ class Prepare:
                 return
             if self._jobs.lost_device(error):
                 return
-            log.warning("patches of %d images failed; they follow one by one", len(good), exc_info=error)
+            log.warning(
+                "cutting %d images into patches failed; cutting them one by one", len(good), exc_info=error
+            )
             for one in good:
                 self._cut([one], stream)
             return
@@ -233,19 +237,19 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the ViT hands to the copy-out. On CUDA the rows are still being computed until `end` passes."""
+    """A batch on its way from the ViT to the copy-out. On CUDA its rows are complete once `end` has passed."""
 
     jobs: list[Job]
     rows: list[Tensor]
     finite: Tensor  # see `are_finite`
-    devices: int  # that encoded it
+    devices: int  # how many encoded it
     began_at: float
     ended_at: float
     begin: "torch.cuda.Event | None"
     end: "torch.cuda.Event | None"
 
     def device_s(self) -> float:
-        """Return how long the device was busy with the batch, seconds; on CUDA, wait until it is through."""
+        """Return the seconds that the device was busy with the batch. On CUDA, wait until it is done."""
         if self.begin is None or self.end is None:
             return self.ended_at - self.began_at
         self.end.synchronize()
@@ -253,7 +257,7 @@ class Batch:
 
 
 class CopyOut:
-    """Stores rows. The ViT's thread calls `put`, which waits while too many batches are pending; `run` has its own."""
+    """Stores rows, on its own thread. The ViT's thread calls `put`, which waits while too many batches are pending."""
 
     def __init__(
         self, jobs: Work, model: Model, store: RowStore, metrics: Metrics, watchdog: Watchdog
@@ -268,29 +272,29 @@ class CopyOut:
         self._batches: Queue[Batch | None] = Queue(COPY_OUT_DEPTH)
 
     def put(self, batch: Batch | None) -> None:
-        """Hand a batch over; None: there will be no more."""
+        """Add a batch; None ends `run`."""
         self._batches.put(batch)
 
     def run(self) -> None:
-        """Store the rows of batches until there are no more."""
+        """Store the rows of batches until `put` is called with None."""
         stream = self._device.stream()
         while (batch := self._batches.get()) is not None:
             with stream.use():
-                self._keep(batch, stream)
+                self._copy_out(batch, stream)
             del batch
 
     def drop(self) -> None:
-        """Drop batches until there are no more, for a thread that died: the tower's thread would wait for it."""
+        """Discard batches until the last one, in place of `run` when it died: the ViT's thread must not block."""
         while self._batches.get() is not None:
             pass
 
-    def _keep(self, batch: Batch, stream: CudaStream) -> None:
+    def _copy_out(self, batch: Batch, stream: CudaStream) -> None:
         grids = [job.grid for job in batch.jobs]
         predicted_s = self._jobs.encode_s(sum(grid.patches for grid in grids))
         try:
             with self._watchdog.watching("a batch", predicted_s):
                 seconds = batch.device_s()
-        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             self._failed(batch, error)
             return
         stream.receive(batch.end, batch.rows)
@@ -305,20 +309,20 @@ class CopyOut:
     def _put(self, job: Job, rows: Tensor, *, is_finite: bool) -> Pin | EncoderError:
         began = monotonic()
         try:
-            if not is_finite:  # kept, they would be served again and again
+            if not is_finite:  # stored, these rows would be served again and again
                 raise ArithmeticError("the tower's rows contain a NaN or an infinity")
             with self._watchdog.watching("copying rows out"):
                 return self._store.put(
                     job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
                 )
-        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             return self._jobs.known_error(error)
         finally:
             self._store.release(self._tokens(job.grid))
             job.stage("copy_out", began, monotonic())
 
     def _failed(self, batch: Batch, error: Exception) -> None:
-        """End a batch whose rows never came to be: what a kernel did wrong shows where it is waited for."""
+        """Fail a batch that the device did not complete: errors of CUDA kernels show at the wait, not at the launch."""
         known = self._jobs.known_error(error)
         for job in batch.jobs:
             self._store.release(self._tokens(job.grid))
@@ -326,7 +330,7 @@ class CopyOut:
 
 
 def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:
-    """Return the error of pixels that are not what their header says: the grid was computed from that."""
+    """Return an error if pixels have not the size in their header, from which the grid was computed."""
     *_, height, width, _ = pixels.shape
     if (width, height) == size:
         return None
@@ -337,15 +341,17 @@ def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | Non
 
 def are_finite(rows: Sequence[Tensor]) -> Tensor:
     """Return whether each image's rows are finite: bool [images], on the host once an event after this has passed."""
-    flags = [torch.stack(each.aminmax()).isfinite().all() for each in rows]  # either is NaN if any element is
+    flags = [
+        torch.stack(each.aminmax()).isfinite().all() for each in rows
+    ]  # min and max are NaN if any element is
     return torch.stack(flags).to("cpu", non_blocking=True)
 
 
 class Overtaking:
-    """What the tower calls between the blocks of a batch: encodes smaller images first that are demanded by now.
+    """The tower calls this between the blocks of a batch, to encode smaller images that were demanded meanwhile.
 
-    They would else wait for the whole batch, on the CPU for seconds. They add up to less work than its own, so it takes
-    at most twice as long.
+    Otherwise they would wait for the whole batch, on the CPU for seconds. Together they are less work than the batch,
+    so it takes at most twice as long.
     """
 
     def __init__(
@@ -356,10 +362,10 @@ class Overtaking:
         self._jobs = jobs
         self._encode = encode
         self.seconds = 0.0
-        """How long it took, which is no time of the batch."""
+        """Time spent on overtaking images, to be subtracted from the batch's."""
 
     def __call__(self) -> None:
-        """Encode what may overtake the batch now."""
+        """Encode the images that may overtake the batch now."""
         began = monotonic()
         while self._room and (others := self._jobs.take_overtaking(self._batch, self._room // 2)):
             self._room -= sum(job.grid.patches for job in others)
@@ -369,7 +375,7 @@ class Overtaking:
 
 
 class Vit:
-    """`run` on one thread, which alone uses the tower. A batch that fails is tried again in smaller ones."""
+    """Encodes batches. Call `run` on one thread, the only one to use the tower. A failed batch is retried in halves."""
 
     def __init__(
         self,
@@ -405,8 +411,8 @@ class Vit:
                         self._join_group(taken[0], stream)
                     else:
                         self._encode_all(taken[0], stream)
-                del taken  # a thread that sleeps holds no image
-        finally:  # however it ends, the copy-out is not to wait for more
+                del taken  # a waiting thread must not keep images alive
+        finally:  # also after an error: the copy-out must not wait for more
             self._copy_out.put(None)
 
     def _encode_all(self, jobs: list[Job], stream: CudaStream) -> None:
@@ -415,9 +421,9 @@ class Vit:
             self._encode(jobs, stream, self._overtaking(jobs, patches, stream))
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
-        """Return those of a batch whose rows the store has room for, so that no rows are computed in vain.
+        """Reserve store space for a batch, and return the jobs that got it, so that no rows are computed in vain.
 
-        The others wait for another batch; if the store has no room in time for the first image, that image fails.
+        The others go back to the queue. If the store has no room in time for the first image, that image fails.
         """
         try:
             count = self._store.reserve([self._tokens(job.grid) for job in jobs])
@@ -428,7 +434,7 @@ class Vit:
         return jobs[:count]
 
     def _with_room_now(self, jobs: list[Job]) -> list[Job]:
-        """Likewise in the middle of a batch, which is not to wait: what has no room now comes after it."""
+        """As `_with_room`, but without waiting, in the middle of a batch. Jobs without room go back to the queue."""
         try:
             count = self._store.reserve([self._tokens(job.grid) for job in jobs], wait=False)
         except EncoderError:
@@ -450,7 +456,7 @@ class Vit:
         try:
             with self._watchdog.watching("a group encode", self._jobs.encode_s(group.grid.patches)):
                 self._group_encoder(group.number, group.leader, group.grid, None, overtaking)
-        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             self._group_failed(error)
 
     def _encode_in_group(self, jobs: list[Job], overtaking: Overtaking) -> tuple[list[Tensor], int]:
@@ -467,7 +473,7 @@ class Vit:
         try:
             rows = self._group_encoder(group.number, group.leader, group.grid, job.patches, overtaking)
             return rows, group.devices
-        except Exception as error:  # noqa: BLE001 - likewise
+        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             self._group_failed(error)
             overtaking.seconds = monotonic() - began
             return [], 1
@@ -489,7 +495,7 @@ class Vit:
                 rows, devices = self._encode_in_group(jobs, overtaking)
                 rows = rows or self._tower.encode(patches, grids, overtaking)
                 finite = are_finite(rows)
-        except Exception as error:  # noqa: BLE001 - this thread must outlive any failure of a library
+        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             self._failed(jobs, error)
             return
         for job in jobs:
@@ -502,5 +508,5 @@ class Vit:
             self._store.release(self._tokens(job.grid))
         if self._jobs.lost_device(error):
             return
-        log.warning("a batch of %d images failed; smaller ones follow", len(jobs), exc_info=error)
+        log.warning("a batch of %d images failed; retrying in smaller batches", len(jobs), exc_info=error)
         self._jobs.failed(jobs, error)

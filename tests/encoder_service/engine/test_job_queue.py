@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.errors import EncoderError, InternalError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.engine import job_queue
@@ -149,7 +149,6 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def take_single(self) -> None:
         (job,) = self.queue.take_single(10**9)
-        self.queue.release_single(job)
         self.preparing.append(job)
 
     @precondition(lambda self: self.preparing)
@@ -394,9 +393,9 @@ def test_small_images_are_decoded_while_a_larger_one_than_the_window_is() -> Non
     assert large.key.address == b"large"
     small = take_single(queue)
     assert small.key.address == b"small", "another large one has to wait, and holds up no small one"
-    queue.release_single(large)
+    queue.prepared([(large, {})], None)
     assert take_single(queue).key.address == b"large too"
-    queue.release_single(small)
+    queue.prepared([(small, {})], None)
     assert take_single(queue).key.address == b"small too", "it did not fit beside the first small one"
 
 
@@ -408,6 +407,23 @@ def test_large_images_decode_beside_small_ones_and_after_batch_refusals() -> Non
     (refused,) = queue.take_to_prepare(1, 10**9)
     queue.retry_single(refused)
     assert take_single(queue).key.address == b"large"
-    queue.release_single(small)
+    queue.prepared([(small, {})], None)
     submit(queue, b"small too", Claim("3", "a", demanded=True), single=True, width=100)
     assert take_single(queue).key.address == b"small too"
+
+
+def test_a_withdrawn_single_decode_holds_its_pixels_until_it_is_reported() -> None:
+    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
+    claim = Claim("1", "a", demanded=True)
+    submit(queue, b"small", claim, single=True, width=100)
+    small = take_single(queue)
+    queue.withdraw(claim)
+    submit(queue, b"small too", Claim("2", "a", demanded=True), single=True, width=100)
+    taken: list[Job] = []
+    stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
+    stage.start()
+    stage.join(0.05)
+    assert not taken, "the pixels of both exceed the window"
+    queue.drop(small, InternalError("abandoned"))
+    stage.join(PATIENCE_S)
+    assert [job.key.address for job in taken] == [b"small too"]

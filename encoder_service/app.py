@@ -33,7 +33,7 @@ from encoder_service.cluster.cluster import Cluster, IndexState, Replica
 from encoder_service.cluster.peers import SILENCE_S, Peers
 from encoder_service.cluster.redis import RedisSettings, namespace
 from encoder_service.cluster.redis_cluster import RedisCluster
-from encoder_service.cluster.tasks import DIED
+from encoder_service.cluster.tasks import FAILED_TASK
 from encoder_service.collectors import (
     cluster_readings,
     device_readings,
@@ -286,7 +286,7 @@ class Server:
             silence_s=SILENCE_S * self._patience,
         )
         return RedisCluster(
-            settings.patient(self._patience),
+            settings.with_timeouts_scaled(self._patience),
             self.jobs,
             peers,
             self.store,
@@ -369,7 +369,7 @@ class Server:
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the process if a background task died: like a dead thread, it would leave the replica half alive."""
-        if (name := context.get(DIED)) is None or self._stop.is_set():
+        if (name := context.get(FAILED_TASK)) is None or self._stop.is_set():
             loop.default_exception_handler(context)
         else:
             self.jobs.abort(f"the server's task {name} died", context["exception"])

@@ -66,7 +66,7 @@ class Waiters:
         with self._budget.hold(caller):
             waiter: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
             self._waiters.setdefault(key.address, set()).add(waiter)
-            self._cluster.search(key, self.wake)
+            self._cluster.start_search(key, self.wake)
             self._request(key.address)
             try:
                 async with asyncio.timeout_at(until):
@@ -107,14 +107,14 @@ class Waiters:
 
     def wake(self, address: bytes, locations: Locations = ()) -> None:
         """End all waits for `address`: it is here, or at these locations."""
-        self._cluster.end_search(address)
+        self._cluster.stop_search(address)
         for waiter in self._waiters.pop(address, ()):
             if not waiter.done():
                 waiter.set_result(locations)
 
     def give_up(self, key: ImageKey) -> None:
         """Fail all waiters for this image: its producer gave up."""
-        self._cluster.end_search(key.address)
+        self._cluster.stop_search(key.address)
         for waiter in self._waiters.pop(key.address, ()):
             if not waiter.done():
                 waiter.set_exception(UnknownImageError(key.unknown))
@@ -131,7 +131,7 @@ class Waiters:
             waiting.discard(waiter)
             if not waiting:
                 del self._waiters[address]
-                self._cluster.end_search(address)
+                self._cluster.stop_search(address)
 
 
 # If requested bytes have not arrived after this time, the lease is released, so that a stalled caller does not delay
@@ -285,7 +285,7 @@ class Images:
 
     async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
         """Return the rows of an image if they are held or being encoded here, else None."""
-        self._cluster.asked(key)
+        self._cluster.note_request(key)
         if (pin := self._store.pin(key.address)) is not None:
             return FetchResult(pin, pin.tier)
         if (job := self._jobs.join(key, claim)) is None:

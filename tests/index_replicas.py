@@ -127,14 +127,14 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
         )
         watched.cluster = cluster_of(settings, watched.held)
         session = watched.index._session
-        enter = session._enter
+        set_state = session._set_state
 
-        def entered(state: IndexState, reason: str) -> None:
+        def record(state: IndexState, reason: str) -> None:
             if (state, reason) != (session.state, session._reason):
                 watched.said.append((state, reason))
-            enter(state, reason)
+            set_state(state, reason)
 
-        session._enter = entered  # type: ignore[method-assign]
+        session._set_state = record  # type: ignore[method-assign]
         joined.append(watched)
         await watched.cluster.join(Replica(name, epoch, f"{name}:1", model, b"p" * 32))
         return watched

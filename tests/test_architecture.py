@@ -93,7 +93,7 @@ ENVIRONMENT = {
 
 # Who reads the wall clock, which may jump: nothing waits, expires or is ordered by it, for all that is monotonic.
 WALL_CLOCK = {
-    "encoder_service/api/caller": "refuses signatures of replicas that are a minute old, which are played back",
+    "encoder_service/api/caller": "refuses signatures of replicas that are a minute old, which may be replayed",
     "encoder_service/app": "tells the starts of a replica apart",
     "encoder_service/cluster/peers": "says when a call to a replica was signed",
     "encoder_service/top": "shows how old a process is",

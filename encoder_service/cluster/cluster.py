@@ -1,4 +1,4 @@
-"""The other replicas, as the path of an image sees them: `Cluster`, which has none, and what its methods return."""
+"""The interface to the other replicas: `Cluster`, which has none, and the types that its methods return."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ class IndexState(Enum):
 
     ALONE = "alone"  # not registered yet, or the index is unavailable: calls answer like an empty index
     JOINED = "joined"
-    LEFT = "left"  # drained: like alone, for good
+    LEFT = "left"  # drained: like alone, and never joins again
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What a replica says about itself. Each start of the same `replica_id` has another `epoch`."""
+    """One start of a replica. A later start with the same `replica_id` has a later `epoch`."""
 
     replica_id: str
     epoch: int
@@ -32,13 +32,14 @@ class Replica:
     def __post_init__(self) -> None:
         if not self.replica_id or not self.endpoint or " " in self.endpoint or self.epoch < 0:
             raise InvalidRequestError(
-                "a replica needs an id, an endpoint without spaces, and an epoch of 0 or more"
+                "a replica needs an id, an endpoint without spaces, and an epoch of 0 or more, got "
+                f"{self.replica_id!r}, {self.endpoint!r} and {self.epoch}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A live peer that says it holds an embedding, and the grid it names: check that an image can have that grid."""
+    """A live peer that claims to hold an embedding with this grid: check that the image can have that grid."""
 
     replica_id: str
     endpoint: str
@@ -50,7 +51,10 @@ Locations = tuple[Location, ...]
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """The answer to `acquire`. An address that is in neither is being encoded by another replica: wait for it."""
+    """The answer to `acquire`: leases granted, and addresses that peers hold.
+
+    If an address is in neither, another replica is encoding it: wait for that.
+    """
 
     granted: frozenset[bytes]
     located: Mapping[bytes, Locations]
@@ -58,7 +62,7 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The cluster in numbers: our state, live peers, and image files shared and not shared so far."""
+    """The state of this replica, its live peers, and how many image files it has shared and not shared so far."""
 
     state: IndexState
     peers: int = 0
@@ -68,21 +72,21 @@ class ClusterStatus:
     foreign_sources: int = 0
 
 
-# ruff: noqa: ARG002 - alone, the answers do not depend on the arguments
+# ruff: noqa: ARG002 - without other replicas, the answers do not depend on the arguments
 
 
 class Cluster:
-    """The other replicas, as the path of an image sees them. This class is a server without Redis: there are none.
+    """The other replicas. This class is for a server without Redis, which has none; `RedisCluster` overrides it.
 
-    Every method belongs to one event loop; an address is the 32 bytes of a store address. `RedisCluster` overrides all
-    of this class. What is always safe:
+    Not thread-safe: use from one event loop. An address is the 32 bytes of a store address. Guarantees:
 
-    - **It never decides what bytes an address has.** A location may be stale, a lease may be lost: then an image is
-      looked for once more, or encoded twice, to equal bits.
-    - **It may know nothing.** Alone, and while the index is unavailable, nothing is found, every lease is granted and
-      nothing is shared, all at once: as the methods of this class answer, without leases, tasks or I/O.
-    - **Notifications return at once** (`publish`, `retract`, `release`, `share_source`, `asked`) and never fail.
-    - **Queries are bounded in time**, take a batch in one step, and raise only what their docstrings name.
+    - **The cluster never decides which bytes an address has.** If a location is stale, the image is looked up again; if
+      a lease is lost, the image is encoded twice, to equal bits.
+    - **The cluster may know nothing.** Without Redis, and while the index is unavailable, nothing is found, every lease
+      is granted and nothing is shared. Every method then answers at once, like this class, without leases, tasks or
+      I/O.
+    - **Notifications return at once** (`publish`, `retract`, `release`, `share_source`, `note_request`) and never fail.
+    - **Queries are bounded in time**, take a batch in one step, and raise only the errors in their docstrings.
     """
 
     def __init__(self) -> None:
@@ -90,13 +94,13 @@ class Cluster:
 
     @property
     def status(self) -> ClusterStatus:
-        """The cluster in numbers. No I/O."""
+        """The status now. No I/O."""
         return ClusterStatus(self._state)
 
     async def join(self, replica: Replica) -> None:
-        """Join as `replica`; called once. Raises `ModelMismatchError`; nothing has been started then.
+        """Join as `replica`; call it once. Raises `ModelMismatchError`, before anything is started.
 
-        While the index is unavailable the replica is alone; it joins as soon as the index is back.
+        If the index is unavailable, the replica works alone until the index is back, and then joins.
         """
         self._state = IndexState.JOINED
 
@@ -104,71 +108,72 @@ class Cluster:
         """Have peers fetch the images that only this replica holds, most recently requested first."""
 
     async def leave(self) -> None:
-        """Drain: peers stop finding this replica, its leases are released; from now on it answers as when alone."""
+        """Drain: peers no longer find this replica, and its leases are released. Afterwards it answers as if alone."""
         self._state = IndexState.LEFT
 
     async def close(self) -> None:
-        """Stop everything and close connections. Without a `leave` before it, peers take this replica for dead."""
+        """Stop tasks and close connections. Without an earlier `leave`, peers treat this replica as dead."""
 
-    def asked(self, key: ImageKey) -> None:
-        """Note that a caller wants the rows of an image."""
+    def note_request(self, key: ImageKey) -> None:
+        """Note that a caller wants the rows of an image: a handover begins with the latest."""
 
     async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Return, by address, those of the images that other replicas can help with.
+        """Return the images, by address, whose rows or bytes another replica has.
 
-        The value says which peers hold the image; it is empty if they only share the image's bytes.
+        The value is the peers that hold the rows, and empty if a replica only shares the image's bytes.
         """
         return {}
 
-    def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
-        """Call `found` with address and locations once `find` finds the image, unless `end_search` comes first."""
+    def start_search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
+        """Call `found` with address and locations once `find` finds the image, unless `stop_search` comes first."""
 
-    def end_search(self, address: bytes) -> None:
-        """Stop looking for the address."""
+    def stop_search(self, address: bytes) -> None:
+        """Stop searching for the address."""
 
-    async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Ask for leases to encode the addresses; those that peers hold are located instead.
+    async def acquire(self, addresses: Sequence[bytes], excluding: Collection[str] = ()) -> Acquired:
+        """Request leases to encode the addresses. An address that peers hold is located instead.
 
-        An address that only the replicas in `without` hold is granted as if not held. A lease that this replica
-        has already is granted again.
+        Replicas in `excluding` do not count: an address that only they hold is granted. A lease that this replica
+        already has is granted again.
         """
         return Acquired(frozenset(addresses), {})
 
     async def wait_published(
-        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+        self, address: bytes, timeout_s: float, excluding: Collection[str] = ()
     ) -> Locations:
-        """Wait until the replica that encodes the address has published it, and return where it is.
+        """Wait until the replica that encodes the address has published it, and return its locations.
 
-        Empty if that replica gave up, at the timeout, or when alone: acquire the address then. Locations at the
-        replicas in `without` do not count; while there are any, a replica that gives up is noticed at the timeout.
+        Return nothing if that replica gave up, at the timeout, or without other replicas: then acquire the address.
+        Locations at replicas in `excluding` do not count. While there are such locations, a replica that gives up is
+        noticed only at the timeout.
         """
         return ()
 
     def publish(self, address: bytes, grid: Grid) -> None:
-        """Announce that this replica holds the address now; ends its lease."""
+        """Announce that this replica now holds the address; ends its lease."""
 
     def retract(self, address: bytes) -> None:
         """Announce that this replica no longer holds the address."""
 
     def release(self, address: bytes) -> None:
-        """Give up the lease of the address, if this replica has it."""
+        """Release the lease of the address, if this replica has it."""
 
     def transfer_s(self, tokens: int) -> float:
-        """Return how long fetching an image of so many tokens from a peer should take, seconds."""
+        """Return the expected time to fetch an image of `tokens` tokens from a peer, in seconds."""
         return inf
 
     async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
-        """Fetch the rows from one of `locations` into the store; return None if none of them delivers.
+        """Fetch the rows from one of `locations` into the store; return None if every location fails.
 
-        Each location is tried once. Concurrent callers share one transfer, which counts against the first one's
-        `holder`, and perhaps one pin, which keeps the entry until each of them has a pin of its own. Raises
-        `OverloadedError` when the store has no room.
+        Each location is tried once. Concurrent callers share one transfer, which counts against the `holder` of the
+        first. They may share the returned pin too: it keeps the entry until each caller has pinned it. Raises
+        `OverloadedError` if the store has no space.
         """
         return None
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
-        """Share an image's bytes, so that any replica can finish what this one begins."""
+        """Share an image's bytes, so that another replica can encode the image if this one dies."""
 
     async def find_source(self, key: ImageKey) -> bytes | None:
-        """Return bytes that another replica shared. Any writer of Redis may have written them: check the digest."""
+        """Return bytes that another replica shared. Check the digest: any client of Redis may have written them."""
         return None

@@ -1,4 +1,4 @@
-"""What this replica has in the index: its leases, changes yet to be sent, and the entries that it publishes again."""
+"""The entries of this replica in the index: leases, unsent changes, and the addresses that it republishes."""
 
 import asyncio
 import random
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from time import monotonic
-from typing import Protocol
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import IndexState
 from encoder_service.cluster.redis import RedisIndex
-from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.tasks import cancel_task, start_task
 
-# After this a lease is no longer renewed, so that an address that its holder forgot does not stay locked for as long as
-# the holder lives. No caller waits this long for an image.
+# After this time a lease is not renewed any more, so that a lease that was never released does not lock its address for
+# the lifetime of the replica. No caller waits this long for an image.
 MAX_LEASE_S = 300.0
-# Changes are collected for this long: all images of a batch end within it, and no caller notices the delay.
+# Changes are collected for this long before they are sent. All images of a batch end within this time, and no caller
+# notices the delay.
 COLLECT_S = 0.001
 
 
@@ -30,15 +30,15 @@ class _Ended(Enum):
 class _Lease:
     since: float
     renew_at: float
-    ended: bool = False  # published, retracted or released; renewed until the index has heard of it
+    ended: bool = False  # published, retracted or released; renewed until that has been sent
 
 
 class Leases:
-    """One table of leases, and the last change of each address that the index has yet to hear. One event loop's.
+    """The leases of this replica, and the last unsent change of each address. Not thread-safe: one event loop.
 
-    `publish`, `retract` and `release` return at once; a task sends the changes in batches. A publication that does not
-    get through while this replica is joined is sent again with the next heartbeat. Its lease is renewed until then, so
-    that no other replica encodes the image in the meantime.
+    `publish`, `retract` and `release` return at once; a task sends the changes in batches. If sending a publication
+    fails while this replica is joined, it is sent again with the next heartbeat. Until then its lease is renewed, so
+    that no other replica encodes the image.
     """
 
     def __init__(self, index: RedisIndex, *, renew_s: float, clock: Callable[[], float] = monotonic) -> None:
@@ -51,12 +51,12 @@ class Leases:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start sending."""
-        self._task = begin(self._run(), "cluster-leases")
+        """Start the task that sends changes."""
+        self._task = start_task(self._run(), "cluster-leases")
 
     async def stop(self) -> None:
-        """Send what is left, and stop."""
-        await end(self._task)
+        """Stop the task and send the remaining changes."""
+        await cancel_task(self._task)
         await self.send()
 
     def holds(self, address: bytes) -> bool:
@@ -64,8 +64,8 @@ class Leases:
         lease = self._leases.get(address)
         return lease is not None and not lease.ended
 
-    def granted(self, addresses: Iterable[bytes]) -> None:
-        """Note leases that were just granted; a release of them that was not sent yet is cancelled."""
+    def add(self, addresses: Iterable[bytes]) -> None:
+        """Add leases that were just granted, and drop unsent releases of them."""
         now = self._clock()
         for address in addresses:
             since = self._leases[address].since if self.holds(address) else now
@@ -78,70 +78,70 @@ class Leases:
         self._end(address, grid)
 
     def retract(self, address: bytes) -> None:
-        """Announce that this replica no longer holds the address; ends a lease that a publication was to end."""
+        """Announce that this replica no longer holds the address. Replaces an unsent publication."""
         self._note(address, _Ended.RETRACTED)
 
     def release(self, address: bytes) -> None:
-        """Give up the lease of the address, if this replica has it."""
+        """Release the lease of the address, if this replica has it."""
         if self.holds(address):
             self._end(address, _Ended.RELEASED)
 
-    def give_back(self, addresses: Iterable[bytes]) -> None:
-        """Release leases that were granted after their caller had left, unless another caller has them by now."""
-        unwanted = [address for address in addresses if not self.holds(address)]
-        self.granted(unwanted)
-        for address in unwanted:
+    def release_unused(self, addresses: Iterable[bytes]) -> None:
+        """Release leases that were granted after their caller was cancelled, unless another caller has them by now."""
+        unused = [address for address in addresses if not self.holds(address)]
+        self.add(unused)
+        for address in unused:
             self.release(address)
 
     def release_all(self) -> None:
-        """Give up every lease."""
+        """Release every lease."""
         for address in list(self._leases):
             self.release(address)
 
-    def mark_due(self) -> None:
-        """Make every lease due: the index may have lost them."""
+    def mark_all_due(self) -> None:
+        """Make every lease due for renewal: the index may have lost them."""
         now = self._clock()
         for lease in self._leases.values():
             lease.renew_at = now
 
     def due(self) -> list[bytes]:
-        """Return the leases to renew now; those held for too long are forgotten."""
+        """Return the leases to renew now; forget those that exceed `MAX_LEASE_S`."""
         now = self._clock()
         self._forget([a for a, lease in self._leases.items() if lease.since + MAX_LEASE_S <= now])
         return [address for address, lease in self._leases.items() if lease.renew_at <= now]
 
     async def renew(self) -> None:
-        """Renew the leases that are due, and send what is left to send; at every heartbeat."""
+        """Renew the leases that are due, and retry unsent changes. Called at every heartbeat."""
         if due := self.due():
             ours = await self._index.renew(due)
-            self._forget(set(due) - ours)  # another replica has taken them
+            self._forget(set(due) - ours)  # another replica has these leases now
             now = self._clock()
             for address in ours & self._leases.keys():
                 self._leases[address].renew_at = now + self._renew_s
-            # The others ended meanwhile. If the index heard of that first, renewing took them again.
+            # The other leases ended during the renewal. If the index ended them first, the renewal re-created them.
             if ended := ours - self._leases.keys():
                 await self._index.release(list(ended))
         if self._changes:
             self._changed.set()
 
     async def send(self) -> None:
-        """Tell the index the changes that it has yet to hear."""
+        """Send all unsent changes to the index."""
         changes, self._changes = self._changes, {}
         self._changed.clear()
         if retracted := [address for address, change in changes.items() if change is _Ended.RETRACTED]:
             await self._index.retract(retracted)
-        # Also of an address that was published and evicted before the index heard of either.
+        # Includes an address that was published and evicted before either change was sent.
         ended = [a for a, change in changes.items() if isinstance(change, _Ended) and self._has_ended(a)]
         if ended:
             self._forget(ended)
             await self._index.release(ended)
         if grids := {address: change for address, change in changes.items() if isinstance(change, Grid)}:
-            # While alone nothing is sent: after the outage, everything held is published.
+            # While alone nothing is sent: after the outage, every address that is held is republished.
             if await self._index.publish(grids) or self._index.state is not IndexState.JOINED:
                 self._forget(filter(self._has_ended, grids))
             else:
                 for address, grid in grids.items():
-                    if address in self._leases:  # otherwise no replica waits for it
+                    if address in self._leases:  # without a lease, no replica waits for the address
                         self._changes.setdefault(address, grid)
 
     async def _run(self) -> None:
@@ -168,54 +168,52 @@ class Leases:
             self._leases.pop(address, None)
 
 
-# One batch blocks Redis for half a millisecond; a hundred replicas that come back at once take a third of its time.
+# One batch blocks Redis for half a millisecond. At this rate, a hundred replicas that return at once take a third of
+# its time.
 BATCH_ADDRESSES = 64
 ADDRESSES_PER_S = 1000
-# Replicas that see Redis come back at the same moment begin within this time, each at random.
+# All replicas see at the same moment that Redis is back. Each waits a random time up to this one before it republishes.
 SPREAD_S = 0.5
 
 
-class Held(Protocol):
-    """What this replica holds: its store."""
-
-    def grids(self) -> Mapping[bytes, tuple[int, int, int]]:
-        """Return address and grid (t, h, w) of every embedding held now."""
-
-
 class Republisher:
-    """Walks over everything held: soon after `forgotten`, and three times within the entries' time to live.
+    """Republishes every address that this replica holds, three times within the entries' time to live.
 
-    `held` is listed at the start of a walk: an address that is retracted during the walk may be published once more,
-    and then costs the first peer that asks for it a failed call. If `publish` returns False, the walk ends; another one
-    begins when the index is back and `forgotten` is called.
+    The addresses are listed at the start of a pass. An address that is retracted during the pass may be published once
+    more; the first peer that asks for it then makes a failed call. If `publish` returns False, the pass ends. `trigger`
+    starts another when the index is back.
     """
 
     def __init__(
-        self, held: Held, publish: Callable[[Mapping[bytes, Grid]], Awaitable[bool]], ttl_s: float
+        self,
+        grids: Callable[[], Mapping[bytes, tuple[int, int, int]]],
+        publish: Callable[[Mapping[bytes, Grid]], Awaitable[bool]],
+        ttl_s: float,
     ) -> None:
-        self._held = held
+        """`grids` returns the address and grid (t, h, w) of every embedding that is held now."""
+        self._grids = grids
         self._publish = publish
-        self._every_s = ttl_s / 3
-        self._forgotten = asyncio.Event()
+        self._interval_s = ttl_s / 3
+        self._triggered = asyncio.Event()
 
-    def forgotten(self) -> None:
-        """Begin a walk soon: the index lost what it knew about this replica, or may have."""
-        self._forgotten.set()
+    def trigger(self) -> None:
+        """Start a pass soon: the index may have lost this replica's entries."""
+        self._triggered.set()
 
     async def run(self) -> None:
-        """Walk again and again; ends only when cancelled."""
+        """Run passes until cancelled."""
         while True:
             try:
-                async with asyncio.timeout(self._every_s):
-                    await self._forgotten.wait()
+                async with asyncio.timeout(self._interval_s):
+                    await self._triggered.wait()
                 await asyncio.sleep(random.uniform(0, SPREAD_S))  # noqa: S311 - spreads load, guards nothing
             except TimeoutError:
                 pass
-            self._forgotten.clear()
-            await self._walk()
+            self._triggered.clear()
+            await self._publish_all()
 
-    async def _walk(self) -> None:
-        entries = iter([(address, Grid(*grid)) for address, grid in self._held.grids().items()])
+    async def _publish_all(self) -> None:
+        entries = iter([(address, Grid(*grid)) for address, grid in self._grids().items()])
         while batch := dict(islice(entries, BATCH_ADDRESSES)):
             if not await self._publish(batch):
                 return

@@ -1,4 +1,4 @@
-"""Peers: rows that another replica holds, fetched with the same call that LLM servers use."""
+"""Fetches rows from other replicas, with the same Fetch call that LLM servers use."""
 
 import asyncio
 import logging
@@ -27,22 +27,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.enable_retries", 0),
 )
-MAX_CHANNELS = 256  # peers talked to at a time; an idle channel costs a few hundred kilobytes
-CLOSE_S = 10.0  # that calls under way have when their channel makes room for another
+MAX_CHANNELS = 256  # an idle channel takes a few hundred kilobytes
+CLOSE_S = 10.0  # grace period of the running calls of a channel that is closed to make room for another
 # A peer that is silent for this long has failed: encoding the image again takes less.
 SILENCE_S = 2.0
-# The slowest that rows may come, over the whole transfer: a quarter of what each concurrent transfer gets on a gigabit
-# link.
+# The lowest average rate of a transfer: a quarter of what each concurrent transfer gets on a gigabit link.
 MIN_BYTES_PER_S = 4e6
-# Assumed until it is measured: what one gRPC stream carries on one core.
+# Assumed until a rate is measured: the throughput of one gRPC stream on one core.
 ASSUMED_BYTES_PER_S = 1e9
 RATE_WEIGHT = 0.3  # of the newest transfer in the measured rate
-RATED_BYTES = 1 << 20  # the time of a smaller transfer is latency, and says nothing about the rate
-CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
+RATED_BYTES = 1 << 20  # smaller transfers are not measured: their time is mostly latency
+CHECKSUM_ON_LOOP_BYTES = 4 << 20  # takes XXH3 0.2 ms; larger buffers are checked in a worker thread
 
 
 class Peers:
-    """Channels to peers, and their measured rate. Belongs to one event loop."""
+    """Channels to peers, and their measured rate. Not thread-safe: use from one event loop."""
 
     def __init__(
         self,
@@ -57,13 +56,13 @@ class Peers:
         on_fetch: Callable[[float, bool], None] = lambda _seconds, _ok: None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """A row of our model is `width` elements of `dtype`; anything else that a peer sends is rejected.
+        """A row has `width` elements of `dtype`; other rows are rejected.
 
-        `on_fetch` is told seconds and success of each attempt.
+        `on_fetch` gets the seconds and the success of each attempt.
 
-        With `certificates`, peers are reached by TLS: ours is presented, theirs must be for `name`, or their own host.
-        With `key`, our calls are signed, and unsigned rows are not accepted. A peer that is silent for `silence_s` has
-        failed, and so has one to which no connection can be made in that time.
+        With `certificates`, calls use TLS: this replica presents its certificate, and a peer's certificate must be for
+        `name`, or for the peer's host if `name` is empty. With `key`, calls are signed, and unsigned rows are rejected.
+        A peer fails if it is silent for `silence_s`, or if connecting takes longer.
         """
         self._recipe = recipe
         self._width, self._dtype = width, dtype
@@ -74,23 +73,23 @@ class Peers:
         self._channels = _Channels(certificates, name, silence_s)
         self._key = key
         self.foreign = 0
-        """How often rows came that no replica had signed."""
+        """How many times a peer sent rows without a valid signature."""
         self.bytes_per_s = ASSUMED_BYTES_PER_S
 
     def transfer_s(self, tokens: int) -> float:
-        """Return how long fetching an image of so many tokens is expected to take, seconds."""
+        """Return the expected time to fetch an image of `tokens` tokens, in seconds."""
         return tokens * self._row_bytes / self.bytes_per_s
 
     async def fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
-        """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds.
+        """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds; one attempt.
 
-        One attempt. Raises an `EncoderError` if the peer does not hold it, fails, is silent or too slow, or sends
-        something else than the image's rows.
+        Raises an `EncoderError` if the peer does not hold the image, fails, is silent or too slow, or sends anything
+        but the image's rows.
         """
         began, ok = monotonic(), False
         call = self._call(endpoint, self._request(key, local_only=True))
         try:
-            with _told(endpoint):
+            with _naming_peer(endpoint):
                 grid, buffer = await self._receive(call, key.address)
             ok = True
         finally:
@@ -102,13 +101,13 @@ class Peers:
         return grid, buffer.view(self._dtype).view(-1, self._width)
 
     async def offer(self, endpoint: str, key: ImageKey) -> None:
-        """Make the peer fetch an image from this replica, by asking it for one row. The caller bounds the time.
+        """Have the peer fetch an image from this replica, by requesting one row of it. The caller bounds the time.
 
-        Raises an `EncoderError` if the peer cannot.
+        Raises an `EncoderError` if the peer fails.
         """
         call = self._call(endpoint, self._request(key, local_only=False))
         try:
-            with _told(endpoint):
+            with _naming_peer(endpoint):
                 await _read(call)
         finally:
             call.cancel()
@@ -136,7 +135,7 @@ class Peers:
                 tenant_salt=key.salt,
                 client_id="peer",
             ),
-            # `fetch` reads all rows; `offer` only makes the peer get them, and reads one.
+            # `fetch` reads all rows. `offer` reads one, which makes the peer fetch them all.
             images=[
                 pb.FetchImage(
                     digest=key.digest,
@@ -169,7 +168,7 @@ class Peers:
         return grid, buffer
 
     def _checked(self, ready: pb.ImageReady, address: bytes) -> Grid:
-        """Return the grid; raises unless this can be the requested image, which also bounds the memory to allocate."""
+        """Return the grid; raises if this cannot be the requested image. This bounds the memory to allocate."""
         grid = Grid(ready.grid.t, ready.grid.h, ready.grid.w)
         tokens = self._geometry.tokens(grid)
         if (
@@ -187,15 +186,15 @@ class Peers:
         small = len(buffer) <= CHECKSUM_ON_LOOP_BYTES
         found = checksum(views) if small else await asyncio.to_thread(checksum, views)
         if found != expected:
-            raise InternalError("the peer's rows arrived damaged")
+            raise InternalError("the peer's rows do not match their checksum")
 
     async def _next(self, call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
-        """Return the next message of a Fetch call; raises what `_read` does, or `TimeoutError`."""
+        """Return the next message of a Fetch call; raises as `_read` does, or `TimeoutError`."""
         async with asyncio.timeout(self._silence_s):
             return await _read(call)
 
     async def _fill(self, call: Any, buffer: memoryview) -> None:
-        """Read the rows of the one requested image."""
+        """Read the rows of the requested image into `buffer`."""
         filled = 0
         while filled < len(buffer):
             message = await self._next(call)
@@ -203,17 +202,17 @@ class Peers:
                 raise InternalError("the peer announced rows again before the first were complete")
             data = message[1]
             if filled + len(data) > len(buffer):
-                raise InternalError("the peer sent more bytes than it announced")
+                raise InternalError(f"the peer sent more bytes than the {len(buffer)} that it announced")
             buffer[filled : filled + len(data)] = data
             filled += len(data)
 
 
 async def _read(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
-    """Return the next message of a Fetch call; raises the error in it, `InternalError` if there is none."""
+    """Return the next message of a Fetch call; raises the error in it, `InternalError` if there is no message."""
     raw = await call.read()
     if raw is grpc.aio.EOF:
         raise InternalError("the peer ended the call before its answer was complete")
-    # Not as gRPC's deserializer: that turns an error into the message None.
+    # Not passed to gRPC as its deserializer: gRPC would turn an exception into the message None.
     message = parse_fetch_response(raw)
     if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
         raise from_status(message.error.code, message.error.message)
@@ -221,16 +220,18 @@ async def _read(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
 
 
 @contextmanager
-def _told(endpoint: str) -> Iterator[None]:
-    """Raise an `EncoderError` that names the peer for any failure of a call to it; let cancellation pass."""
+def _naming_peer(endpoint: str) -> Iterator[None]:
+    """Turn any failure of a call into an `EncoderError` that names the peer; let cancellation pass."""
     try:
         yield
     except TimeoutError as error:
-        raise UnavailableError(f"the peer {endpoint} was silent, or too slow") from error
+        raise UnavailableError(
+            f"the peer {endpoint} sent nothing for too long, or sent rows too slowly"
+        ) from error
     except grpc.aio.AioRpcError as error:
         raise from_status(error.code().value[0], f"the peer {endpoint}: {error.details()}") from error
     except asyncio.CancelledError as error:
-        # A call whose channel is closed is cancelled as well: that must not end those who wait for its rows.
+        # gRPC also cancels a call whose channel is closed. That must not cancel the callers that wait for its rows.
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
         raise UnavailableError(f"the connection to the peer {endpoint} was closed") from error
@@ -244,7 +245,7 @@ class _Channels(LRUCache[str, grpc.aio.Channel]):
         self._certificates = certificates
         self._options = (
             *CHANNEL_OPTIONS,
-            # Also the longest that an attempt to connect may take: twenty seconds unless told otherwise.
+            # gRPC also uses these as the time limit of an attempt to connect, which is twenty seconds by default.
             ("grpc.min_reconnect_backoff_ms", int(1000 * silence_s)),
             ("grpc.max_reconnect_backoff_ms", int(1000 * silence_s)),
             *((("grpc.ssl_target_name_override", name),) if name else ()),
@@ -252,7 +253,7 @@ class _Channels(LRUCache[str, grpc.aio.Channel]):
         self._pem = certificates.pem if certificates else None
 
     def to(self, endpoint: str) -> grpc.aio.Channel:
-        """Return the channel to `endpoint`; channels opened with certificates that have changed since are not used."""
+        """Return the channel to `endpoint`; close all channels first if the certificates have changed."""
         if self._certificates is not None and (pem := self._certificates.pem) is not self._pem:
             self._pem = pem
             while self:

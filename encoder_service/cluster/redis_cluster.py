@@ -1,8 +1,8 @@
-"""The cluster over Redis: which replica holds or encodes an image, and how rows come from a peer.
+"""The cluster over Redis: which replica holds or encodes an image, and the transfer of rows from peers.
 
-`Transfers` fetches rows from peers into the store: each once, a few at a time, not from peers that just failed.
-`hand_over` runs before the replica leaves: its peers fetch the images that it alone holds, the most recently requested
-first.
+`Transfers` fetches rows from peers into the store: each image once, a few at a time, and not from peers that have just
+failed. `hand_over` runs before the replica leaves: peers fetch the images that only this replica holds, the most
+recently requested first.
 """
 
 import asyncio
@@ -35,16 +35,17 @@ from encoder_service.cluster.peers import MAX_CHANNELS, Peers
 from encoder_service.cluster.redis import RedisIndex, RedisSettings
 from encoder_service.cluster.redis.session import OnCall
 from encoder_service.cluster.sharing import SourceSharing
-from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.tasks import cancel_task, start_task
 from encoder_service.cluster.waiting import PeerWaiters
 from encoder_service.keys import ImageKey
 from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
 
-# Time to share what is still waiting when this replica leaves: a healthy Redis takes it within a second.
+# Time to share the queued files when this replica leaves: a healthy Redis takes less than a second.
 LAST_SHARE_S = 2.0
-# The most recently requested images. At 29 MB an embedding, more than a store holds; here some 500 bytes each, 2 MB.
+# Most recently requested images to remember. More than a store holds, at 29 MB an embedding; each takes some 500 bytes
+# here, 2 MB in all.
 RECENT_IMAGES = 4096
 
 
@@ -63,7 +64,7 @@ class RedisCluster(Cluster):
     ) -> None:
         """`jobs` is this replica's queue; `on_call` is called after every call to Redis.
 
-        With `fleet_key`, image files are shared under its signature; no others are used.
+        With `fleet_key`, shared image files are signed, and unsigned ones are not used.
         """
         super().__init__()
         self.index = RedisIndex(settings, jobs, self, on_call=on_call)
@@ -75,13 +76,13 @@ class RedisCluster(Cluster):
         )
         self._transfers = Transfers(self.index, self.leases, peers, store)
         self._sharing = SourceSharing(self.index.sources, fleet_key)
-        self._republisher = Republisher(store, self.index.publish, settings.location_ttl_s)
+        self._republisher = Republisher(store.grids, self.index.publish, settings.location_ttl_s)
         self._republishing: asyncio.Task[None] | None = None
         self._recent: LRUCache[bytes, ImageKey] = LRUCache(RECENT_IMAGES)
 
     @property
     def status(self) -> ClusterStatus:
-        """The cluster in numbers."""
+        """The status now. No I/O."""
         sharing = self._sharing
         return ClusterStatus(
             self.index.state,
@@ -95,7 +96,7 @@ class RedisCluster(Cluster):
     async def join(self, replica: Replica) -> None:
         """Register with the index, or keep trying to. Raises `ModelMismatchError`."""
         await self.index.register(replica)
-        self._republishing = begin(self._republisher.run(), "cluster-republisher")
+        self._republishing = start_task(self._republisher.run(), "cluster-republisher")
         self.leases.start()
         self._sharing.start()
 
@@ -106,7 +107,7 @@ class RedisCluster(Cluster):
             await hand_over(held[::-1], self.index, self._peers, within_s)
 
     async def leave(self) -> None:
-        """Share the files that wait to be shared, release all leases, and leave the index."""
+        """Share the queued files, release all leases, and leave the index."""
         if self.index.state is IndexState.JOINED:
             await self._sharing.finish(LAST_SHARE_S)
         self.leases.release_all()
@@ -114,23 +115,23 @@ class RedisCluster(Cluster):
         await self.index.leave()
 
     async def close(self) -> None:
-        """Send the index what is left to send, and stop."""
-        async with AsyncExitStack() as stack:  # in reverse order, and all of them even if one fails
+        """Send unsent changes to the index, and stop."""
+        async with AsyncExitStack() as stack:  # runs them in reverse order, all of them even if one fails
             stack.push_async_callback(self._peers.close)
             stack.push_async_callback(self.index.close)
             stack.push_async_callback(self._waiters.close)
-            stack.push_async_callback(end, self._republishing)
+            stack.push_async_callback(cancel_task, self._republishing)
             stack.callback(self._transfers.close)
             stack.push_async_callback(self.leases.stop)
             stack.push_async_callback(self._sharing.stop)
 
-    def asked(self, key: ImageKey) -> None:
+    def note_request(self, key: ImageKey) -> None:
         """Note that a caller wants the rows of an image."""
-        self._recent.pop(key.address, None)  # so that the cache is in order of the latest request
+        self._recent.pop(key.address, None)  # keeps the cache in the order of the latest request
         self._recent[key.address] = key
 
     async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Return which images other replicas can help with: two calls, for any number of images."""
+        """Return the images whose rows or bytes another replica has: two calls to Redis for any number of images."""
         if self.index.state is not IndexState.JOINED:
             return {}
         located = await self._located([key.address for key in images])
@@ -138,39 +139,41 @@ class RedisCluster(Cluster):
         shared = await self.index.sources.existing([key.source_key for key in missing]) if missing else ()
         return located | {key.address: () for key in missing if key.source_key in shared}
 
-    def search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
-        """Call `found` once `find` finds the image, unless `end_search` comes first."""
-        self._waiters.search(key, found)
+    def start_search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
+        """Call `found` once `find` finds the image, unless `stop_search` comes first."""
+        self._waiters.start_search(key, found)
 
-    def end_search(self, address: bytes) -> None:
-        """Stop looking for the address."""
-        self._waiters.end_search(address)
+    def stop_search(self, address: bytes) -> None:
+        """Stop searching for the address."""
+        self._waiters.stop_search(address)
 
-    async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Ask for leases to encode the addresses; the index is not asked about leases held already."""
-        asked = [address for address in addresses if not self.leases.holds(address)]
+    async def acquire(self, addresses: Sequence[bytes], excluding: Collection[str] = ()) -> Acquired:
+        """Request leases to encode the addresses. Leases that this replica already has cost no call to Redis."""
+        missing = [address for address in addresses if not self.leases.holds(address)]
         answer = Acquired(frozenset(), {})
-        if asked:
-            without = {*without, *self._transfers.quarantined}
-            asking = asyncio.ensure_future(self.index.acquire(asked, without))
+        if missing:
+            excluding = {*excluding, *self._transfers.quarantined}
+            acquiring = asyncio.ensure_future(self.index.acquire(missing, excluding))
             try:
-                answer = await asyncio.shield(asking)
+                answer = await asyncio.shield(acquiring)
             except asyncio.CancelledError:
-                asking.add_done_callback(self._give_back)  # or the other replicas would wait for us in vain
+                acquiring.add_done_callback(
+                    self._release_unused
+                )  # otherwise other replicas would wait in vain
                 raise
-        self.leases.granted(answer.granted)
+        self.leases.add(answer.granted)
         return Acquired(frozenset(filter(self.leases.holds, addresses)), answer.located)
 
     async def wait_published(
-        self, address: bytes, timeout_s: float, without: Collection[str] = ()
+        self, address: bytes, timeout_s: float, excluding: Collection[str] = ()
     ) -> Locations:
-        """Wait until a peer that is not in `without` has published the address, and return where it is."""
+        """Wait until a peer that is not in `excluding` has published the address, and return its locations."""
         if self.index.state is not IndexState.JOINED:
             return ()
-        return await self._waiters.wait(address, timeout_s, without)
+        return await self._waiters.wait(address, timeout_s, excluding)
 
     def publish(self, address: bytes, grid: Grid) -> None:
-        """Announce that this replica holds the address now; ends its lease."""
+        """Announce that this replica now holds the address; ends its lease."""
         self.leases.publish(address, grid)
 
     def retract(self, address: bytes) -> None:
@@ -178,19 +181,19 @@ class RedisCluster(Cluster):
         self.leases.retract(address)
 
     def release(self, address: bytes) -> None:
-        """Give up the lease of the address, if this replica has it."""
+        """Release the lease of the address, if this replica has it."""
         self.leases.release(address)
 
     def transfer_s(self, tokens: int) -> float:
-        """Return how long fetching an image of so many tokens from a peer should take, seconds."""
+        """Return the expected time to fetch an image of `tokens` tokens from a peer, in seconds."""
         return self._peers.transfer_s(tokens)
 
     async def fetch_from_peer(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
-        """Fetch the rows from one of `locations` into the store; return None if none of them delivers."""
+        """Fetch the rows from one of `locations` into the store; return None if every location fails."""
         return await self._transfers.fetch(key, locations, holder)
 
     def share_source(self, key: ImageKey, data: bytes) -> None:
-        """Share an image's bytes in the background, unless the index is too slow for them."""
+        """Share an image's bytes in the background, unless too many are queued already."""
         if self.index.state is IndexState.JOINED and len(data) <= self.index.sources.max_bytes:
             self._sharing.offer(key.source_key, data)
 
@@ -200,76 +203,76 @@ class RedisCluster(Cluster):
 
     # Events of the index
 
-    def on_forgotten(self) -> None:
-        """Renew leases and publish everything again: Redis may have lost what it knew about us."""
-        self.leases.mark_due()
-        self._republisher.forgotten()
+    def on_entries_lost(self) -> None:
+        """Renew all leases and republish all addresses: Redis may have lost this replica's entries."""
+        self.leases.mark_all_due()
+        self._republisher.trigger()
 
-    def on_lost(self) -> None:
+    def on_unavailable(self) -> None:
         """Wake all waiters: the index is unavailable from now on."""
-        self._waiters.settle_all()
+        self._waiters.wake_all()
 
-    async def on_beat(self) -> None:
+    async def on_heartbeat(self) -> None:
         """Renew the leases that are due."""
         await self.leases.renew()
 
     def on_changed(self, address: bytes) -> None:
-        """Read an address whose change was notified."""
+        """Read an address that changed."""
         self._waiters.changed(address)
 
     async def _located(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
-        """Return where the addresses are, without peers in quarantine."""
+        """Return the locations of the addresses, without peers in quarantine."""
         located = await self.index.locate(addresses)
         if not (quarantined := self._transfers.quarantined):
             return located
         kept = {a: tuple(x for x in found if x.replica_id not in quarantined) for a, found in located.items()}
         return {address: locations for address, locations in kept.items() if locations}
 
-    def _give_back(self, asking: "asyncio.Future[Acquired]") -> None:
-        if not asking.cancelled() and asking.exception() is None:
-            self.leases.give_back(asking.result().granted)
+    def _release_unused(self, acquiring: "asyncio.Future[Acquired]") -> None:
+        if not acquiring.cancelled() and acquiring.exception() is None:
+            self.leases.release_unused(acquiring.result().granted)
 
 
-# A peer that is unreachable or sends wrong data is not asked again for this time: a prompt of many images pays for it
-# once, and a peer that was only cut off for a moment is soon used again.
+# A peer that is unreachable or sends wrong data is not asked again for this time: a prompt of many images waits for it
+# only once, and a peer that was disconnected for a moment is soon used again.
 QUARANTINE_S = 5.0
-# Transfers at a time: each holds an embedding in memory besides the store, and fewer fill a gigabit link.
+# Concurrent transfers. Each holds an embedding in memory besides the store; fewer would already fill a gigabit link.
 MAX_TRANSFERS = 8
-MAX_OF_ONE_PEER = 4  # of them, so that a slow peer leaves turns for the others
+MAX_TRANSFERS_PER_PEER = 4  # so that a slow peer does not take all turns
 
 
 class Transfers:
-    """Concurrent callers for one address share one transfer. Belongs to one event loop."""
+    """Concurrent callers for one address share one transfer. Not thread-safe: use from one event loop."""
 
     def __init__(self, index: RedisIndex, leases: Leases, peers: Peers, store: Store) -> None:
         self._index = index
         self._leases = leases
         self._peers = peers
         self._store = store
-        self._under_way: dict[bytes, asyncio.Task[Pin | None]] = {}
+        self._running: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
-        # A pool of its own: a write that waits for room must not hold up the validation of uploads.
+        # A separate pool: a write that waits for space must not delay the validation of uploads.
         self._threads = ThreadPoolExecutor(MAX_TRANSFERS, "cluster-put")
-        # A semaphore for each peer that transfers use or wait for.
+        # One semaphore for each peer that has transfers, running or waiting.
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._quarantine: TTLCache[str, None] = TTLCache(MAX_CHANNELS, QUARANTINE_S, monotonic)
 
     @property
     def quarantined(self) -> set[str]:
-        """Ids of the replicas that failed a moment ago."""
+        """Ids of the replicas that failed within the last `QUARANTINE_S`."""
         return set(self._quarantine)
 
     async def fetch(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
-        """Fetch the rows into the store, as in `Cluster.fetch_from_peer`."""
-        task = self._under_way.get(key.address)
+        """Fetch the rows into the store; see `Cluster.fetch_from_peer`."""
+        task = self._running.get(key.address)
         if task is None:
             task = asyncio.create_task(self._fetch(key, locations, holder))
-            self._under_way[key.address] = task
-            task.add_done_callback(lambda _: self._under_way.pop(key.address, None))
+            self._running[key.address] = task
+            task.add_done_callback(lambda _: self._running.pop(key.address, None))
         return await asyncio.shield(task)
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads, without waiting for them."""
         self._threads.shutdown(wait=False)
 
     async def _fetch(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
@@ -287,51 +290,52 @@ class Transfers:
 
     async def _try(self, location: Location, key: ImageKey) -> tuple[Grid, Tensor] | None:
         if location.replica_id in self._quarantine:
-            return None  # it failed another transfer while this one waited
+            return None  # another transfer from this peer failed while this one waited
         try:
             return await self._peers.fetch(location.endpoint, key)
         except EncoderError as error:
-            log.info("peer %s (%s) did not deliver rows: %s", location.replica_id, location.endpoint, error)
+            log.info("peer %s (%s) failed: %s", location.replica_id, location.endpoint, error)
             if isinstance(error, UnknownImageError):
                 await self._index.retract([key.address], location.replica_id)
-            else:  # it stays in the index: other replicas may be able to reach it
+            else:  # the location stays in the index: other replicas may be able to reach the peer
                 self._quarantine[location.replica_id] = None
         return None
 
     @asynccontextmanager
     async def _turn(self, replica_id: str) -> AsyncIterator[None]:
-        # The peer's own turn first: a transfer that waits for a slow peer must not take a turn from others.
-        of_one = self._turns_of.setdefault(replica_id, asyncio.Semaphore(MAX_OF_ONE_PEER))
-        async with of_one, self._turns:
+        # The peer's turn first: a transfer that waits for a slow peer must not occupy a turn that others could use.
+        peer_turns = self._turns_of.setdefault(replica_id, asyncio.Semaphore(MAX_TRANSFERS_PER_PEER))
+        async with peer_turns, self._turns:
             yield
 
 
-AT_ONCE = 4  # transfers: enough to fill a gigabit, few enough to leave room for the calls that still run
+# Enough to fill a gigabit link, few enough to leave bandwidth for the calls that still run.
+CONCURRENT_HANDOVERS = 4
 
 
 async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, within_s: float) -> None:
     """Have peers fetch those of the images `held` that no peer holds, for at most `within_s`.
 
-    The images go to the peers in turn, beginning with the least loaded.
+    The peers get images in turn, beginning with the least loaded peer.
     """
     located = await index.locate([key.address for key in held])
-    alone = iter([key for key in held if key.address not in located])
-    taken: list[ImageKey] = []
+    remaining = iter([key for key in held if key.address not in located])
+    handed_over: list[ImageKey] = []
 
     async def offer(endpoints: Iterator[str]) -> None:
-        for key in alone:
+        for key in remaining:
             endpoint = next(endpoints)
             try:
                 await peers.offer(endpoint, key)
-                taken.append(key)
+                handed_over.append(key)
             except EncoderError as error:
-                log.info("the peer %s did not take an image over: %s", endpoint, error)
+                log.info("the peer %s did not take over %s: %s", endpoint, key.named, error)
 
-    if ready := sorted(index.peers(), key=lambda peer: peer.load):
-        endpoints = itertools.cycle([peer.endpoint for peer in ready])
+    if by_load := sorted(index.peers(), key=lambda peer: peer.load):
+        endpoints = itertools.cycle([peer.endpoint for peer in by_load])
         try:
             async with asyncio.timeout(within_s):
-                await asyncio.gather(*(offer(endpoints) for _ in range(AT_ONCE)))
+                await asyncio.gather(*(offer(endpoints) for _ in range(CONCURRENT_HANDOVERS)))
         except TimeoutError:
-            log.info("the handover ended after %g s", within_s)
-    log.info("handed over %d of %d requested images", len(taken), len(held))
+            log.info("the handover stopped after %g s (--hand-over-s)", within_s)
+    log.info("handed over %d of %d requested images", len(handed_over), len(held))

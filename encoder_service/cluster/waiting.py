@@ -1,33 +1,35 @@
-"""What this replica waits for at others: images that they encode, and images that they may turn out to have."""
+"""Waiters for other replicas: for images that they encode, and for images that they may have later."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from itertools import islice
 
 from encoder_service.cluster.cluster import Locations
-from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.tasks import cancel_task, start_task
 from encoder_service.keys import ImageKey
 
-# How late a lost notification, or a lapsed lease (which notifies no waiter), is noticed. One read covers all waiters.
+# The delay until a lost notification, or an expired lease (which notifies no waiter), is noticed. One read covers all
+# waiters.
 REREAD_S = 0.2
-# The images looked for that one read covers, those first that were looked up longest ago: about a thousand keys a
-# second, however many images are looked for.
+# One read looks up at most this many searched images, those first whose last lookup is longest ago. This bounds the
+# load to about a thousand keys a second.
 SEARCH_IMAGES = 200
 
-# Returns the settled addresses: published (with their locations), or no longer being encoded (without).
+# Returns the addresses that are published, with their locations, or no longer being encoded, without.
 Read = Callable[[Collection[bytes]], Awaitable[Mapping[bytes, Locations]]]
-# As `Cluster.find`.
+# See `Cluster.find`.
 Find = Callable[[Collection[ImageKey]], Awaitable[Mapping[bytes, Locations]]]
-# Takes the addresses whose changes are to be notified from now on, and those whose changes no longer are.
+# Takes the addresses to subscribe to and those to unsubscribe from.
 Subscribe = Callable[[Iterable[bytes], Iterable[bytes]], Awaitable[None]]
 Found = Callable[[bytes, Locations], None]
 
 
 class PeerWaiters:
-    """Any number of waiters for any number of addresses; one task reads for all of them. One event loop's.
+    """One task that reads the index for all waiters and searches. Not thread-safe: use from one event loop.
 
-    `wait` is for an address that another replica encodes: it is read when its change is notified, and every `REREAD_S`.
-    `search` is for an image that is not submitted here: some of them are looked up every `REREAD_S`.
+    `wait` is for an address that another replica encodes. The task reads it when a change is notified, and every
+    `REREAD_S`. `start_search` is for an image that was not submitted here. The task looks some of these up every
+    `REREAD_S`.
     """
 
     def __init__(self, read: Read, subscribe: Subscribe, find: Find, has_peers: Callable[[], bool]) -> None:
@@ -36,22 +38,24 @@ class PeerWaiters:
         self._subscribe = subscribe
         self._find = find
         self._has_peers = has_peers
-        # For each waiter the replicas whose locations are of no use to it.
+        # With the replicas that each waiter excludes.
         self._waiters: dict[bytes, dict[asyncio.Future[Locations], Collection[str]]] = {}
-        self._sought: dict[bytes, tuple[ImageKey, Found]] = {}  # the next to look up first
+        self._searches: dict[
+            bytes, tuple[ImageKey, Found]
+        ] = {}  # in the order in which they are looked up next
         self._subscribed: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def wait(self, address: bytes, timeout_s: float, without: Collection[str] = ()) -> Locations:
-        """Return where the address was published; empty if its lease ended without that, or at the timeout.
+    async def wait(self, address: bytes, timeout_s: float, excluding: Collection[str] = ()) -> Locations:
+        """Return where the address was published; empty if its lease ended unpublished, or at the timeout.
 
-        Nothing has changed as long as it is only at replicas in `without`.
+        Locations at replicas in `excluding` do not count.
         """
         future: asyncio.Future[Locations] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(address, {})[future] = without
-        self._begin()
+        self._waiters.setdefault(address, {})[future] = excluding
+        self._wake_task()
         self.changed(address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -59,39 +63,39 @@ class PeerWaiters:
         except TimeoutError:
             return ()
         finally:
-            self._leave(address, future)
+            self._remove(address, future)
 
-    def search(self, key: ImageKey, found: Found) -> None:
-        """Call `found` once another replica has the image, unless `end_search` comes first."""
-        self._sought[key.address] = key, found
-        self._begin()
+    def start_search(self, key: ImageKey, found: Found) -> None:
+        """Call `found` once another replica has the image, unless `stop_search` comes first."""
+        self._searches[key.address] = key, found
+        self._wake_task()
 
-    def end_search(self, address: bytes) -> None:
-        """Stop looking for the address."""
-        self._sought.pop(address, None)
+    def stop_search(self, address: bytes) -> None:
+        """Stop searching for the address."""
+        self._searches.pop(address, None)
 
     def changed(self, address: bytes) -> None:
-        """Read the address now, if it is waited for."""
+        """Read the address now, if it has waiters."""
         if address in self._waiters:
             self._changed.add(address)
             self._wake.set()
 
-    def settle_all(self) -> None:
-        """Wake every waiter with nothing: the index is unavailable."""
+    def wake_all(self) -> None:
+        """Wake every waiter without locations: the index is unavailable."""
         for address in list(self._waiters):
             self._settle(address, ())
 
     async def close(self) -> None:
-        """Stop; every waiter wakes with nothing."""
-        self.settle_all()
-        await end(self._task)
+        """Wake every waiter without locations, and stop."""
+        self.wake_all()
+        await cancel_task(self._task)
 
-    def _begin(self) -> None:
+    def _wake_task(self) -> None:
         if self._task is None:
-            self._task = begin(self._serve(), "cluster-waiters")
+            self._task = start_task(self._run(), "cluster-waiters")
         self._wake.set()
 
-    def _leave(self, address: bytes, future: "asyncio.Future[Locations]") -> None:
+    def _remove(self, address: bytes, future: "asyncio.Future[Locations]") -> None:
         waiters = self._waiters.get(address, {})
         waiters.pop(future, None)
         if not waiters:
@@ -99,16 +103,16 @@ class PeerWaiters:
             self._wake.set()  # to end its subscription
 
     def _settle(self, address: bytes, locations: Locations) -> None:
-        for future, without in self._waiters.get(address, {}).items():
-            useful = tuple(location for location in locations if location.replica_id not in without)
+        for future, excluding in self._waiters.get(address, {}).items():
+            useful = tuple(location for location in locations if location.replica_id not in excluding)
             if not future.done() and (useful or not locations):
                 future.set_result(useful)
 
-    async def _serve(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         reread_at = loop.time() + REREAD_S
         while True:
-            is_idle = not (self._waiters or self._sought)
+            is_idle = not (self._waiters or self._searches)
             try:
                 async with asyncio.timeout_at(None if is_idle else reread_at):
                     await self._wake.wait()
@@ -124,20 +128,20 @@ class PeerWaiters:
             await self._subscribe_waiters()
             for address, locations in (await self._read(addresses)).items() if addresses else ():
                 self._settle(address, locations)
-            if is_reread and self._sought and self._has_peers():
-                await self._look()
+            if is_reread and self._searches and self._has_peers():
+                await self._run_searches()
 
-    async def _look(self) -> None:
-        keys = [key for key, _ in islice(self._sought.values(), SEARCH_IMAGES)]
+    async def _run_searches(self) -> None:
+        keys = [key for key, _ in islice(self._searches.values(), SEARCH_IMAGES)]
         for key in keys:
-            self._sought[key.address] = self._sought.pop(key.address)  # last in line
+            self._searches[key.address] = self._searches.pop(key.address)  # move to the end
         for address, locations in (await self._find(keys)).items():
-            if address in self._sought:
-                self._sought.pop(address)[1](address, locations)
+            if address in self._searches:
+                self._searches.pop(address)[1](address, locations)
 
     async def _subscribe_waiters(self) -> None:
         wanted = set(self._waiters)
-        begun, ceased = wanted - self._subscribed, self._subscribed - wanted
+        added, removed = wanted - self._subscribed, self._subscribed - wanted
         self._subscribed = wanted
-        if begun or ceased:
-            await self._subscribe(begun, ceased)
+        if added or removed:
+            await self._subscribe(added, removed)

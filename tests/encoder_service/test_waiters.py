@@ -34,27 +34,27 @@ def key(number: int) -> ImageKey:
 
 
 async def test_an_arrival_wakes_only_its_own_waiters() -> None:
-    sought: dict[bytes, Callable[[bytes, Locations], None]] = {}
+    searches: dict[bytes, Callable[[bytes, Locations], None]] = {}
     cluster = Cluster()
-    cluster.search = lambda key, found: sought.update({key.address: found})  # type: ignore[method-assign]
-    cluster.end_search = lambda address: sought.pop(address, None)  # type: ignore[method-assign, assignment]
+    cluster.start_search = lambda key, found: searches.update({key.address: found})  # type: ignore[method-assign]
+    cluster.stop_search = lambda address: searches.pop(address, None)  # type: ignore[method-assign, assignment]
     waiters = Waiters(cluster, Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
     tasks = [asyncio.create_task(waiters.wait(key(n % 4), caller(f"client {n}"), until)) for n in range(8)]
     await asyncio.sleep(0)
-    assert set(sought) == {address(n) for n in range(4)}
+    assert set(searches) == {address(n) for n in range(4)}
     waiters.wake(address(1))
     where = (Location("r", "r:1", Grid(1, 2, 2)),)
-    sought[address(2)](address(2), where)
+    searches[address(2)](address(2), where)
     assert await asyncio.gather(tasks[1], tasks[5], tasks[2], tasks[6]) == [(), (), where, where]
     assert sum(task.done() for task in tasks) == 4, "nobody else was woken"
     tasks[0].cancel()
     await asyncio.sleep(0)
-    assert address(0) in sought, "one more waits for it"
+    assert address(0) in searches, "one more waits for it"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert not sought
+    assert not searches
 
 
 async def test_waiters_are_bounded_in_total_and_per_client() -> None:

@@ -1,4 +1,4 @@
-"""The connection to one Redis, or to a Redis Cluster: batches of addresses as one script call, or as one per slot."""
+"""The connection to Redis or a Redis Cluster: a batch of addresses is one script call, or one call per slot."""
 
 import hashlib
 from collections import defaultdict
@@ -19,36 +19,36 @@ from redis.exceptions import NoScriptError, RedisClusterException, RedisError, R
 
 from encoder_service.config import ConfigError, without_password
 
-# Every way in which a call to Redis can fail, error replies included. EOFError: a reply cut short.
+# All exceptions of a failed call to Redis, including error replies. EOFError: a truncated reply.
 FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
-# Error replies: the server is reachable, but unusable until its state changes.
+# Error replies: the server is reachable, but not usable until its state changes.
 REFUSALS = (ResponseError,)
-# A script over this many addresses blocks Redis, and all its callers, for about two milliseconds.
+# A script over this many addresses blocks Redis for about two milliseconds.
 MAX_BATCH = 256
 
 
 @contextmanager
 def lost_connections() -> Iterator[None]:
-    """Turn the errors that redis-py raises when another task closes a connection in use into a lost connection."""
+    """Turn the errors that redis-py raises when another task closes a connection into `RedisConnectionError`."""
     try:
         yield
     except (AttributeError, RuntimeError) as fault:
-        raise RedisConnectionError(f"closed under way: {fault}") from fault
+        raise RedisConnectionError(f"the connection was closed during the call: {fault}") from fault
 
 
 @contextmanager
-def sensible_replies() -> Iterator[None]:
-    """Turn the errors that a reply of the wrong shape causes into a fault of Redis: it may be anything by now."""
+def invalid_replies() -> Iterator[None]:
+    """Turn the errors that a reply of the wrong shape causes into `RedisError`: the server may not be Redis at all."""
     try:
         yield
     except ConfigError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RedisError(f"a reply that makes no sense: {error}") from error
+        raise RedisError(f"invalid reply: {error}") from error
 
 
 class Script:
-    """A Lua script that takes one or two keys of each address and returns one reply for each."""
+    """A Lua script that takes one or two keys for each address and returns one reply for each address."""
 
     def __init__(self, name: str) -> None:
         folder = files("encoder_service.cluster.redis") / "lua"
@@ -57,7 +57,7 @@ class Script:
 
 
 def batches(addresses: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """Yield the distinct addresses, as many at a time as one run of a script may take."""
+    """Yield the distinct addresses in batches of at most `MAX_BATCH`."""
     unique = list(dict.fromkeys(addresses))
     for first in range(0, len(unique), MAX_BATCH):
         yield unique[first : first + MAX_BATCH]
@@ -71,7 +71,7 @@ class _Call(NamedTuple):
 
 
 class RedisUrl:
-    """Where a URL points: redis://, rediss://, redis+cluster://host,host or ?cluster=true."""
+    """A parsed index URL: redis://, rediss://, redis+cluster://host,host or ?cluster=true."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -79,7 +79,7 @@ class RedisUrl:
         query = dict(parse_qsl(parts.query))
         if scheme not in ("redis", "rediss") or kind not in ("", "cluster") or not parts.netloc:
             raise ConfigError(
-                f"{without_password(url)}: an index is redis://, rediss:// or redis+cluster://host:port"
+                f"{without_password(url)}: an index URL must be redis://, rediss:// or redis+cluster://host:port"
             )
         self.is_cluster = kind == "cluster" or query.pop("cluster", "false") == "true"
         credentials, at, hosts = parts.netloc.rpartition("@")
@@ -99,40 +99,41 @@ class RedisUrl:
 
 
 class Connection:
-    """An open connection. Its methods raise `FAULTS`; their time is bounded by the caller."""
+    """An open connection. Its methods raise `FAULTS`; the caller bounds their time."""
 
     def __init__(self, url: RedisUrl, client: "Redis | RedisCluster", timeout_s: float) -> None:
         self._url = url
         self._timeout_s = timeout_s
-        self._client: Any = client  # the two share the commands we use, not a type
+        self._client: Any = client  # the two classes share the commands used here, but no type
         self.sharded_channels = False
 
     @classmethod
     async def open(cls, url: RedisUrl, timeout_s: float) -> Self:
-        """Connect, and find out what the server supports.
+        """Connect, and read what the server supports.
 
-        A socket that takes longer than `timeout_s` to connect or to answer is closed, even if the call may take longer.
+        A socket that takes longer than `timeout_s` to connect or to answer is closed, even if the call's own limit is
+        longer.
         """
         try:
             client = _cluster(url, timeout_s) if url.is_cluster else _node(url.urls[0], timeout_s)
             connection = cls(url, client, timeout_s)
         except ValueError as error:
-            raise ConfigError(f"--index: an option of the URL has a bad value: {error}") from error
+            raise ConfigError(f"--index: an option of the URL has an invalid value: {error}") from error
         try:
             if url.is_cluster:
                 await connection._client.initialize()
             server = await connection._client.info("server")
             connection.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
-        except TypeError as error:  # redis-py hands options of the URL that it does not know to a constructor
+        except TypeError as error:  # redis-py passes unknown options of the URL to a constructor
             await connection.close()
-            raise ConfigError(f"--index: an option of the URL is not known: {error}") from error
-        except BaseException:  # cancelled too: nothing else would close the connection
+            raise ConfigError(f"--index: unknown option in the URL: {error}") from error
+        except BaseException:  # also when cancelled: nothing else would close the connection
             await connection.close()
             raise
         return connection
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; running calls fail."""
         await self._client.aclose()
 
     async def run(
@@ -140,7 +141,7 @@ class Connection:
     ) -> list[Any]:
         """Run a script over the keys of many addresses; return one reply for each address.
 
-        The script gets `arguments`, then the values of `each` for its addresses: one for each address, or none.
+        The script gets `arguments`, followed by the values in `each`, which has one for each address or is empty.
         """
         groups = self._by_slot(keys)
         calls = [
@@ -161,20 +162,20 @@ class Connection:
         return (await self._evaluate(script, [_Call([key], arguments)]))[0]
 
     async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return the values of many keys, in one command, or in one for each slot."""
+        """Return the values of many keys, with one command, or one for each slot."""
         read = self._client.mget_nonatomic if self.is_cluster else self._client.mget
         with lost_connections():
             values: list[bytes | None] = await read(keys)
         if len(values) != len(keys) or not all(value is None or isinstance(value, bytes) for value in values):
-            raise TypeError("not one value for each key")
+            raise TypeError("expected one value for each key")
         return values
 
     async def read_one(self, key: bytes, max_bytes: int) -> bytes | None:
-        """Return a value of at most `max_bytes`; None if there is none. A larger one is not read, and is None too."""
+        """Return a value of at most `max_bytes`; None if there is none, or if it is larger (it is not read then)."""
         with lost_connections():
             value = await self._client.getrange(key, 0, max_bytes)
         if not isinstance(value, bytes):
-            raise TypeError("not a value")
+            raise TypeError("expected a value")
         return value if 0 < len(value) <= max_bytes else None
 
     async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
@@ -188,7 +189,7 @@ class Connection:
         return self._url.is_cluster
 
     def server_of(self, channel: bytes) -> str | None:
-        """Return the URL of the server that a channel is on; None if it is unknown."""
+        """Return the URL of the server that has a channel; None if it is unknown."""
         if not self.is_cluster:
             return self._url.urls[0]
         try:
@@ -198,7 +199,7 @@ class Connection:
         return self._url.node_url(node.host, node.port) if node else None
 
     def listener(self, url: str) -> tuple[Redis, PubSub]:
-        """Return a new client for listening on one server, and its subscriptions; the caller closes both."""
+        """Return a new client for one server, and its subscriptions; the caller closes both."""
         client = _node(url, self._timeout_s)
         return client, client.pubsub()
 
@@ -210,16 +211,16 @@ class Connection:
             slots[key_slot(address_keys[0])].append(position)
         return list(slots.values())
 
-    # Not redis-py's `register_script`: on a cluster it sends one command over one connection for each slot (6 ms
-    # for 32 addresses, where a pipeline takes 2), and in a pipeline it asks SCRIPT EXISTS before every call.
+    # redis-py's `register_script` is not used. On a cluster, it sends the commands of all slots one by one (6 ms for 32
+    # addresses; a pipeline takes 2). In a pipeline, it sends SCRIPT EXISTS before every call.
     async def _evaluate(self, script: Script, calls: list[_Call]) -> list[Any]:
         replies = await self._pipeline("EVALSHA", script.sha, calls)
-        # A server that has not seen the script (new, restarted, promoted) is sent its source; one that closed an idle
-        # connection is asked once more. Every script is idempotent, so running it twice does no harm.
-        again = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
-        if again:
-            second = await self._pipeline("EVAL", script.source, [calls[n] for n in again])
-            for n, reply in zip(again, second, strict=True):
+        # Retry with the script's source: a new, restarted or promoted server does not have the script, and a server may
+        # have closed an idle connection. Every script is idempotent, so running it twice does no harm.
+        failed = [n for n, r in enumerate(replies) if isinstance(r, (NoScriptError, RedisConnectionError))]
+        if failed:
+            retried = await self._pipeline("EVAL", script.source, [calls[n] for n in failed])
+            for n, reply in zip(failed, retried, strict=True):
                 replies[n] = reply
         for reply in replies:
             if isinstance(reply, Exception):
@@ -236,7 +237,7 @@ class Connection:
 
 
 def _node(url: str, timeout_s: float) -> Redis:
-    # One retry: a pooled connection that the server closed while it was idle is noticed only when it is used.
+    # One retry: if the server closed an idle connection of the pool, that is noticed only when the connection is used.
     return Redis.from_url(
         url,
         protocol=2,

@@ -1,7 +1,7 @@
-"""The index in Redis: which replica holds or encodes which embedding. Answers as empty while Redis is unavailable.
+"""The index in Redis: which replica holds or encodes which embedding. It acts as empty while Redis is unavailable.
 
-`Subscriptions` notify of changes. A notification may be lost, so a waiter also reads again after a while.
-`SharedSources` are image files that one replica shares for a while, for any other to read.
+`Subscriptions` receive notifications of changes. A notification may be lost, so waiters also re-read from time to time.
+`SharedSources` are image files that one replica shares with all others for a while.
 """
 
 import asyncio
@@ -16,42 +16,42 @@ from encoder_service.cluster.redis.connection import (
     Connection,
     Script,
     batches,
+    invalid_replies,
     lost_connections,
-    sensible_replies,
 )
 from encoder_service.cluster.redis.schema import Keys, Membership, Peer, packed, records
 from encoder_service.cluster.redis.session import OnCall, RedisSession, RedisSettings, SessionEvents
-from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.tasks import cancel_task, start_task
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
 RENEW, RELEASE = Script("renew"), Script("release")
 
 
 class IndexEvents(SessionEvents, Protocol):
-    """What the owner of an index does at its events."""
+    """The callbacks of an index."""
 
     def on_changed(self, address: bytes) -> None:
-        """A change of the address was notified."""
+        """A notification said that the address changed."""
 
 
 class RedisIndex:
-    """What the replicas of a namespace know about each other, in Redis, a Redis Cluster, or Valkey; 6.2 or newer.
+    """The entries of all replicas of a namespace, in Redis, a Redis Cluster, or Valkey; 6.2 or newer.
 
-    What is always safe; every method belongs to one event loop:
-    - **A hint, never the truth.** A location may be stale (ask the peer, then encode); a lease may be lost (the image
-      is then encoded twice, to equal bits). No answer decides what bytes an address has.
-    - **Bounded, and no errors.** Every call returns within the index's time bound and raises nothing but
-      `ModelMismatchError` from `register`. While Redis is unreachable, refuses, or is not joined, every call answers at
-      once as an empty index would: nothing is located, every lease is granted, nothing is stored. `state` says so.
-    - **A batch is one step.** A call takes any number of addresses (32 bytes each, duplicates allowed) and costs one
-      round trip for a reasonable batch, never one for each address.
-    - **One encoder per address.** While the index is joined, an address is granted to one replica at a time, and to
-      none while a live peer has published it. A holder that died loses its leases within the lease's time to live;
-      a holder that lives keeps those that it renews until it publishes or releases them.
-    - **Time is that of Redis.** No clock of one machine is compared with that of another.
+    Not thread-safe: use from one event loop. Guarantees:
+    - **The index is a hint.** A location may be stale (the peer call fails, and the image is encoded); a lease may be
+      lost (the image is encoded twice, to equal bits). No answer decides which bytes an address has.
+    - **Calls are bounded and do not fail.** Every call returns within its timeouts. Only `register` raises an error,
+      `ModelMismatchError`. While Redis is unreachable or refuses, or before this replica has joined, every call answers
+      at once like an empty index: nothing is located, every lease is granted, nothing is stored. See `state`.
+    - **A batch is one step.** A call takes any number of addresses (32 bytes each, duplicates allowed). It needs one
+      round trip for a batch of a reasonable size, never one for each address.
+    - **One encoder per address.** While this replica has joined, the lease of an address is granted to one replica at a
+      time, and to none while a live peer has published the address. A dead replica loses its leases within their time
+      to live; a live one keeps the leases that it renews until it publishes or releases them.
+    - **All times are those of Redis.** Clocks of different machines are never compared.
 
-    After an outage this replica registers again by itself. It keeps no leases here, and nothing that was published:
-    `IndexEvents` tell its owner when to renew and publish again.
+    After an outage this replica registers again by itself. The index keeps no copy of its leases and published
+    addresses: `IndexEvents` tell the owner when to renew and publish them again.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class RedisIndex:
         self.settings = settings
         self._keys = Keys(settings.namespace)
         self._events = events
-        self._session = RedisSession(settings, jobs, on_call, events, self._keys.roll)
+        self._session = RedisSession(settings, jobs, on_call, events, self._keys.replicas)
         self.sources = SharedSources(
             self._session, self._keys, ttl_s=settings.source_ttl_s, max_bytes=settings.max_source_bytes
         )
-        """Image files that replicas share; what is always safe holds for them too."""
+        """Image files that replicas share; the guarantees above hold for them too."""
         self._subscriptions: Subscriptions | None = None
 
     @property
     def state(self) -> IndexState:
-        """Whether this replica is connected now."""
+        """Whether this replica has joined."""
         return self._session.state
 
     def peers(self) -> tuple[Peer, ...]:
@@ -79,36 +79,36 @@ class RedisIndex:
         return tuple(membership.peers.values()) if membership and self.state is IndexState.JOINED else ()
 
     async def register(self, replica: Replica) -> None:
-        """Join as `replica`, and send heartbeats until `leave` or `close`; while alone, keep trying. Called once.
+        """Join as `replica`, and send heartbeats until `leave` or `close`; while alone, keep trying. Call it once.
 
-        An earlier epoch of the same replica is superseded, and what it had published vanishes. Raises
+        An earlier start of the same replica is replaced, and its published addresses no longer count. Raises
         `ModelMismatchError` if a live replica of the namespace serves another model or processor.
         """
         await self._session.register(replica)
 
     async def leave(self) -> None:
-        """Drain: peers stop finding this replica; from now on every call answers as when alone."""
+        """Drain: peers no longer find this replica. Afterwards every call answers as if alone."""
         await self._session.leave()
 
     async def close(self) -> None:
-        """Close connections. Without a `leave` before it, peers take this replica for dead."""
+        """Close connections. Without an earlier `leave`, peers treat this replica as dead."""
         await self._session.close()
         if self._subscriptions is not None:
             await self._subscriptions.close()
 
     async def publish(self, grids: Mapping[bytes, Grid]) -> bool:
-        """Announce that this replica holds these addresses, with the grid of each; return whether that got through.
+        """Announce that this replica holds these addresses, with the grid of each; return whether all calls succeeded.
 
         Ends its leases on them and wakes replicas that wait for them. `t` of a grid is 1.
         """
-        through = True
+        succeeded = True
         ttl_ms = self.settings.location_ttl_s * 1000
         for batch in batches(list(grids)):
             arguments = (self._token, ttl_ms, self._session.notify_command)
             each = [packed(grids[address]) for address in batch]
             replies = await self._session.run("publish", PUBLISH, self._pairs(batch), *arguments, each=each)
-            through &= replies is not None
-        return through
+            succeeded &= replies is not None
+        return succeeded
 
     async def retract(self, addresses: Sequence[bytes], replica_id: str | None = None) -> None:
         """Announce that this replica, or the live peer `replica_id`, does not hold `addresses`."""
@@ -121,7 +121,7 @@ class RedisIndex:
                 await self._session.run("retract", RETRACT, [(self._keys.location(a),) for a in batch], token)
 
     async def locate(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
-        """Return the live peers that hold each address; absent if there are none. Never names this replica."""
+        """Return the live peers that hold each address, without addresses that none holds. Excludes this replica."""
         located: dict[bytes, Locations] = {}
         for batch in batches(addresses):
             values = await self._read("locate", [self._keys.location(address) for address in batch])
@@ -129,22 +129,22 @@ class RedisIndex:
                 located |= await self._live(dict(zip(batch, values, strict=True)))
         return located
 
-    async def acquire(self, addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        """Ask for leases to encode `addresses`; those that peers hold are located instead, in the same step.
+    async def acquire(self, addresses: Sequence[bytes], excluding: Collection[str] = ()) -> Acquired:
+        """Request leases to encode `addresses`. An address that peers hold is located instead, in the same step.
 
-        Locations at the replicas in `without` (which just failed) do not count. A granted lease ends by itself after
-        its time to live, unless it is renewed. A lease that this replica has already is granted again.
+        Locations at replicas in `excluding` (which have just failed) do not count. A granted lease expires after its
+        time to live, unless it is renewed. A lease that this replica already has is granted again.
         """
         granted: set[bytes] = set()
         located: dict[bytes, Locations] = {}
         for batch in batches(addresses):
-            orphans = await self._acquire(batch, without, granted, located)
-            # Only dead replicas hold or encode these. Now that they are known to be dead, they do not count.
-            granted.update(await self._acquire(orphans, without, granted, located) if orphans else ())
+            orphans = await self._acquire(batch, excluding, granted, located)
+            # Only dead replicas hold or encode these. The replicas are marked as dead by now, so they do not count.
+            granted.update(await self._acquire(orphans, excluding, granted, located) if orphans else ())
         return Acquired(frozenset(granted), located)
 
     async def renew(self, addresses: Sequence[bytes]) -> frozenset[bytes]:
-        """Extend leases now; return those that are ours, including lapsed ones that no other replica took."""
+        """Renew leases, also expired ones that no other replica has; return those that this replica has now."""
         ours: set[bytes] = set()
         for batch in batches(addresses):
             keys = [(self._keys.lease(address),) for address in batch]
@@ -153,14 +153,14 @@ class RedisIndex:
         return frozenset(ours)
 
     async def release(self, addresses: Sequence[bytes]) -> None:
-        """Give leases up without having published, and wake waiting replicas. Leases of others are not touched."""
+        """Release leases without publishing, and wake waiting replicas. Does not touch leases of other replicas."""
         for batch in batches(addresses):
             await self._session.run(
                 "release", RELEASE, self._pairs(batch), self._token, self._session.notify_command
             )
 
     async def settled(self, addresses: Collection[bytes]) -> dict[bytes, Locations]:
-        """Return those that are published, with their locations, and those that no replica encodes (any more)."""
+        """Return the addresses that are published, with their locations, and those that no replica is encoding."""
         values = await self._read("wait", [key for pair in self._pairs(addresses) for key in pair])
         if values is None:
             return {} if self.state is IndexState.JOINED else dict.fromkeys(addresses, ())
@@ -173,30 +173,32 @@ class RedisIndex:
             if address in live or address not in encoding
         }
 
-    async def subscribe(self, begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
-        """Have changes of some addresses notified from now on, and those of others no longer."""
+    async def subscribe(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Subscribe to changes of the `added` addresses, and unsubscribe from the `removed` ones."""
 
         async def subscribe(connection: Connection, _: Membership) -> None:
             if self._subscriptions is None or self._subscriptions.connection is not connection:
                 stale, self._subscriptions = self._subscriptions, Subscriptions(connection, self._on_message)
                 if stale is not None:
                     await stale.close()
-            await self._subscriptions.subscribe(map(self._keys.location, begun))
-            await self._subscriptions.unsubscribe(map(self._keys.location, ceased))
+            await self._subscriptions.subscribe(map(self._keys.location, added))
+            await self._subscriptions.unsubscribe(map(self._keys.location, removed))
 
-        await self._session.ask("follow", subscribe)
+        await self._session.call("follow", subscribe)
 
     async def _acquire(
         self,
         addresses: Sequence[bytes],
-        without: Collection[str],
+        excluding: Collection[str],
         granted: set[bytes],
         located: dict[bytes, Locations],
     ) -> list[bytes]:
         """Add to `granted` and `located`; return the addresses that only dead replicas hold or encode."""
         membership = self._session.membership
-        uncounted = (b"".join(membership.dead), membership.tokens_of(without)) if membership else (b"", b"")
-        arguments = (self._token, self.settings.lease_ttl_ms, *uncounted)
+        excluded_tokens = (
+            (b"".join(membership.dead), membership.tokens_of(excluding)) if membership else (b"", b"")
+        )
+        arguments = (self._token, self.settings.lease_ttl_ms, *excluded_tokens)
         replies = await self._session.run("acquire", ACQUIRE, self._pairs(addresses), *arguments)
         if replies is None:
             granted.update(addresses)
@@ -205,7 +207,7 @@ class RedisIndex:
         granted.update(address for address, reply in by_address.items() if reply == 1)
         values = {address: reply for address, reply in by_address.items() if isinstance(reply, bytes)}
         holders = {address: reply[0] for address, reply in by_address.items() if _names_holder(reply)}
-        live = await self._live(values, holders.values(), without)
+        live = await self._live(values, holders.values(), excluding)
         located |= live
         orphans = [address for address in values if address not in live]
         return orphans + [address for address, holder in holders.items() if not self._lives(holder)]
@@ -214,9 +216,9 @@ class RedisIndex:
         self,
         values: Mapping[bytes, bytes | None],
         others: Iterable[bytes] = (),
-        without: Collection[str] = (),
+        excluding: Collection[str] = (),
     ) -> dict[bytes, Locations]:
-        """Return the live locations. Unknown replicas in them or among `others` are looked up first, once."""
+        """Return the live locations. If a replica in them or in `others` is unknown, send one heartbeat first."""
         membership = self._session.membership
         if membership is None:
             return {}
@@ -224,7 +226,7 @@ class RedisIndex:
         if membership.unknown(named):
             await self._session.heartbeat(self._session.calls)
             membership.mark_dead(named)
-        return {a: live for a, value in values.items() if (live := membership.locations(value, without))}
+        return {a: live for a, value in values.items() if (live := membership.locations(value, excluding))}
 
     def _lives(self, holder: bytes) -> bool:
         membership = self._session.membership
@@ -236,7 +238,7 @@ class RedisIndex:
             self._events.on_changed(address)
 
     async def _read(self, name: str, keys: Sequence[bytes]) -> list[bytes | None] | None:
-        return await self._session.ask(name, lambda connection, _: connection.read(keys))
+        return await self._session.call(name, lambda connection, _: connection.read(keys))
 
     def _pairs(self, addresses: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         return [(self._keys.location(address), self._keys.lease(address)) for address in addresses]
@@ -247,15 +249,15 @@ class RedisIndex:
 
 
 def _names_holder(reply: Any) -> bool:
-    """Whether a reply names the replica that encodes an address: a list of exactly one token."""
+    """Whether a reply names the replica that encodes an address: it is then a list of exactly one token."""
     return isinstance(reply, list) and len(reply) == 1 and isinstance(reply[0], bytes)
 
 
 class Subscriptions:
-    """Channels, each on its server. A server that fails is dropped, and tried again at the next `subscribe`.
+    """Subscriptions to channels, each on its server. A failed server is tried again at the next `subscribe`.
 
     `on_message` is called with the channel's name for every message, including the confirmation of a subscription:
-    changes before that moment were not notified and must be read.
+    earlier changes were not notified, so the address must be read then.
     """
 
     def __init__(self, connection: Connection, on_message: Callable[[bytes], None]) -> None:
@@ -264,7 +266,6 @@ class Subscriptions:
         self._servers: dict[str, _Subscription] = {}
 
     async def subscribe(self, channels: Iterable[bytes]) -> None:
-        """Listen to channels from now on."""
         for url, group in self._by_server(channels).items():
             server = self._servers.get(url)
             if server is None or server.is_lost:
@@ -272,13 +273,11 @@ class Subscriptions:
             await server.subscribe(group)
 
     async def unsubscribe(self, channels: Iterable[bytes]) -> None:
-        """Stop listening to channels."""
         for url, group in self._by_server(channels).items():
             if (server := self._servers.get(url)) and not server.is_lost:
                 await server.unsubscribe(group)
 
     async def close(self) -> None:
-        """Stop listening to all channels."""
         while self._servers:
             await self._servers.popitem()[1].close()
 
@@ -292,13 +291,13 @@ class Subscriptions:
 
 
 class _Subscription:
-    """The channels of one server, on a connection of their own."""
+    """The channels of one server, on a separate connection."""
 
     def __init__(self, connection: Connection, url: str, on_message: Callable[[bytes], None]) -> None:
         self._client, self._pubsub = connection.listener(url)
         self._sharded = connection.sharded_channels
-        # A cluster accepts shard channels of different slots only one by one.
-        self._at_once = 1 if connection.is_cluster and self._sharded else 1024
+        # A cluster accepts shard channels of different slots only one at a time.
+        self._max_channels = 1 if connection.is_cluster and self._sharded else 1024
         self._on_message = on_message
         self._listening: asyncio.Task[None] | None = None
         self.is_lost = False
@@ -306,26 +305,26 @@ class _Subscription:
     async def subscribe(self, channels: list[bytes]) -> None:
         await self._send(self._pubsub.ssubscribe if self._sharded else self._pubsub.subscribe, channels)
         if self._listening is None and not self.is_lost:
-            self._listening = begin(self._listen(), "index-subscriptions")
+            self._listening = start_task(self._listen(), "index-subscriptions")
 
     async def unsubscribe(self, channels: list[bytes]) -> None:
         await self._send(self._pubsub.sunsubscribe if self._sharded else self._pubsub.unsubscribe, channels)
 
     async def close(self) -> None:
-        await end(self._listening)
+        await cancel_task(self._listening)
         await self._disconnect()
 
     async def _send(self, command: Callable[..., Awaitable[Any]], channels: list[bytes]) -> None:
         try:
             with lost_connections():
-                for begin in range(0, len(channels), self._at_once):
-                    await command(*channels[begin : begin + self._at_once])
+                for first in range(0, len(channels), self._max_channels):
+                    await command(*channels[first : first + self._max_channels])
         except FAULTS:
             await self._disconnect()
 
     async def _listen(self) -> None:
         try:
-            with sensible_replies(), lost_connections():
+            with invalid_replies(), lost_connections():
                 while True:
                     message = await self._pubsub.get_message(timeout=None)
                     if message is not None and message["channel"] is not None:
@@ -340,18 +339,18 @@ class _Subscription:
                 await self._pubsub.aclose()  # type: ignore[no-untyped-call]
                 await self._client.aclose()
         except FAULTS:
-            pass  # it was lost already
+            pass  # the connection was lost already
 
 
 EXIST = Script("exist")
 
 
 class SharedSources:
-    """Files by key, in calls that are bounded and raise nothing: while Redis is unavailable there are none."""
+    """Shared files by key. Calls are bounded and raise nothing; while Redis is unavailable there are no files."""
 
     def __init__(self, session: RedisSession, keys: Keys, *, ttl_s: int, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        """The largest file that `put` takes."""
+        """The largest file that `put` accepts."""
         self._session = session
         self._keys = keys
         self._ttl_ms = ttl_s * 1000
@@ -365,10 +364,10 @@ class SharedSources:
             await connection.put(self._keys.source(key), image, self._ttl_ms)
             return True
 
-        return await self._session.ask("put_source", put, self._session.puts) is not None
+        return await self._session.call("put_source", put, self._session.puts) is not None
 
     async def existing(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """Return those of the keys under which bytes are shared."""
+        """Return the keys under which bytes are shared."""
         found: set[bytes] = set()
         for batch in batches(keys):
             names = [(self._keys.source(key),) for key in batch]
@@ -377,9 +376,9 @@ class SharedSources:
         return frozenset(found)
 
     async def get(self, key: bytes) -> bytes | None:
-        """Return the bytes that a replica shared under `key`, or None."""
+        """Return the bytes that a replica shared under `key`, None if there are none."""
 
         async def get(connection: Connection, _: Membership) -> bytes | None:
             return await connection.read_one(self._keys.source(key), self.max_bytes)
 
-        return await self._session.ask("get_source", get, self._session.gets)
+        return await self._session.call("get_source", get, self._session.gets)

@@ -1,4 +1,4 @@
-"""The layout of the index in Redis: names of keys, the records in them, and the roll of live replicas."""
+"""The layout of the index in Redis: key names, the records in locations, and the list of live replicas."""
 
 import re
 import struct
@@ -6,7 +6,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from blake3 import blake3
 
@@ -18,41 +18,42 @@ from encoder_service.cluster.redis.connection import Connection, Script
 
 SCHEMA_VERSION = 3
 
-# A replica in a location: 64 bits of a hash over its id and epoch, so that the old locations of a restarted replica
-# name nobody. Two of a thousand replicas collide with probability 3e-14; that costs failed peer calls, not wrong rows.
+# A token identifies one start of a replica: 64 bits of a hash over its id and epoch. After a restart, no replica has
+# the token in the old locations. Two of a thousand replicas collide with probability 3e-14; a collision causes failed
+# calls to peers, never wrong rows.
 TOKEN_BYTES = 8
 # Token, then height and width of the grid; `t` is 1.
 _RECORD = struct.Struct(f"<{TOKEN_BYTES}sII")
 
 
 def namespace(prefix: str, model_fingerprint: bytes) -> str:
-    """Return the namespace of a model: models, and versions of this layout, share a Redis but no keys."""
+    """Return the namespace of a model. Models, and versions of this layout, may share a Redis but never keys."""
     return f"{prefix}:{model_fingerprint.hex()[:12]}:{SCHEMA_VERSION}"
 
 
 def replica_token(replica_id: str, epoch: int) -> bytes:
-    """Return the token of one start of a replica, for locations and leases."""
+    """Return the token of one start of a replica."""
     return blake3(f"{replica_id}\0{epoch}".encode()).digest(TOKEN_BYTES)
 
 
 def fingerprint(replica: Replica) -> str:
-    """Return what the replicas of a namespace must have in common, short and readable: model.processor."""
+    """Return the fingerprint that all replicas of a namespace must share, shortened: model.processor."""
     return f"{replica.model_fingerprint[:8].hex()}.{replica.processor_fingerprint[:8].hex()}"
 
 
 class Keys:
-    """The keys of a namespace. The address is the hash tag, so that all keys of an address are in one slot."""
+    """The keys of a namespace. The hash tag is the address, so all keys of an address are in one slot."""
 
     def __init__(self, namespace: str) -> None:
         self._prefix = namespace.encode() + b":{"
-        self.roll = self._prefix + b"replicas}"
+        self.replicas = self._prefix + b"replicas}"
 
     def location(self, address: bytes) -> bytes:
-        """Return the key of the address's records of holders; also the channel that notifies of changes."""
+        """Return the key of the address's location records. It is also the channel for changes of the address."""
         return self._tagged(address) + b":loc"
 
     def address(self, channel: bytes) -> bytes | None:
-        """Return the address that a channel is about, or None for a channel that is not ours."""
+        """Return the address of a channel, None if the name is invalid."""
         tagged = channel.removeprefix(self._prefix).removesuffix(b"}:loc")
         try:
             return urlsafe_b64decode(tagged + b"=" * (-len(tagged) % 4))
@@ -60,32 +61,32 @@ class Keys:
             return None
 
     def lease(self, address: bytes) -> bytes:
-        """Return the key of the token of the replica that encodes the address."""
+        """Return the key of the lease: its value is the token of the replica that encodes the address."""
         return self._tagged(address) + b":lease"
 
     def source(self, key: bytes) -> bytes:
-        """Return the key of the bytes of an image."""
+        """Return the key of an image's bytes."""
         return self._tagged(key) + b":src"
 
     def _tagged(self, key: bytes) -> bytes:
-        # Not the raw bytes: a brace among them would end the hash tag early.
+        # Encoded, as a brace among the raw bytes would end the hash tag early.
         return self._prefix + urlsafe_b64encode(key).rstrip(b"=") + b"}"
 
 
 class Record(NamedTuple):
-    """One replica in a location: its token, and the grid it names."""
+    """One replica in a location: its token, and the grid that it published."""
 
     token: bytes
     grid: Grid
 
 
 def packed(grid: Grid) -> bytes:
-    """Return the part of a record after the token."""
+    """Return the grid as in a record: the part after the token."""
     return _RECORD.pack(b"", grid.h, grid.w)[TOKEN_BYTES:]
 
 
 def records(value: bytes | None) -> Iterator[Record]:
-    """Yield each record of a location; an incomplete one at the end is skipped."""
+    """Yield each record of a location; skip an incomplete record at the end."""
     value = value or b""
     for token, h, w in _RECORD.iter_unpack(value[: len(value) // _RECORD.size * _RECORD.size]):
         yield Record(token, Grid(1, h, w))
@@ -93,7 +94,7 @@ def records(value: bytes | None) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another live replica, as of the last heartbeat. `load` is its number of images under way."""
+    """Another live replica, as of the last heartbeat. `load` is the number of images in its queue."""
 
     replica_id: str
     epoch: int
@@ -101,64 +102,64 @@ class Peer:
     load: float
 
 
-# A replica's name appears in logs and on the status page, where it must not look like anything else.
+# A replica's name appears in logs and on the status page, so it must not contain control characters or spaces.
 _NAME = re.compile(rb"[!-~]{1,128}")
 
 
 def readable(name: bytes) -> str:
-    """Return a name from Redis, which anyone may have written, as printable text for a message."""
+    """Return a name from Redis as printable text for a message; it may be invalid."""
     return name.decode() if _NAME.fullmatch(name) else repr(name[:128])
 
 
 def _peer(replica_id: bytes, record: bytes) -> Peer:
-    """Parse an entry of the roll. Raises `ValueError` for an invalid one."""
+    """Parse an entry of the replica list. Raises `ValueError` for an invalid one."""
     _, epoch, _, load, endpoint = record.decode("ascii").split(" ")
     if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
-        raise ValueError("not a name")
+        raise ValueError("invalid name")
     Endpoint.parse(endpoint)
     return Peer(replica_id.decode(), int(epoch), endpoint, float(load))
 
 
-def peers_on(roll: Sequence[bytes]) -> dict[bytes, Peer]:
-    """Return the replicas on a roll, the flat list [id, record, ...] of the script, by token; skip invalid records."""
+def parse_peers(entries: Sequence[bytes]) -> dict[bytes, Peer]:
+    """Return the peers by token, from the flat list [id, record, ...] of the script; skip invalid records."""
     peers: dict[bytes, Peer] = {}
-    for replica_id, record in zip(roll[::2], roll[1::2], strict=False):
+    for replica_id, record in zip(entries[::2], entries[1::2], strict=False):
         with suppress(ValueError):
             peer = _peer(replica_id, record)
             peers[replica_token(peer.replica_id, peer.epoch)] = peer
     return peers
 
 
-ROLL = Script("roll")
+HEARTBEAT = Script("heartbeat")
 
-# Tokens of dead replicas to remember, so that they are not looked up on the roll again; each call of `acquire` sends
-# them (8 bytes each). When there are more, all are forgotten, which costs one heartbeat.
+# The number of dead replicas to remember, so that they are not looked up again. Each call of `acquire` sends their
+# tokens (8 bytes each). If there are more, all are forgotten, which costs one heartbeat.
 MAX_DEAD = 256
 
 
 class Membership:
-    """One start of a replica among its peers; what it knows about them is as old as the last heartbeat."""
+    """One start of this replica, and its peers as of the last heartbeat."""
 
-    def __init__(self, replica: Replica, roll_key: bytes, ttl_ms: int, jobs: Sized) -> None:
-        """Peers see the number of `jobs` as this replica's load."""
+    def __init__(self, replica: Replica, replicas_key: bytes, ttl_ms: int, jobs: Sized) -> None:
+        """The number of `jobs` is published as this replica's load."""
         self.token = replica_token(replica.replica_id, replica.epoch)
         self._replica = replica
-        self._roll_key = roll_key
+        self._replicas_key = replicas_key
         self._ttl_ms = ttl_ms
         self._jobs = jobs
         self.dead: set[bytes] = set()
         self.peers: dict[bytes, Peer] = {}
 
-    async def heartbeat(self, connection: Connection, verb: str) -> bool:
-        """Join, beat or leave; learn which replicas are alive; return whether we were on the roll already.
+    async def heartbeat(self, connection: Connection, verb: Literal["join", "beat", "leave"]) -> bool:
+        """Join, renew or leave; update the live peers; return whether this replica was listed already.
 
-        Raises `ModelMismatchError` when a live replica serves another model, or a later start of this replica has taken
-        its place.
+        Raises `ModelMismatchError` if a live replica serves another model, or if a later start of this replica has
+        joined.
         """
         ours = self._replica
         reply = await connection.run_once(
-            ROLL,
-            self._roll_key,
+            HEARTBEAT,
+            self._replicas_key,
             verb,
             ours.replica_id,
             ours.epoch,
@@ -171,30 +172,30 @@ class Membership:
             theirs = f"{readable(reply[1])} serves {readable(reply[2])}"
             raise ModelMismatchError(
                 f"the namespace of the index is taken by another model or processor: {theirs}, "
-                f"{ours.replica_id} serves {fingerprint(ours)}"
+                f"{ours.replica_id} serves {fingerprint(ours)}: use another --index-prefix"
             )
         if reply[0] == b"superseded":
             raise ModelMismatchError(f"a later start of replica {ours.replica_id} has taken its place")
-        self.peers = peers_on(reply[2])
+        self.peers = parse_peers(reply[2])
         self.dead -= self.peers.keys()
         return bool(reply[1] == 1)
 
     def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
-        """Return those that may have joined since the last heartbeat."""
+        """Return the tokens whose replicas may have joined since the last heartbeat."""
         return set(tokens) - self.peers.keys() - self.dead - {self.token}
 
     def mark_dead(self, tokens: Iterable[bytes]) -> None:
-        """Call after a heartbeat: replicas unknown before it that are still not on the roll are dead."""
+        """Mark replicas as dead that are still unknown. Call after the heartbeat that looked for them."""
         if len(self.dead) > MAX_DEAD:
             self.dead.clear()
         self.dead |= self.unknown(tokens)
 
-    def locations(self, value: bytes | None, without: Collection[str] = ()) -> Locations:
-        """Return the live peers in the value of a location key, except those in `without`."""
+    def locations(self, value: bytes | None, excluding: Collection[str] = ()) -> Locations:
+        """Return the live peers in the value of a location key, except those in `excluding`."""
         found = []
         for record in records(value):
             peer = self.peers.get(record.token)
-            if peer is not None and peer.replica_id not in without:
+            if peer is not None and peer.replica_id not in excluding:
                 found.append(Location(peer.replica_id, peer.endpoint, record.grid))
         return tuple(found)
 

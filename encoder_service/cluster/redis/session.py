@@ -1,7 +1,7 @@
-"""The session with Redis: where it is, and whether this replica is connected. Every call goes through it.
+"""The session with Redis: its settings, and whether this replica is connected. Every call goes through it.
 
 A `Breaker` decides when failures are an outage, and how long to wait before each probe. A `Bulkhead` bounds calls of
-one kind in time and number, and lets them rest after a run of failures.
+one kind in time and number, and pauses them after consecutive failures.
 """
 
 import asyncio
@@ -20,37 +20,37 @@ from encoder_service.cluster.redis.connection import (
     Connection,
     RedisUrl,
     Script,
+    invalid_replies,
     lost_connections,
-    sensible_replies,
 )
 from encoder_service.cluster.redis.schema import Membership
-from encoder_service.cluster.tasks import begin, end
+from encoder_service.cluster.tasks import cancel_task, start_task
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
-    """Where the index is, and how long its entries live; Redis counts every time to live."""
+    """The URL of the index, its timeouts, and the time to live of its entries, which Redis enforces."""
 
     url: str
     namespace: str
     call_timeout_ms: int = 100
     source_timeout_ms: int = 1000  # image bytes are megabytes
-    socket_timeout_ms: int = 1000  # of connecting, and of one answer, even if the bound of the call is longer
-    # No caller waits for a heartbeat or a probe: time enough to open connections, including TLS and a cluster's map.
+    socket_timeout_ms: int = 1000  # for connecting and for one answer, even if the call's own limit is longer
+    # Longer, as no caller waits for a heartbeat or a probe: it includes opening connections, TLS and a cluster's map.
     beat_timeout_ms: int = 2000
     heartbeat_ms: int = 500
     replica_ttl_ms: int = 2000  # four heartbeats
-    # Renewed three times within it. A holder that dies loses its leases as soon as it is off the roll; this time is for
-    # leases that no replica asks about any more. It should be long, since a full queue has many to renew.
+    # Leases are renewed three times within it. A replica that dies loses its leases as soon as its `replica_ttl_ms` is
+    # over; this time only ends leases that no other replica asks about. It is long, as a full queue has many to renew.
     lease_ttl_ms: int = 10_000
-    location_ttl_s: int = 3600  # republished three times within it
+    location_ttl_s: int = 3600  # locations are republished three times within it
     source_ttl_s: int = 600
     max_source_bytes: int = 8 << 20
 
-    def patient(self, factor: float) -> Self:
-        """Return these settings with every bound on silence so many times as long."""
+    def with_timeouts_scaled(self, factor: float) -> Self:
+        """Return these settings with every timeout multiplied by `factor`."""
         return replace(
             self,
             call_timeout_ms=int(factor * self.call_timeout_ms),
@@ -62,19 +62,19 @@ class RedisSettings:
         )
 
 
-# Failures in a row that did not overlap: one stall of the network or of our own loop, which fails every call under way,
-# is one failure.
+# Consecutive failures that did not overlap. One stall of the network or of our own loop fails every running call, and
+# counts as one failure.
 FAILURES_TO_OPEN = 3
-# A restart of Redis takes about this long; each replica waits between half and one and a half times of it.
+# A restart of Redis takes about this long. Each replica waits between half and one and a half times as long.
 FIRST_PROBE_S = 0.25
-# Probes cost one connection each: often enough to be back within seconds of a long outage.
+# The longest delay. Each probe opens a connection; this is often enough to reconnect within seconds of a long outage.
 LAST_PROBE_S = 3.0
-# A breaker that opens again within this time after it was closed continues with its longer delays.
-WELL_S = 10.0
+# If failures stop calls again within this time of the last outage, the delays continue where they were.
+STABLE_S = 10.0
 
 
 class Breaker:
-    """Counts failures and paces probes. Its owner keeps the state (calls or probes) and reports what became of them."""
+    """Counts failures and paces probes. Its owner makes the calls and probes, and reports their results."""
 
     def __init__(
         self,
@@ -89,37 +89,38 @@ class Breaker:
         self._closed_at = float("-inf")
 
     def failed(self, began: float, *, refused: bool = False) -> bool:
-        """Count the failure of a call that began at `began` (the breaker's clock); return whether to stop calling.
+        """Count the failure of a call that began at `began` (by the breaker's clock); return whether to stop calls.
 
-        `refused`: the server answered with an error (out of memory, read-only, loading). One such answer is enough.
+        `refused` means that the server answered with an error (out of memory, read-only, loading). One is enough to
+        stop calls.
         """
         if refused or began >= self._last_failure:
             self._failures += 1
             self._last_failure = self._clock()
         if not refused and self._failures < FAILURES_TO_OPEN:
             return False
-        if self._clock() - self._closed_at > WELL_S:
+        if self._clock() - self._closed_at > STABLE_S:
             self._probes = 0
         return True
 
     def succeeded(self) -> None:
-        """End the run of failures."""
+        """Reset the count of consecutive failures."""
         self._failures = 0
 
     def probe_delay_s(self) -> float:
-        """Return the time to wait before the next probe: doubling, bounded, and spread at random."""
+        """Return the time to wait before the next probe: it doubles, up to a limit, and has random jitter."""
         delay = min(LAST_PROBE_S, FIRST_PROBE_S * 2**self._probes)
         self._probes = min(self._probes + 1, 16)
         return self._uniform(0.5 * delay, 1.5 * delay)
 
     def close(self) -> None:
-        """Note that calls are made again from now on: a probe succeeded."""
+        """Record that a probe succeeded, so that calls are made again."""
         self._failures = 0
         self._closed_at = self._clock()
 
 
 class Bulkhead:
-    """Bounds on calls of one kind. While it rests, none is made; the next calls after the rest are a trial."""
+    """Bounds calls of one kind. After consecutive failures no calls are made for a while; the next ones are a trial."""
 
     def __init__(self, timeout_ms: int, max_calls: int, clock: Callable[[], float] = monotonic) -> None:
         self.timeout_s = timeout_ms / 1000
@@ -127,23 +128,23 @@ class Bulkhead:
         self._clock = clock
         self._breaker = Breaker(clock)
         self._breaker.close()
-        self._again_at: float | None = None  # when the trial begins; None while calls succeed
+        self._trial_at: float | None = None  # when the pause ends; None while calls succeed
 
     @property
-    def rests(self) -> bool:
-        """Whether no call is made for now, after a run of failures."""
-        return self._again_at is not None and self._clock() < self._again_at
+    def is_paused(self) -> bool:
+        """Whether no calls are made now, after consecutive failures."""
+        return self._trial_at is not None and self._clock() < self._trial_at
 
     def failed(self, began: float) -> None:
-        """Count the failure of a call that began at `began`: a run of them begins a rest, as does a failed trial."""
-        if self._breaker.failed(began) if self._again_at is None else began >= self._again_at:
-            self._again_at = self._clock() + self._breaker.probe_delay_s()
+        """Count the failure of a call that began at `began`. Consecutive failures, or a failed trial, start a pause."""
+        if self._breaker.failed(began) if self._trial_at is None else began >= self._trial_at:
+            self._trial_at = self._clock() + self._breaker.probe_delay_s()
 
     def succeeded(self) -> None:
-        """End the run of failures, and the rest."""
-        if self._again_at is not None:
+        """Reset the count of consecutive failures, and end the pause."""
+        if self._trial_at is not None:
             self._breaker.close()
-            self._again_at = None
+            self._trial_at = None
         self._breaker.succeeded()
 
 
@@ -151,26 +152,26 @@ Answer = TypeVar("Answer")
 
 # Concurrent calls: more would only queue in Redis, which serves one at a time.
 MAX_CALLS = 16
-# Each takes megabytes; more at once would only make each of them slower.
+# Each sends megabytes; more concurrent ones would only be slower.
 MAX_SOURCE_CALLS = 4
-# How long a call may wait for its turn, in time bounds of a call. Such a wait is not the fault of Redis and does not
-# count as a failure. A call therefore takes at most four bounds.
-BOUNDS_TO_WAIT = 3
+# How long a call may wait for its turn, in multiples of its timeout. This wait is not the fault of Redis and does not
+# count as a failure. So a call takes at most four times its timeout.
+TIMEOUTS_TO_WAIT = 3
 
-# Called with the name, seconds and success of every call whose caller stayed to its end.
+# Called with the name, seconds and success of every call that was not cancelled.
 OnCall = Callable[[str, float, bool], None]
 
 
 class SessionEvents(Protocol):
-    """What the owner of a session does at its events."""
+    """The callbacks of a session."""
 
-    def on_forgotten(self) -> None:
-        """Redis may have lost what it knew about us: called after connecting, and when we were off the roll."""
+    def on_entries_lost(self) -> None:
+        """Redis may have lost this replica's entries. Called after connecting, and after the replica was not listed."""
 
-    def on_lost(self) -> None:
+    def on_unavailable(self) -> None:
         """The index is unavailable from now on."""
 
-    async def on_beat(self) -> None:
+    async def on_heartbeat(self) -> None:
         """A heartbeat succeeded."""
 
 
@@ -183,51 +184,52 @@ class RedisSession:
         jobs: Sized,
         on_call: OnCall,
         events: SessionEvents,
-        roll_key: bytes,
+        replicas_key: bytes,
     ) -> None:
         self._settings = settings
         self._url = RedisUrl(settings.url)
         self._jobs = jobs
         self._on_call = on_call
         self._events = events
-        self._roll_key = roll_key
+        self._replicas_key = replicas_key
         self.calls = Bulkhead(settings.call_timeout_ms, MAX_CALLS)
         self.puts = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
         self.gets = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
-        self._resting = (self.puts, self.gets)  # slow for megabytes need not be slow for others
+        # Paused separately: a Redis that is too slow for megabytes may be fast enough for other calls.
+        self._pausable = (self.puts, self.gets)
         self.beats = Bulkhead(settings.beat_timeout_ms, 1)
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
         self._connection: Connection | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self.state = IndexState.ALONE
         self.membership: Membership | None = None
 
     @property
     def notify_command(self) -> bytes:
-        """The command with which a script notifies waiting replicas."""
+        """The command that scripts use to notify waiting replicas."""
         return (
             b"SPUBLISH" if self._connection is not None and self._connection.sharded_channels else b"PUBLISH"
         )
 
-    async def ask(
+    async def call(
         self,
         name: str,
-        call: Callable[[Connection, Membership], Awaitable[Answer]],
+        function: Callable[[Connection, Membership], Awaitable[Answer]],
         bulkhead: Bulkhead | None = None,
     ) -> Answer | None:
-        """Return the answer of `call`, or None without one: at once while alone, otherwise within the bound."""
+        """Return the answer of `function`; None if it fails or times out, and at once while this replica is alone."""
         bulkhead = bulkhead or self.calls
-        if self.state is not IndexState.JOINED or bulkhead.rests:
+        if self.state is not IndexState.JOINED or bulkhead.is_paused:
             return None
         try:
-            async with asyncio.timeout(BOUNDS_TO_WAIT * bulkhead.timeout_s):
+            async with asyncio.timeout(TIMEOUTS_TO_WAIT * bulkhead.timeout_s):
                 await bulkhead.turns.acquire()
         except TimeoutError:
             return None
         try:
-            return await self._ask_now(name, call, bulkhead)
+            return await self._call_now(name, function, bulkhead)
         finally:
             bulkhead.turns.release()
 
@@ -239,21 +241,23 @@ class RedisSession:
         *arguments: bytes | int,
         each: Sequence[bytes] = (),
     ) -> list[Any] | None:
-        """Run a script as `Connection.run` does, within the bound; None without an answer."""
-        return await self.ask(name, lambda connection, _: connection.run(script, keys, *arguments, each=each))
+        """Run a script as `Connection.run` does; None if it fails or times out."""
+        return await self.call(
+            name, lambda connection, _: connection.run(script, keys, *arguments, each=each)
+        )
 
-    async def _ask_now(
-        self, name: str, call: Callable[[Connection, Membership], Awaitable[Answer]], bulkhead: Bulkhead
+    async def _call_now(
+        self, name: str, function: Callable[[Connection, Membership], Awaitable[Answer]], bulkhead: Bulkhead
     ) -> Answer | None:
-        if self.state is not IndexState.JOINED or bulkhead.rests:
-            return None  # it was lost while we waited for our turn
+        if self.state is not IndexState.JOINED or bulkhead.is_paused:
+            return None  # the connection was lost while this call waited for its turn
         assert self._connection is not None
         assert self.membership is not None
         began = monotonic()
         try:
-            with sensible_replies():
+            with invalid_replies():
                 async with asyncio.timeout(bulkhead.timeout_s):
-                    answer = await call(self._connection, self.membership)
+                    answer = await function(self._connection, self.membership)
         except FAULTS as fault:
             self._failed(began, fault, bulkhead)
             self._on_call(name, monotonic() - began, False)
@@ -263,114 +267,114 @@ class RedisSession:
         return answer
 
     async def register(self, replica: Replica) -> None:
-        """Join, or stay alone and keep trying. Raises `ModelMismatchError`; nothing has been started then."""
+        """Join, or stay alone and keep trying. Raises `ModelMismatchError`, before anything is started."""
         assert self.membership is None, "a replica registers once"
-        self.membership = Membership(replica, self._roll_key, self._settings.replica_ttl_ms, self._jobs)
+        self.membership = Membership(replica, self._replicas_key, self._settings.replica_ttl_ms, self._jobs)
         try:
             await self._probe()
         except FAULTS as fault:
-            self._enter(IndexState.ALONE, _describe(fault))
+            self._set_state(IndexState.ALONE, _describe(fault))
         except ModelMismatchError:
             self.membership = None
             raise
-        self._keeper = begin(self._keep(), "index-keeper")
+        self._task = start_task(self._run(), "index-session")
 
     async def heartbeat(self, bulkhead: Bulkhead) -> bool | None:
-        """Send a heartbeat and update the live replicas; return whether we were on the roll, None without an answer."""
+        """Send a heartbeat and update the peers; return whether this replica was listed, None without an answer."""
         try:
-            return await self.ask(
+            return await self.call(
                 "beat", lambda connection, ours: ours.heartbeat(connection, "beat"), bulkhead
             )
         except ModelMismatchError as refusal:
             if self.state is IndexState.JOINED:
                 self._breaker.failed(monotonic(), refused=True)
-                self._lose(refusal.message)
+                self._go_alone(refusal.message)
             return None
 
     async def leave(self) -> None:
-        """Leave the roll, and make no more calls."""
-        await end(self._keeper)
-        await self.ask("leave", lambda connection, ours: ours.heartbeat(connection, "leave"))
-        self._enter(IndexState.LEFT, "drained")
-        self._events.on_lost()
+        """Remove this replica from the list, and make no more calls."""
+        await cancel_task(self._task)
+        await self.call("leave", lambda connection, ours: ours.heartbeat(connection, "leave"))
+        self._set_state(IndexState.LEFT, "drained")
+        self._events.on_unavailable()
 
     async def close(self) -> None:
         """Stop, and close the connections."""
-        await end(self._keeper)
+        await cancel_task(self._task)
         self.state = IndexState.LEFT
         if self._connection is not None:
-            await self._disconnect(self._connection)
+            await self._close_connection(self._connection)
             self._connection = None
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         while True:
             if self.state is IndexState.JOINED:
                 await asyncio.sleep(self._settings.heartbeat_ms / 1000)
-                await self._beat()
+                await self._send_heartbeat()
             else:
                 await asyncio.sleep(self._breaker.probe_delay_s())
-                await self._probe_quietly()
+                await self._try_probe()
 
-    async def _beat(self) -> None:
-        was_present = await self.heartbeat(self.beats)
-        if was_present is False:
-            self._events.on_forgotten()
-        if was_present is not None:
-            await self._events.on_beat()
+    async def _send_heartbeat(self) -> None:
+        was_listed = await self.heartbeat(self.beats)
+        if was_listed is False:
+            self._events.on_entries_lost()
+        if was_listed is not None:
+            await self._events.on_heartbeat()
 
     async def _probe(self) -> None:
-        # Each probe opens a new connection: what the last one knew of names, nodes and sockets may be what was wrong.
-        with sensible_replies():
+        # Each probe opens a new connection: stale names, nodes or sockets of the last one may have caused the outage.
+        with invalid_replies():
             async with asyncio.timeout(self._settings.beat_timeout_ms / 1000):
                 connection = await self._open()
         before, self._connection = self._connection, connection
         self._has_joined = True
         self._breaker.close()
-        self._enter(IndexState.JOINED, "registered")
-        self._events.on_forgotten()
+        self._set_state(IndexState.JOINED, "registered")
+        self._events.on_entries_lost()
         if before is not None:
-            await self._disconnect(before)
+            await self._close_connection(before)
 
     async def _open(self) -> Connection:
-        """Connect, and join or be back on the roll."""
+        """Connect, and join, or renew this replica's entry after an outage."""
         assert self.membership is not None
         connection = await Connection.open(self._url, self._settings.socket_timeout_ms / 1000)
         try:
             await self.membership.heartbeat(connection, "beat" if self._has_joined else "join")
-        except BaseException:  # cancelled too: nothing else would close the connection
-            await self._disconnect(connection)
+        except BaseException:  # also when cancelled: nothing else would close the connection
+            await self._close_connection(connection)
             raise
         return connection
 
-    async def _probe_quietly(self) -> None:
+    async def _try_probe(self) -> None:
         try:
             await self._probe()
         except FAULTS as fault:
             log.debug("the index is still unavailable: %s", _describe(fault))
         except ModelMismatchError as refusal:
-            self._enter(IndexState.ALONE, refusal.message)
+            self._set_state(IndexState.ALONE, refusal.message)
 
     def _succeeded(self, began: float, bulkhead: Bulkhead) -> None:
-        if bulkhead in self._resting:
+        if bulkhead in self._pausable:
             bulkhead.succeeded()
-        # A heartbeat that took longer says nothing about calls.
+        # A success that took longer than a call may take does not show that calls would succeed.
         elif monotonic() - began <= self.calls.timeout_s:
             self._breaker.succeeded()
 
     def _failed(self, began: float, fault: Exception, bulkhead: Bulkhead) -> None:
         refused = isinstance(fault, REFUSALS)
-        if bulkhead in self._resting and not refused:
+        if bulkhead in self._pausable and not refused:
             bulkhead.failed(began)
         elif self.state is IndexState.JOINED and self._breaker.failed(began, refused=refused):
-            self._lose(_describe(fault))
+            self._go_alone(_describe(fault))
 
-    def _lose(self, reason: str) -> None:
+    def _go_alone(self, reason: str) -> None:
         assert self.membership is not None
         self.membership.peers.clear()
-        self._enter(IndexState.ALONE, reason)
-        self._events.on_lost()
+        self._set_state(IndexState.ALONE, reason)
+        self._events.on_unavailable()
 
-    def _enter(self, state: IndexState, reason: str) -> None:
+    def _set_state(self, state: IndexState, reason: str) -> None:
         if (state, reason) == (self.state, self._reason):
             return
         self.state, self._reason = state, reason
@@ -381,12 +385,12 @@ class RedisSession:
             reason,
         )
 
-    async def _disconnect(self, connection: Connection) -> None:
+    async def _close_connection(self, connection: Connection) -> None:
         try:
             with lost_connections():
                 await connection.close()
         except FAULTS as fault:
-            log.debug("closing a broken connection: %s", _describe(fault))
+            log.debug("closing a connection failed: %s", _describe(fault))
 
 
 def _describe(fault: BaseException) -> str:

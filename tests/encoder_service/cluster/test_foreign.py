@@ -60,7 +60,7 @@ Sign = Callable[[bytes, Grid, bytes], bytes]
 
 @dataclass
 class Forger:
-    """Stands on the roll as a replica, and answers every Fetch with rows of its own making."""
+    """A listed replica that answers every Fetch with made-up rows."""
 
     index: RedisIndex
     endpoint: str
@@ -205,7 +205,7 @@ async def test_an_overheard_signature_is_useless_elsewhere(start: Start) -> None
         for away_s in (
             -MAX_SKEW_S - 60,
             MAX_SKEW_S + 60,
-        ):  # an old one that is played back, a clock that is wrong
+        ):  # a replayed signature, or a wrong clock
             assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now + away_s)) == b""
         assert await signature_of(metadata[SIGNATURE_METADATA]) == b""
         assert await signature_of(b"") == b""

@@ -175,7 +175,7 @@ async def test_a_single_server_url_to_a_cluster_node_says_so_and_stays_alone(clu
     replica = cluster_of(redis_settings(node, "wrong"))
     try:
         await replica.join(as_replica("a"))
-        # The roll may live on this very node; any batch of addresses does not.
+        # The replica list may be on this very node; the addresses of a batch are not all on it.
         answer = await replica.acquire(new_addresses(32))
         assert len(answer.granted) == 32
         assert replica.index.state is IndexState.ALONE

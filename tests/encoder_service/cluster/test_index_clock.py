@@ -1,4 +1,4 @@
-"""Redis's clock set forward or back: what it leaves on the roll is written there by hand, as the clock is not ours."""
+"""Redis's clock set forward or back: the tests write the resulting replica list, as they cannot set the clock."""
 
 from encoder_service.cluster.cluster import IndexState
 from encoder_service.cluster.redis.schema import Keys
@@ -6,7 +6,7 @@ from testing.redis_servers import redis_server
 from tests.index_replicas import SHORT_TTL_MS, JoinWatched, new_addresses
 from tests.waiting import soon
 
-ROLL = Keys("faults").roll
+REPLICAS = Keys("faults").replicas
 HOUR_MS = 3_600_000
 
 
@@ -15,9 +15,11 @@ async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join_watched: J
         a, dead = [await join_watched(server.url, name, ttl_ms=SHORT_TTL_MS) for name in ("a", "dead")]
         await soon(lambda: [peer.replica_id for peer in a.index.peers()] == ["dead"])
         with server.client() as client:
-            entry = client.hget(ROLL, "dead")
+            entry = client.hget(REPLICAS, "dead")
             await dead.index.close()
-            client.hset(ROLL, "dead", b"%d %s" % (int(entry.split()[0]) + HOUR_MS, entry.split(b" ", 1)[1]))
+            client.hset(
+                REPLICAS, "dead", b"%d %s" % (int(entry.split()[0]) + HOUR_MS, entry.split(b" ", 1)[1])
+            )
         await soon(lambda: a.index.peers() == ())
         assert a.index.state is IndexState.JOINED
 
@@ -31,8 +33,8 @@ async def test_a_fleet_recovers_when_redis_sets_its_clock_forward(
         await a.hold(held)
         assert (await a.cluster.acquire(leased)).granted == set(leased)
         with server.client() as client:
-            for name, record in client.hgetall(ROLL).items():
-                client.hset(ROLL, name, b"1 " + record.split(b" ", 1)[1])
+            for name, record in client.hgetall(REPLICAS).items():
+                client.hset(REPLICAS, name, b"1 " + record.split(b" ", 1)[1])
             for address in held + leased:  # Redis counts times to live by the same clock
                 client.delete(Keys("faults").location(address), Keys("faults").lease(address))
 

@@ -25,7 +25,7 @@ async def test_a_namespace_taken_during_an_outage_keeps_the_replica_alone(
     a = await join_watched(f"redis://127.0.0.1:{proxy.port}", "a", ttl_ms=SHORT_TTL_MS)
     proxy.cut()
     await a.until(IndexState.ALONE)
-    await asyncio.sleep(1.5 * SHORT_TTL_MS / 1000)  # until a is off the roll
+    await asyncio.sleep(1.5 * SHORT_TTL_MS / 1000)  # until the entry of a has expired
     await join_watched(redis.url, "b", model=b"other" * 6 + b"xx")
     proxy.mend()
     await soon(lambda: "another model" in a.said[-1][1])

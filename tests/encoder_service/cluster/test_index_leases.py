@@ -59,7 +59,7 @@ async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join:
     (address,) = new_addresses(1)
     await publish(a, grids([address]))
     await b.index.locate([address])
-    assert (await b.acquire([address], without={"a"})).granted == {address}
+    assert (await b.acquire([address], excluding={"a"})).granted == {address}
 
 
 async def test_an_own_lost_publication_is_granted_again(join: Join) -> None:
@@ -93,8 +93,8 @@ async def test_a_lease_that_another_replica_has_taken_is_asked_for_again(join: J
     await a.acquire([address])
     await a.index.release([address])  # as one that lapsed while Redis could not be reached
     assert (await b.acquire([address])).granted == {address}
-    a.on_forgotten()
-    await a.on_beat()
+    a.on_entries_lost()
+    await a.on_heartbeat()
     assert (await a.acquire([address])).granted == frozenset()
 
 
@@ -221,7 +221,7 @@ async def test_a_lease_that_is_released_while_it_is_renewed_goes_to_the_next_cal
         await b.join(as_replica("b"))
         (address,) = new_addresses(1)
         await a.acquire([address])
-        a.leases.mark_due()
+        a.leases.mark_all_due()
         proxy.delay(1.0)
         renewing = asyncio.create_task(a.leases.renew())
         await asyncio.sleep(0.3)

@@ -12,7 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.cluster.leases import ADDRESSES_PER_S, BATCH_ADDRESSES, Leases, Republisher
 from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis.connection import RedisUrl
-from encoder_service.cluster.redis.schema import peers_on
+from encoder_service.cluster.redis.schema import parse_peers
 from encoder_service.cluster.redis.session import (
     FIRST_PROBE_S,
     LAST_PROBE_S,
@@ -58,20 +58,20 @@ def test_calls_of_one_kind_pause_after_failures_and_a_failed_trial() -> None:
     bulkhead = Bulkhead(1000, 1, clock=lambda: now)
     for now in (1.0, 2.0):
         bulkhead.failed(now)
-        assert not bulkhead.rests
+        assert not bulkhead.is_paused
     now = 3.0
     bulkhead.failed(now)
-    assert bulkhead.rests
+    assert bulkhead.is_paused
     bulkhead.failed(2.5)  # began before the rest: neither a trial nor a longer rest
     now += 1.5 * FIRST_PROBE_S
-    assert not bulkhead.rests
+    assert not bulkhead.is_paused
     bulkhead.failed(now)
-    assert bulkhead.rests
+    assert bulkhead.is_paused
     now += 1.5 * LAST_PROBE_S
     bulkhead.succeeded()
     for now in (20.0, 21.0):
         bulkhead.failed(now)
-        assert not bulkhead.rests
+        assert not bulkhead.is_paused
 
 
 def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
@@ -117,23 +117,23 @@ def test_a_breaker_that_reopens_is_probed_as_rarely_as_an_open_one() -> None:
 def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endpoint: str) -> None:
     record = f"9 1 m.p 0.5 {endpoint}"
     entries = [b"a", b"9 1 m.p 0.5 a.example:50051", replica_id.encode(), record.encode()]
-    (peer,) = peers_on(entries).values()
+    (peer,) = parse_peers(entries).values()
     assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
 
 
 def test_leases_come_due_and_forgotten_ones_are_not_renewed_forever() -> None:
     now = 0.0
     leases = Leases(cast(RedisIndex, None), renew_s=3.0, clock=lambda: now)
-    leases.granted([b"a"])
+    leases.add([b"a"])
     assert leases.due() == []
     now = 3.0
     assert leases.due() == [b"a"]
-    leases.granted([b"a"])
+    leases.add([b"a"])
     assert leases.due() == []
-    leases.mark_due()
+    leases.mark_all_due()
     assert leases.due() == [b"a"]
     now = 299.0
-    leases.granted([b"a", b"b"])
+    leases.add([b"a", b"b"])
     now = 302.0
     assert leases.due() == [b"b"]
     assert not leases.holds(b"a")
@@ -151,9 +151,9 @@ async def test_republishing_is_paced_and_complete() -> None:
         told.update(grids)
         return True
 
-    republisher = Republisher(held, publish, ttl_s=3600.0)
+    republisher = Republisher(held.grids, publish, ttl_s=3600.0)
     running = asyncio.create_task(republisher.run())
-    republisher.forgotten()
+    republisher.trigger()
     began = time.monotonic()
     await soon(lambda: len(told) == 400)
     assert time.monotonic() - began > (400 - BATCH_ADDRESSES) / ADDRESSES_PER_S
@@ -184,7 +184,7 @@ def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
 
 def test_patience_lengthens_only_timeouts_for_silence() -> None:
     settings = RedisSettings(url="redis://host", namespace="n")
-    patient = asdict(settings.patient(3))
+    patient = asdict(settings.with_timeouts_scaled(3))
     changed = {name: value for name, value in asdict(settings).items() if patient[name] != value}
     assert changed.keys() == {
         "call_timeout_ms",

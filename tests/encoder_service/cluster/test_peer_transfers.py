@@ -22,7 +22,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import Location, Locations
 from encoder_service.cluster.leases import Leases
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers
-from encoder_service.cluster.redis_cluster import MAX_OF_ONE_PEER, MAX_TRANSFERS, Transfers
+from encoder_service.cluster.redis_cluster import MAX_TRANSFERS, MAX_TRANSFERS_PER_PEER, Transfers
 from encoder_service.keys import ImageKey, Recipe
 from encoder_service.store import Store
 from testing.holding import cluster_of
@@ -205,12 +205,12 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while len(under_way) < MAX_OF_ONE_PEER:
+            while len(under_way) < MAX_TRANSFERS_PER_PEER:
                 await asyncio.sleep(0.01)
             assert all(await asyncio.gather(*(fetch_from_peer("quick") for _ in range(4 * MAX_TRANSFERS))))
-        assert len(under_way) == MAX_OF_ONE_PEER < MAX_TRANSFERS
+        assert len(under_way) == MAX_TRANSFERS_PER_PEER < MAX_TRANSFERS
     finally:
-        for task in (*slow, *transfers._under_way.values()):
+        for task in (*slow, *transfers._running.values()):
             task.cancel()
         store.close()
 

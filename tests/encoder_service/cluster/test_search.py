@@ -49,7 +49,7 @@ async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them(
     elsewhere, count = Elsewhere(), 4 * SEARCH_IMAGES
     waiters = searching(elsewhere, lambda: True)
     for n in range(count):
-        waiters.search(ImageKey(address(n), bytes(32)), elsewhere.found_at)
+        waiters.start_search(ImageKey(address(n), bytes(32)), elsewhere.found_at)
     await soon(lambda: len(elsewhere.asked) == 4)
     assert all(len(asked) == SEARCH_IMAGES for asked in elsewhere.asked)
     assert len({address for asked in elsewhere.asked for address in asked}) == count
@@ -58,7 +58,7 @@ async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them(
     await soon(lambda: len(elsewhere.found) == 2)
     assert elsewhere.found == elsewhere.held
     for n in range(count):
-        waiters.end_search(address(n))
+        waiters.stop_search(address(n))
     asked = len(elsewhere.asked)
     await asyncio.sleep(2.5 * REREAD_S)
     assert len(elsewhere.asked) <= asked + 1, "nothing is looked for, nobody is asked"
@@ -68,7 +68,7 @@ async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them(
 async def test_the_index_is_not_asked_without_peers() -> None:
     elsewhere, peers = Elsewhere(), list[str]()
     waiters = searching(elsewhere, lambda: bool(peers))
-    waiters.search(ImageKey(address(1), bytes(32)), elsewhere.found_at)
+    waiters.start_search(ImageKey(address(1), bytes(32)), elsewhere.found_at)
     await asyncio.sleep(2.5 * REREAD_S)
     assert not elsewhere.asked
     elsewhere.held[address(1)] = ()

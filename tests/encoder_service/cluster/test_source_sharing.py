@@ -13,7 +13,12 @@ from encoder_service.cluster.cluster import IndexState
 from encoder_service.cluster.redis import RedisSettings
 from encoder_service.cluster.redis.schema import Keys
 from encoder_service.cluster.redis_cluster import RedisCluster
-from encoder_service.cluster.sharing import AT_ONCE, MAX_WAITING_BYTES, MAX_WAITING_IMAGES, SourceSharing
+from encoder_service.cluster.sharing import (
+    CONCURRENT_FILES,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_IMAGES,
+    SourceSharing,
+)
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.holding import cluster_of
@@ -63,7 +68,7 @@ async def test_a_redis_that_is_slow_for_pictures_holds_up_no_answer(
     async with asyncio.timeout(4 * PATIENCE_S):  # the sharing would hold it up for ever
         images = await a.client.submit([new_picture() for _ in range(6)])
     assert [image.error for image in images] == [None] * 6
-    await soon(lambda: len(taken) == AT_ONCE)
+    await soon(lambda: len(taken) == CONCURRENT_FILES)
     assert a.index.state is IndexState.JOINED
 
 
@@ -184,7 +189,7 @@ async def test_sharing_that_gets_nowhere_ends_when_its_time_is_up() -> None:
 
     sharing = SourceSharing(SimpleNamespace(put=put), None)  # type: ignore[arg-type]
     sharing.start()
-    for number in range(AT_ONCE + 3):
+    for number in range(CONCURRENT_FILES + 3):
         sharing.offer(number.to_bytes(4, "big"), b"picture")
     began = time.monotonic()
     await sharing.finish(within_s=0.2)

@@ -1,6 +1,6 @@
--- Grants the lease of addresses that no live replica encodes or holds.
+-- Grants the leases of addresses that no live replica encodes or holds.
 -- KEYS: location, lease, for each address.
--- ARGV: token, time to live (ms), tokens of the dead, tokens of others whose locations do not count.
+-- ARGV: token, time to live (ms), tokens of dead replicas, tokens of other replicas whose locations do not count.
 -- Returns for each address: its location, or 1 if granted, or {token} of the replica that has the lease.
 local token, ttl_ms, dead = ARGV[1], ARGV[2], set_of(ARGV[3])
 local unwanted = set_of(token .. ARGV[3] .. ARGV[4])

@@ -1,6 +1,5 @@
--- Prelude of every script. A token of 8 bytes stands for one life of a replica; a location is a string of records,
--- each a token and the grid (height and width, 4 bytes each). A call takes as many addresses as it is given keys for,
--- all of one slot.
+-- Prelude of every script. A token of 8 bytes identifies one start of a replica. A location is a string of records, each
+-- a token and the grid (height and width, 4 bytes each). All keys of a call are in one slot.
 local TOKEN, RECORD = 8, 16
 
 -- The set of tokens in a string of tokens.

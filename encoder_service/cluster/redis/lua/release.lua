@@ -1,4 +1,4 @@
--- Gives back leases of this replica, and notifies waiters.
+-- Releases leases of this replica, and notifies waiters.
 -- KEYS: location, lease, for each address. ARGV: token, PUBLISH or SPUBLISH. Returns 1 for each address.
 local replies = {}
 for i = 1, #KEYS, 2 do

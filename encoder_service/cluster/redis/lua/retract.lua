@@ -1,4 +1,4 @@
--- Takes a replica out of locations. KEYS: location of each address. ARGV: token. Returns 1 for each address.
+-- Removes a replica from locations. KEYS: location of each address. ARGV: token. Returns 1 for each address.
 local theirs, replies = set_of(ARGV[1]), {}
 for i = 1, #KEYS do
   local before = get(KEYS[i])

@@ -60,7 +60,7 @@ async def serve(config: ServiceConfig, listener: socket.socket) -> None:
                 max_bytes=max_bytes,
                 timeout_s=config.image_s,
                 cache_bytes=int(config.image_cache_gib * GIB),
-                unsaid_fresh_s=config.image_fresh_s,
+                default_fresh_s=config.image_fresh_s,
                 what=what,
             )
             for what, max_bytes in (("image", config.max_image_bytes), ("video", config.max_video_bytes))

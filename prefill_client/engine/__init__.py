@@ -1,1 +1,1 @@
-"""What the plug-ins of LLM engines share: settings, the check of the service's model, the client that they open."""
+"""Code that the plug-ins of all LLM engines share: settings, the check of the service's model, the client."""

@@ -1,4 +1,4 @@
-"""An engine's model, and whether the service makes the rows that this model takes."""
+"""An engine's model, and whether the service makes the rows that this model expects."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from prefill_client.transport.connection import Description
 Difference = tuple[str, object, object]
 """(what differs, the engine's value, the service's value)."""
 
-# The files of a repository on the Hugging Face Hub that fingerprints are made of, and the settings for videos.
+# The files of a repository on the Hugging Face Hub that fingerprints cover, and the settings for videos.
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*processor_config.json"]
 
 fingerprints_of = cache(model_fingerprints)
@@ -22,11 +22,12 @@ fingerprints_of = cache(model_fingerprints)
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What decides the rows of an image, as an engine's checkpoint has it.
+    """The properties of an engine's checkpoint that decide the rows of an image.
 
-    `config` is the Hugging Face configuration, `dtype` the type of the engine's rows. `image_processor` and `folder`
-    are called when they are needed. `folder` returns the checkpoint's, or raises `ValueError` or `OSError`.
-    `lays_out_images`: the engine's own processor knows where rows go of which the service tells only the number.
+    `config` is the Hugging Face configuration, and `dtype` the type of the engine's rows. `image_processor` and
+    `folder` are called when they are needed. `folder` returns the checkpoint's folder; it raises `ValueError` or
+    `OSError` if there is none. `lays_out_images`: the engine's own processor can place rows in the prompt if the
+    service knows only their number.
     """
 
     config: Any
@@ -43,15 +44,15 @@ def checkpoint_folder(
     cache_dir: str | None,
     ignore_patterns: list[str] | str | None = None,
 ) -> Path:
-    """Return the folder of a checkpoint; a model of the Hugging Face Hub is looked up in `cache_dir`, or fetched there.
+    """Return the folder of a checkpoint. A model of the Hugging Face Hub is looked up in, or fetched into, `cache_dir`.
 
-    Raises `OSError` when the model is neither here nor fetched.
+    Raises `OSError` if the model can be neither found nor fetched.
     """
     if (folder := Path(model)).is_dir():
         return folder
     from huggingface_hub import constants, snapshot_download
 
-    fetched = snapshot_download(
+    folder_name = snapshot_download(
         model,
         revision=revision,
         cache_dir=cache_dir,
@@ -59,7 +60,7 @@ def checkpoint_folder(
         ignore_patterns=ignore_patterns,
         local_files_only=constants.HF_HUB_OFFLINE,
     )
-    return Path(fetched)
+    return Path(folder_name)
 
 
 def check_description(settings: ServiceSettings, engine: EngineModel, description: Description) -> None:
@@ -67,20 +68,21 @@ def check_description(settings: ServiceSettings, engine: EngineModel, descriptio
 
     The first time in a process, this reads the vision tensors of the engine's checkpoint.
     """
-    differing = [each for each in differences(engine, description) if each[1] != each[2]]
-    if not differing and not settings.takes_any_model:
-        differing = [*_other_checkpoint(engine, description)]
-    if differing:
-        told = "; ".join(
-            f"{what}: the engine has {ours}, the service {theirs}" for what, ours, theirs in differing
+    found = [each for each in differences(engine, description) if each[1] != each[2]]
+    if not found and not settings.takes_any_model:
+        found = [*_checkpoint_difference(engine, description)]
+    if found:
+        listed = "; ".join(
+            f"{what}: the engine has {engine_value}, the service {service_value}"
+            for what, engine_value, service_value in found
         )
         raise ValueError(
-            f"the encoder service at {', '.join(settings.endpoints)} serves another model: {told}"
+            f"the encoder service at {', '.join(settings.endpoints)} serves another model: {listed}"
         )
 
 
 def differences(engine: EngineModel, description: Description) -> Iterator[Difference]:
-    """Yield the properties that decide the rows of an image: the values of the engine's checkpoint and the service."""
+    """Yield each property that decides the rows of an image, with the values of the engine and of the service."""
     config, geometry = engine.config, description.geometry
     vision: Any = getattr(config, "vision_config", None)
     hidden = config.get_text_config().hidden_size
@@ -103,10 +105,11 @@ def differences(engine: EngineModel, description: Description) -> Iterator[Diffe
     yield "max_pixels", processor.size["longest_edge"], geometry.max_pixels
 
 
-def _other_checkpoint(engine: EngineModel, description: Description) -> Iterator[Difference]:
+def _checkpoint_difference(engine: EngineModel, description: Description) -> Iterator[Difference]:
     """Yield the fingerprints if the service encodes with another checkpoint than the engine's.
 
-    A service that only stores has the fingerprint of its `--model-fingerprint`; without that it cannot be compared.
+    A service with `--store-only` has the fingerprint of its `--model-fingerprint`; without that flag it cannot be
+    compared.
     """
     try:
         folder = engine.folder()
@@ -116,12 +119,12 @@ def _other_checkpoint(engine: EngineModel, description: Description) -> Iterator
             f"the service's model cannot be compared with the engine's: {error}. "
             'With "model_fingerprint": "any" the engine takes rows of any model of the same shape'
         ) from error
-    theirs = description.model_fingerprint
-    if theirs not in fingerprints.values():
-        ours = " or ".join(f"{each.hex()} ({precision})" for precision, each in fingerprints.items())
-        only_stores = theirs == configuration_fingerprint(folder)
+    served = description.model_fingerprint
+    if served not in fingerprints.values():
+        expected = " or ".join(f"{each.hex()} ({precision})" for precision, each in fingerprints.items())
+        only_stores = served == configuration_fingerprint(folder)
         yield (
             "model fingerprint",
-            f"{ours} of {folder}",
-            f"{theirs.hex()} of {'no weights (--store-only)' if only_stores else description.model_name}",
+            f"{expected} of {folder}",
+            f"{served.hex()} of {'no weights (--store-only)' if only_stores else description.model_name}",
         )

@@ -1,4 +1,4 @@
-"""The encoder service as an engine sees it: described at the start, connected at the first image, probed when down."""
+"""An engine's connection to the encoder service: described at start, connected at the first image, probed when down."""
 
 import asyncio
 import logging
@@ -11,8 +11,8 @@ from prefill_client.engine.settings import ServiceSettings
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.connection import Description
 
-# Errors after which the next request would fail as well.
-_NO_ANSWER = (
+# Errors that the next request would get as well.
+_DOWN = (
     Status.UNAVAILABLE,
     Status.DEADLINE_EXCEEDED,
     Status.FAILED_PRECONDITION,
@@ -53,7 +53,7 @@ def describe(settings: ServiceSettings, *, wait: bool) -> Description:
 
 
 class WatchedClient:
-    """A client that connects when it is first needed. Belongs to one event loop.
+    """A client that connects when it is first needed. Not thread-safe: use from one event loop.
 
     While the service is `down`, requests need not wait for it: it is probed, on separate connections, until it answers.
     `open_client` connects and checks the service; it raises `EncoderError`, or `ValueError` for credentials.
@@ -68,14 +68,14 @@ class WatchedClient:
         self._probing: asyncio.Task[None] | None = None
 
     async def get(self) -> EncoderClient:
-        """Return the client. Concurrent callers wait for the same attempt to connect; a failure is not remembered."""
+        """Return the client. Concurrent callers share an attempt to connect. After a failure, the next call retries."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.ensure_future(self._opened())
+            self._opening = asyncio.ensure_future(self._connect())
         return await asyncio.shield(self._opening)
 
     def note(self, error: EncoderError) -> None:
-        """If `error` means that the service is down, count it as down until it answers."""
-        if error.status in _NO_ANSWER and self.down is None:
+        """If `error` means that the service is down, regard it as down until it answers a probe."""
+        if error.status in _DOWN and self.down is None:
             self._log.warning("the engine's own tower encodes until the service is back: %s", error.message)
             self.down = error
             self._probing = asyncio.create_task(self._probe())
@@ -87,20 +87,19 @@ class WatchedClient:
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             await self._opening.result().close()
 
-    async def _opened(self) -> EncoderClient:
+    async def _connect(self) -> EncoderClient:
         try:
             return await self._open()
-        except ValueError as error:  # a file of the credentials, which may be about to be replaced
+        except ValueError as error:  # a file of the credentials, which the operator may be replacing
             raise UnauthenticatedError(str(error)) from error
 
     async def _probe(self) -> None:
-        """Probe the service, on separate connections, until it answers."""
         pause_s = FIRST_PROBE_S
         while self.down is not None:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PROBE_S)
             try:
-                await (await self._opened()).close()
+                await (await self._connect()).close()
                 self.down = None
             except EncoderError as error:
                 self.down = error

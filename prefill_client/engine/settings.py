@@ -1,4 +1,4 @@
-"""The settings that the plug-ins of all engines have."""
+"""The settings that the plug-ins of all engines have in common."""
 
 import re
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ _FINGERPRINT = re.compile("[0-9a-fA-F]{64}")
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """Each field is a key. Unknown keys are errors."""
+    """Each field is a key of the user's configuration. Unknown keys are errors."""
 
-    given_in: ClassVar[str]
-    """Where the user writes the keys, for messages."""
+    location: ClassVar[str]
+    """Where the user writes the keys, for error messages."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     """Keys of seconds and GiB that have a meaning at 0."""
 
     endpoints: tuple[str, ...]
-    """host:port or unix:/path of each server; a string for one."""
+    """host:port or unix:/path of each server; a string for a single one."""
     submit_timeout_s: float = 10.0
     """How long the service may take to answer for the images of a request before it counts as down."""
     start_timeout_s: float = 300.0
@@ -43,19 +43,19 @@ class ServiceSettings:
     token_file: str = ""
     """File with the token of this engine's tenant; sent by TLS or within this host only, read again when it changes."""
     tenant_salt: str = ""
-    """Part of the address of every image, so that this engine shares embeddings only with those of the same salt."""
+    """Part of the address of every image: this engine shares embeddings only with engines of the same salt."""
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Self:
-        """Read the keys; raises `ValueError` naming the one that is wrong."""
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Read the keys. Raises `ValueError` that names a wrong one."""
         known = sorted(field.name for field in fields(cls))
-        if unknown := sorted(given.keys() - {*known}):
-            raise ValueError(f"{cls.given_in}: unknown keys {unknown} (known: {known})")
-        endpoints = given.get("endpoints", ())
+        if unknown := sorted(values.keys() - {*known}):
+            raise ValueError(f"{cls.location}: unknown keys {unknown} (known: {known})")
+        endpoints = values.get("endpoints", ())
         endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
         if not endpoints:
-            raise ValueError(f"{cls.given_in}: endpoints is missing: host:port of the encoder service")
-        settings = cls(**{**given, "endpoints": endpoints})
+            raise ValueError(f"{cls.location}: endpoints is missing: host:port of the encoder service")
+        settings = cls(**{**values, "endpoints": endpoints})
         settings._check()
         return settings
 
@@ -82,15 +82,15 @@ class ServiceSettings:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or value < 0 or (value == 0 and name not in self.may_be_zero):
                 least = "of 0 or more" if name in self.may_be_zero else "above 0"
-                raise ValueError(f"{self.given_in}: {name} must be a number {least}, got {value!r}")
+                raise ValueError(f"{self.location}: {name} must be a number {least}, got {value!r}")
         if not isinstance(self.shared_memory, bool):
-            raise ValueError(f"{self.given_in}: shared_memory must be true or false")
+            raise ValueError(f"{self.location}: shared_memory must be true or false")
         self.credentials.certificates()
         self.credentials.token()
         if self.model_fingerprint not in ("", ANY_MODEL) and not _FINGERPRINT.fullmatch(
             self.model_fingerprint
         ):
             raise ValueError(
-                f"{self.given_in}: model_fingerprint must be 64 hexadecimal digits, "
+                f"{self.location}: model_fingerprint must be 64 hexadecimal digits, "
                 f'"{ANY_MODEL}" or empty, got {self.model_fingerprint!r}'
             )

@@ -1,1 +1,1 @@
-"""Images by URL: loaded once, from hosts that the operator allows, and from inside its network only if it says so."""
+"""Images by URL: loaded once, from hosts that the operator allows; from the internal network only if a rule says so."""

@@ -1,4 +1,4 @@
-"""Image URLs, parsed strictly, and the rules that say from which hosts and addresses images may be loaded."""
+"""Image URLs, parsed strictly, and the rules for the hosts and addresses from which images may be loaded."""
 
 import ipaddress
 from collections.abc import Collection, Iterable
@@ -18,7 +18,7 @@ _TARGET_CHARACTERS = "/?:@!$&'()*+,;=-._~%[]"
 class ImageUrl:
     """An http or https URL in normal form. `target` is path and query, as in the request line.
 
-    URLs that two parsers could read in two ways are refused.
+    URLs that two parsers could read differently are refused.
     """
 
     scheme: str
@@ -86,8 +86,8 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 PUBLIC = "public"
 
-# Addresses that Python calls global and that lead inside all the same: those that contain or translate to others, and
-# services that clouds offer to their own machines.
+# Addresses that Python calls global although they lead into internal networks: addresses that contain or translate to
+# others, and services that clouds offer to their own machines.
 _NOT_PUBLIC = [
     ipaddress.ip_network(network)
     for network in (
@@ -107,15 +107,16 @@ _NOT_PUBLIC = [
 
 
 class Destinations:
-    """The operator's rules: which hosts a URL may name, and which addresses these may have."""
+    """The operator's rules: which hosts a URL may name, and which addresses these hosts may have."""
 
     def __init__(self, rules: Collection[str]) -> None:
-        """Read the rules. Without a rule no URL is allowed. Raises `ValueError` for an invalid rule.
+        """Read the rules. Without rules, no URL is allowed. Raises `ValueError` for an invalid rule.
 
-        `cdn.example.org` allows a host at every port, `cdn.example.org:8443` at one port, and `*.example.org` all hosts
-        below a name; each at public addresses. `public` allows every host, at public addresses and the default ports of
-        http and https. An address (`10.1.2.3:8000`, `[fd00::1]`) need not be public. A network (`10.1.0.0/16`) allows
-        no host; hosts that are allowed may have its addresses.
+        - `cdn.example.org` allows a host at every port, `cdn.example.org:8443` at one port, and `*.example.org` all
+          hosts below a name; each at public addresses.
+        - `public` allows every host, at public addresses and the default ports of http and https.
+        - An address (`10.1.2.3:8000`, `[fd00::1]`) allows itself, public or not.
+        - A network (`10.1.0.0/16`) allows no host by itself; hosts that other rules allow may have its addresses.
         """
         self._public = False
         self._hosts: set[tuple[str, int | None]] = set()
@@ -135,7 +136,7 @@ class Destinations:
         raise ForbiddenError(f"images from {url.authority} are not allowed here")
 
     def permitted(self, addresses: Iterable[str]) -> list[str]:
-        """Return the addresses, of those that a host has, to which connections are allowed."""
+        """Return those of a host's addresses to which connections are allowed."""
         return [address for address in addresses if self._permits(ipaddress.ip_address(address))]
 
     def _permits(self, address: Address) -> bool:

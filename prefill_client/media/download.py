@@ -1,4 +1,4 @@
-"""One GET of one URL: its host's addresses, the request, and how long the response may be used again."""
+"""One GET of one URL: the lookup of its host, the request, and how long the response may be reused."""
 
 import asyncio
 import ipaddress
@@ -20,15 +20,15 @@ from prefill_client.media.destinations import ImageUrl
 
 # A lookup blocks its thread until the system's resolver gives up: after 10 s by default if the name server is down.
 THREADS = 32
-# Servers that allow longer may be misconfigured.
+# A server that allows a longer time may be misconfigured.
 MAX_FRESH_S = 7 * 24 * 3600.0
-# Bytes per read: few enough to parse in a few milliseconds, even if all of them are headers.
+# Bytes per read: few enough to parse within a few milliseconds, even if all of them are headers.
 _PIECE_BYTES = 16 << 10
 # Events parsed before the event loop runs other tasks: about 0.3 ms.
 _EVENTS_AT_A_TIME = 16
-# A host may send this many events for one image, and one more for each so many bytes. A network packet is larger.
-_EVENTS, _BYTES_OF_AN_EVENT = 1000, 256
-_INTERIM_ANSWERS = 8
+# A host may send this many events for one image, and one more for each 256 bytes. Network packets are larger than that.
+_EVENTS, _BYTES_PER_EVENT = 1000, 256
+_INTERIM_RESPONSES = 8
 OK, NOT_MODIFIED = 200, 304
 # Some hosts refuse requests without a user agent.
 USER_AGENT = f"encoder-service/{__version__}"
@@ -36,21 +36,24 @@ USER_AGENT = f"encoder-service/{__version__}"
 
 @dataclass(eq=False, slots=True)
 class _Lookup:
-    """A lookup that waits for a thread or runs, and the number of callers that wait for it."""
+    """A queued or running lookup, and the number of callers that wait for it."""
 
     future: "Future[list[Any]]"
     waiting: int = 0
 
 
 class Resolver:
-    """Resolves host names, each once at a time, in a bounded number of threads. Belongs to one event loop."""
+    """Resolves host names in a bounded number of threads. Concurrent callers share a lookup.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="resolve")
         self._lookups: dict[tuple[str, int], _Lookup] = {}
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a host as text. An address is returned as it is. Raises `OSError`."""
+        """Return the addresses of a host as text; of an address, itself. Raises `OSError`."""
         if _is_address(host):
             return [host]
         lookup = self._lookups.get((host, port)) or self._begin(host, port)
@@ -59,7 +62,7 @@ class Resolver:
             found = await asyncio.shield(asyncio.wrap_future(lookup.future))
         finally:
             lookup.waiting -= 1
-            if not lookup.waiting and lookup.future.cancel():  # it had no thread yet
+            if not lookup.waiting and lookup.future.cancel():  # no thread had begun it
                 self._end(host, port, lookup)
         return [str(address[0]) for *_, address in found]
 
@@ -88,10 +91,10 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def fresh_s(headers: Mapping[str, str], unsaid_s: float) -> float | None:
+def fresh_s(headers: Mapping[str, str], default_s: float) -> float | None:
     """Return for how many seconds a response may be reused (RFC 9111, shared cache); None if it must not be kept.
 
-    `headers` has lower-case names. `unsaid_s` is returned for responses that do not say.
+    `headers` has lower-case names. `default_s` applies to responses without a lifetime.
     """
     control = _directives(headers.get("cache-control", ""))
     if control.keys() & {"no-store", "private"} or headers.get("vary", "").strip() == "*":
@@ -103,7 +106,7 @@ def fresh_s(headers: Mapping[str, str], unsaid_s: float) -> float | None:
             return _bounded(_seconds(control[name]) - _seconds(headers.get("age", "0")))
     if "expires" in headers:
         return _bounded(_until(headers["expires"], headers.get("date")))
-    return unsaid_s
+    return default_s
 
 
 def _directives(header: str) -> dict[str, str]:
@@ -112,7 +115,7 @@ def _directives(header: str) -> dict[str, str]:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds that a directive gives; 0, which means stale, if it is invalid."""
+    """Return the seconds of a directive; 0, which means stale, if it is invalid."""
     text = text.strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0.0
 
@@ -152,22 +155,22 @@ async def get(
 ) -> Response:
     """GET a URL from the first of its addresses that answers. The body is read only if the status is 200.
 
-    It uses no proxy, follows no redirect and reuses no connection. It has no time limit of its own, and it never blocks
-    the event loop for more than a few milliseconds.
+    It uses no proxy, follows no redirect and reuses no connection. It sets no time limit, and never blocks the event
+    loop for more than a few milliseconds.
 
     Raises `ImageLimitError` for a body over `max_bytes`, `ImageHostError` for a compressed body or one in tiny pieces,
     `OSError` if no address answers, and `h11.RemoteProtocolError` for invalid HTTP.
     """
     http = h11.Connection(h11.CLIENT)
-    ours = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "image/*")]
-    ours += [("Accept-Encoding", "identity"), ("Connection", "close")]
-    head = h11.Request(method="GET", target=url.target.encode(), headers=[*ours, *headers])
+    sent = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "image/*")]
+    sent += [("Accept-Encoding", "identity"), ("Connection", "close"), *headers]
+    head = h11.Request(method="GET", target=url.target.encode(), headers=sent)
     data, response = bytearray(), Response(0, {}, b"")
     async with _connection(url, addresses, tls) as (reader, writer):
         writer.write((http.send(head) or b"") + (http.send(h11.EndOfMessage()) or b""))
         async for event in _events(url, http, reader):
             if isinstance(event, h11.Response):
-                response = _begun(url, event, max_bytes)
+                response = _check_head(url, event, max_bytes)
                 if response.status != OK:
                     return response
             elif isinstance(event, h11.Data):
@@ -180,13 +183,13 @@ async def get(
 async def _events(
     url: ImageUrl, http: h11.Connection, reader: asyncio.StreamReader
 ) -> AsyncIterator[h11.Response | h11.Data]:
-    """Yield the events of a response, bounded in number, and let the event loop run other tasks after every few."""
+    """Yield the events of a response, bounded in number. Let the event loop run other tasks after every few."""
     events = size = interim = 0
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         events += 1
-        if events > _EVENTS + size // _BYTES_OF_AN_EVENT:
+        if events > _EVENTS + size // _BYTES_PER_EVENT:
             raise ImageHostError(
-                f"{url}: its host sends pieces of less than {_BYTES_OF_AN_EVENT} bytes on average"
+                f"{url}: its host sends pieces of less than {_BYTES_PER_EVENT} bytes on average"
             )
         if events % _EVENTS_AT_A_TIME == 0:
             await asyncio.sleep(0)  # `read` does not yield while data is buffered
@@ -194,14 +197,14 @@ async def _events(
             http.receive_data(await reader.read(_PIECE_BYTES))
         elif isinstance(event, h11.InformationalResponse):
             interim += 1
-            if interim > _INTERIM_ANSWERS:
-                raise ImageHostError(f"{url}: its host sent more than {_INTERIM_ANSWERS} interim responses")
+            if interim > _INTERIM_RESPONSES:
+                raise ImageHostError(f"{url}: its host sent more than {_INTERIM_RESPONSES} interim responses")
         elif isinstance(event, h11.Response | h11.Data):
             size += len(event.data) if isinstance(event, h11.Data) else 0
             yield event
 
 
-def _begun(url: ImageUrl, event: h11.Response, max_bytes: int) -> Response:
+def _check_head(url: ImageUrl, event: h11.Response, max_bytes: int) -> Response:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in event.headers}
     if event.status_code == OK:
         if headers.get("content-encoding", "identity").lower() != "identity":

@@ -37,12 +37,12 @@ from prefill_client.media.download import (
 
 log = logging.getLogger(__name__)
 
-# Concurrent downloads from one host: more would only share its bandwidth, and a slow host delays only its own images.
-_DOWNLOADS_OF_A_HOST = 16
-# Concurrent downloads in all: this bounds the memory of images that are partly received.
+# Concurrent downloads from one host: more would only share its bandwidth. A slow host then delays only its own images.
+_DOWNLOADS_PER_HOST = 16
+# Concurrent downloads in total: this bounds the memory of partly received images.
 _DOWNLOADS = 64
-# Concurrent lookups of one request, so that names that resolve slowly delay their own request before others.
-_LOOKUPS_OF_A_REQUEST = 4
+# Concurrent lookups of one request, so that slow names delay their own request before they delay others.
+_LOOKUPS_PER_REQUEST = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 
@@ -61,13 +61,16 @@ class _Flight(Generic[Result]):
 
 
 class SingleFlight(Generic[Result]):
-    """Runs one task per key, shared by all callers; it is cancelled once none waits. Belongs to one event loop."""
+    """Runs one task per key, shared by all callers; a task without waiting callers is cancelled.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(self) -> None:
         self._flights: dict[Hashable, _Flight[Result]] = {}
 
     async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Run the work, or wait for the task that already does. Raises what the work raises."""
+        """Run `work`, or wait for the task that already runs it. Raises the errors of `work`."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(work()))
@@ -84,19 +87,20 @@ class SingleFlight(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An image, the URL that answered with it, and the headers that ask that URL whether the image has changed."""
+    """An image, the URL that answered with it, and the headers that revalidate it at that URL."""
 
     data: bytes
     answered_by: str
-    asks: tuple[tuple[str, str], ...]
-    fresh_until: float | None  # of `monotonic`: may be used unasked until then; None: must not be kept
+    validators: tuple[tuple[str, str], ...]
+    fresh_until: float | None  # on the steady clock; None: must not be cached
 
 
 class ImageLoader:
-    """Loads the bytes behind image URLs. Concurrent callers of one URL share a download. Belongs to one event loop.
+    """Loads the bytes behind image URLs. Concurrent callers of one URL share a download.
 
-    Images are cached in `cache_bytes` of memory for as long as their host allows, or `unsaid_fresh_s` seconds if it
-    does not say; after that the host is asked whether the image has changed. No credentials are sent.
+    Images are cached in `cache_bytes` of memory for as long as their host allows, or for `default_fresh_s` seconds if
+    the response has no lifetime. After that, the loader asks the host whether the image has changed. No credentials
+    are sent. Not thread-safe: use from one event loop.
     """
 
     def __init__(
@@ -106,25 +110,25 @@ class ImageLoader:
         max_bytes: int,
         timeout_s: float,
         cache_bytes: int = 256 << 20,
-        unsaid_fresh_s: float = 60.0,
+        default_fresh_s: float = 60.0,
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         what: str = "image",
     ) -> None:
         """`max_bytes` bounds an image. `timeout_s` bounds its download with redirects and the wait for a free slot.
 
-        `what` is what messages call what is loaded.
+        `what` names the medium in error messages.
         """
         self._destinations = destinations
         self._max_bytes = max_bytes
         self._what = what
         self._timeout_s = timeout_s
-        self._unsaid_fresh_s = unsaid_fresh_s
+        self._default_fresh_s = default_fresh_s
         self._resolve = resolve or Resolver().addresses
         self._tls = tls or ssl.create_default_context()
-        self._turns = asyncio.Semaphore(_DOWNLOADS)
-        self._host_turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._kept: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
+        self._slots = asyncio.Semaphore(_DOWNLOADS)
+        self._host_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._cache: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
         self._downloads: SingleFlight[_Loaded] = SingleFlight()
 
     async def load_all(self, urls: Sequence[str]) -> list[bytes]:
@@ -132,7 +136,7 @@ class ImageLoader:
 
         Raises the error of the first that fails, as `load` does, with the image's number; the others are cancelled.
         """
-        lookups = asyncio.Semaphore(_LOOKUPS_OF_A_REQUEST)
+        lookups = asyncio.Semaphore(_LOOKUPS_PER_REQUEST)
 
         async def load(index: int, url: str) -> bytes:
             try:
@@ -158,10 +162,10 @@ class ImageLoader:
             return await asyncio.to_thread(self._decode, url)
         parsed = ImageUrl.parse(url)
         self._destinations.check(parsed)
-        kept = self._kept.get(str(parsed))
-        if kept is None or kept.fresh_until is None or monotonic() >= kept.fresh_until:
-            kept = await self._download(parsed, lookups or asyncio.Semaphore(_LOOKUPS_OF_A_REQUEST))
-        return kept.data
+        loaded = self._cache.get(str(parsed))
+        if loaded is None or loaded.fresh_until is None or monotonic() >= loaded.fresh_until:
+            loaded = await self._download(parsed, lookups or asyncio.Semaphore(_LOOKUPS_PER_REQUEST))
+        return loaded.data
 
     async def _download(self, url: ImageUrl, lookups: asyncio.Semaphore) -> _Loaded:
         """Resolve the host for this request, then share the download with other requests.
@@ -182,43 +186,46 @@ class ImageLoader:
         self, url: ImageUrl, addresses: list[str], lookups: asyncio.Semaphore, until: float
     ) -> _Loaded:
         """Download a URL from `addresses`, follow redirects, and cache the image if its host allows it."""
-        first, before, fresh, may_be_kept = str(url), self._kept.get(str(url)), MAX_FRESH_S, True
+        first, cached, fresh, may_be_cached = str(url), self._cache.get(str(url)), MAX_FRESH_S, True
         for hop in range(1 + MAX_REDIRECTS):
             if hop:
                 addresses = await self._addresses(url, lookups, until)
-            known = before if before is not None and before.answered_by == str(url) else None
-            response = await self._get(url, addresses, known.asks if known else (), until)
-            lasts = fresh_s(response.headers, self._unsaid_fresh_s)
-            may_be_kept &= lasts is not None
+            known = cached if cached is not None and cached.answered_by == str(url) else None
+            response = await self._get(url, addresses, known.validators if known else (), until)
+            lasts = fresh_s(response.headers, self._default_fresh_s)
+            may_be_cached &= lasts is not None
             fresh = min(fresh, lasts or 0.0)
             if response.status == OK or (response.status == NOT_MODIFIED and known is not None):
                 data = known.data if known is not None and response.status == NOT_MODIFIED else response.body
-                asks = _validators(response) or (known.asks if data is not response.body and known else ())
-                loaded = _Loaded(data, str(url), asks, monotonic() + fresh if may_be_kept else None)
-                self._keep(first, loaded)
+                validators = _validators(response)
+                if not validators and known is not None and data is not response.body:
+                    validators = known.validators
+                loaded = _Loaded(data, str(url), validators, monotonic() + fresh if may_be_cached else None)
+                self._store(first, loaded)
                 return loaded
             if response.status not in _REDIRECTS or "location" not in response.headers:
                 raise ImageHostError(f"{url} answered {response.status}")
             url = self._redirected(url, response.headers["location"])
         raise ImageHostError(f"more than {MAX_REDIRECTS} redirects, the last to {url}")
 
-    def _keep(self, url: str, loaded: _Loaded) -> None:
+    def _store(self, url: str, loaded: _Loaded) -> None:
         if loaded.fresh_until is None:
-            self._kept.pop(url, None)
-        elif len(loaded.data) <= self._kept.maxsize:
-            self._kept[url] = loaded
+            self._cache.pop(url, None)
+        elif len(loaded.data) <= self._cache.maxsize:
+            self._cache[url] = loaded
 
     def _redirected(self, url: ImageUrl, location: str) -> ImageUrl:
-        following = url.joined(location)
-        if (url.scheme, following.scheme) == ("https", "http"):
+        target = url.joined(location)
+        if (url.scheme, target.scheme) == ("https", "http"):
             raise ForbiddenError(f"{url} redirects from https to http")
-        self._destinations.check(following)
-        return following
+        self._destinations.check(target)
+        return target
 
     async def _addresses(self, url: ImageUrl, lookups: asyncio.Semaphore, until: float) -> list[str]:
-        """Return the allowed addresses of a URL's host. Connections go to these addresses, not to the name.
+        """Return the allowed addresses of a URL's host.
 
-        So a name that resolves differently the second time changes nothing. No download slot is held here.
+        Connections go to these addresses and not to the name, so a name that resolves differently the second time has
+        no effect. No download slot is held here.
         """
         late = ImageHostError(f"{url}: its host name was not resolved within {self._timeout_s:g} s")
         async with _until(until, late), lookups:
@@ -236,17 +243,17 @@ class ImageLoader:
         self, url: ImageUrl, addresses: list[str], headers: Sequence[tuple[str, str]], until: float
     ) -> Response:
         """GET a URL once a download slot is free."""
-        turns = self._host_turns.get(url.authority) or asyncio.Semaphore(_DOWNLOADS_OF_A_HOST)
-        self._host_turns[url.authority] = turns
+        host_slots = self._host_slots.get(url.authority) or asyncio.Semaphore(_DOWNLOADS_PER_HOST)
+        self._host_slots[url.authority] = host_slots
         slow = ImageHostError(f"{url} took more than {self._timeout_s:g} s")
         busy = UnavailableError(
             f"{url}: {_DOWNLOADS} other images have been loading for {self._timeout_s:g} s"
         )
         async with AsyncExitStack() as stack:
             async with _until(until, slow):
-                await stack.enter_async_context(turns)
+                await stack.enter_async_context(host_slots)
             async with _until(until, busy):
-                await stack.enter_async_context(self._turns)
+                await stack.enter_async_context(self._slots)
             async with _until(until, slow):
                 return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls, headers=headers)
         raise AssertionError("unreachable")
@@ -266,8 +273,9 @@ class ImageLoader:
 
 
 def _validators(response: Response) -> tuple[tuple[str, str], ...]:
-    asked = (("If-None-Match", "etag"), ("If-Modified-Since", "last-modified"))
-    return tuple((ours, response.headers[theirs]) for ours, theirs in asked if theirs in response.headers)
+    """Return the request headers that ask whether this response is still current."""
+    pairs = (("If-None-Match", "etag"), ("If-Modified-Since", "last-modified"))
+    return tuple((name, response.headers[source]) for name, source in pairs if source in response.headers)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ Gating = Literal["request", "chunk"]
 class Settings(ServiceSettings):
     """The keys of all engines, and those of SGLang alone."""
 
-    given_in: ClassVar[str] = VARIABLE
+    location: ClassVar[str] = VARIABLE
 
     start_timeout_s: float = 60.0
     """How long SGLang waits at its start for the service, while its weights load; then it starts without."""
@@ -36,7 +36,7 @@ class Settings(ServiceSettings):
     def _check(self) -> None:
         if self.gating not in get_args(Gating):
             raise ValueError(
-                f"{self.given_in}: gating must be one of {get_args(Gating)}, got {self.gating!r}"
+                f"{self.location}: gating must be one of {get_args(Gating)}, got {self.gating!r}"
             )
         ServiceSettings._check(self)
 

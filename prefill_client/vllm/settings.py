@@ -13,30 +13,30 @@ WithoutService = Literal["refuse", "own_tower"]
 class Settings(ServiceSettings):
     """The keys of all engines, and those of vLLM alone."""
 
-    given_in: ClassVar[str] = "ec_connector_extra_config"
+    location: ClassVar[str] = "ec_connector_extra_config"
     may_be_zero: ClassVar[tuple[str, ...]] = ("device_gib",)
 
     timeout_s: float = 60.0
-    """How long the rows of one image may take; then its request ends with an error."""
+    """How long the rows of one image may take. After that, its request ends with an error."""
     grace_s: float = 1.0
     """How long an image may be unknown to the service before it counts as lost. The middleware submits an image before
-    the engine sees it, but one replica may learn of it later than another."""
+    the engine sees it, but another replica may learn of it later."""
     host_gib: float = 2.0
-    """Limit of host memory for arriving rows; when it is full, new requests wait.
+    """Limit of host memory for arriving rows. When it is full, new requests wait.
 
-    It is allocated as it is used, but on a GPU all at once: workers register it with CUDA.
+    It is allocated as it is used, but all at once if the engine runs on a GPU: workers register it with CUDA.
     """
     device_gib: float = 0.5
-    """Limit of a worker's GPU memory for rows that it has copied from the GPU of a service on this host, before a step
-    needs them. Rows for which it has no room come through host memory. 0: all do.
+    """Limit of a worker's GPU memory for rows that it copies from the GPU of a service on this host. Rows that do not
+    fit come through host memory. 0: all rows do.
     """
     gating: Gating = "window"
-    """The images that a request waits for: those of its next prefill step, or all of them."""
+    """Which images a request waits for: those of its next prefill step, or all of them."""
     without_service: WithoutService = "refuse"
     """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded."""
 
     def _check(self) -> None:
         for name, choices in (("gating", get_args(Gating)), ("without_service", get_args(WithoutService))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{self.given_in}: {name} must be one of {choices}")
+                raise ValueError(f"{self.location}: {name} must be one of {choices}")
         ServiceSettings._check(self)

@@ -74,7 +74,7 @@ async def test_an_answer_without_lifetime_is_fresh_for_the_set_time(host: Host) 
     host.headers = "X-Says: nothing"
     for seconds, requests in ((3600.0, 1), (0.0, 3)):
         host.asked.clear()
-        loader = host.loader(unsaid_fresh_s=seconds)
+        loader = host.loader(default_fresh_s=seconds)
         for _ in range(2):
             await loader.load(f"http://{host.name}/a")
         assert len(host.asked) == min(requests, 2)

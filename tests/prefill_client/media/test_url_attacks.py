@@ -282,7 +282,7 @@ async def test_a_name_that_changes_between_two_questions_reaches_nothing_inside(
 
     rules = [f"rebinds.example:{port}", "127.0.0.2/32"]
     loader = ImageLoader(
-        Destinations(rules), max_bytes=1 << 20, timeout_s=20, resolve=resolve, unsaid_fresh_s=0
+        Destinations(rules), max_bytes=1 << 20, timeout_s=20, resolve=resolve, default_fresh_s=0
     )
     for answer in answers:
         try:

@@ -14,9 +14,8 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, RowRequest, read_images
-from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
-from prefill_client.vllm.request_images import PARAMETERS, STORED
-from prefill_client.vllm.stand_in import blank_url, size_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, producer_of
+from prefill_client.vllm.request_images import blank_url, size_of
 from testing.answers import Answer as Answer
 from testing.answers import Part as Part
 from testing.answers import data_url as data_url
@@ -127,9 +126,12 @@ class Engine:
         """Hand a request to the engine, its images named (or raw, with `own`); return its id."""
         content = [self._part(part, own=own) for part in parts]
         images = [content_digest(part) for part in parts if isinstance(part, bytes) and not own]
-        said = {STORED: [index for index, digest in enumerate(images) if digest in self._stored]}
+        info = RequestInfo(
+            stored=tuple(index for index, digest in enumerate(images) if digest in self._stored)
+        )
         asked = sampling(tokens)
-        asked.extra_args = {"ec_transfer_params": {PARAMETERS: said}}  # as the middleware does
+        asked.extra_args = {}
+        info.write(asked.extra_args)  # as the middleware does
         (request_id,) = self.llm.enqueue_chat([{"role": "user", "content": content}], asked, use_tqdm=False)
         return str(request_id).partition("-")[0]  # the name that its outputs have
 
@@ -192,7 +194,7 @@ class Engine:
         assert side.gate._free_rows == side.gate._capacity_rows
         assert side._memory.free_bytes == side._memory.size_bytes
         assert not side.gate._prompts
-        assert not side.gate._line
+        assert not side.gate._queue
 
     def close(self) -> None:
         """End it, so that another can be made in this process."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from encoder_contract.geometry import grid_of_rows
 from prefill_client import BlockingClient, PutAnswer, PutImage
-from prefill_client.vllm.engine_checkpoint import producer_of_engine
-from prefill_client.vllm.image_name import image_key
+from prefill_client.vllm.service_check import producer_of_engine
+from prefill_client.vllm.shared_store import image_key
 from testing.vllm_engine import Engine, Part, tower_output
 
 PATIENCE_S = 60.0

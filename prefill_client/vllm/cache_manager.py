@@ -1,4 +1,4 @@
-"""Encoder cache managers of vLLM: one waits for images to arrive, the other shows its images to the gate."""
+"""Encoder cache managers for vLLM: one waits for images to arrive, the other shows its images to the gate."""
 
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 gates: "WeakValueDictionary[str, Gate[Any]]" = WeakValueDictionary()
-"""The gate of each scheduler of this process, by its engine id: the cache manager looks it up here."""
+"""The gate of each scheduler in this process, by engine id. vLLM passes the cache manager no connector."""
 
 
 class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
     """An encoder cache with one more rule: an image whose rows have not arrived cannot be allocated.
 
     The scheduler then prefills exactly up to that image, in this step and the next, and continues when it arrives.
-    `--ec-manager-config` names this class; the scheduler makes it after the connector.
+    `--ec-manager-config` names this class. The scheduler makes it after the connector.
     """
 
     _gate: NamedGate
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig", **_: object) -> Self:
-        """Return a manager that asks the connector's gate. Raises `ValueError` without our connector."""
+        """Return a manager that uses the connector's gate. Raises `ValueError` without our connector."""
         config = vllm_config.ec_transfer_config
         gate = gates.get(config.engine_id) if config is not None else None
         if not isinstance(gate, NamedGate):
@@ -41,7 +41,7 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
         return manager
 
     def can_allocate(self, request: "Request", input_id: int, *arguments: Any, **named: Any) -> bool:
-        """Whether there is room for the image, and its rows have arrived or the engine encodes it."""
+        """Whether there is room for the image, and either its rows have arrived or the engine encodes it."""
         identifier = request.mm_features[input_id].identifier
         if is_ours(identifier) and not self._gate.is_here(identifier):
             return False
@@ -51,7 +51,7 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
 class SharingCacheManager(EncoderCacheManager):  # type: ignore[misc]
     """An encoder cache that shows its images to the gate of an engine that shares rows.
 
-    The gate asks the store only for images that are not in it. The scheduler makes it after the connector.
+    The gate asks the store only for images that are not in this cache. The scheduler makes it after the connector.
     """
 
     @classmethod
@@ -69,11 +69,11 @@ _NAME = f"{SharingCacheManager.__module__}.{SharingCacheManager.__qualname__}"
 
 def show_encoder_cache(gate: SharingGate, config: "VllmConfig") -> None:
     """Show `gate` the encoder cache of its scheduler. Raises `ValueError` if another cache manager is configured."""
-    chosen = config.ec_manager_config
-    if chosen.encoder_cache_manager_cls not in (None, _NAME):
+    manager = config.ec_manager_config
+    if manager.encoder_cache_manager_cls not in (None, _NAME):
         raise ValueError(
-            f"--ec-manager-config names {chosen.encoder_cache_manager_cls}; ec_both brings its own cache manager: "
+            f"--ec-manager-config names {manager.encoder_cache_manager_cls}; ec_both brings its own cache manager: "
             "leave the flag out"
         )
-    chosen.encoder_cache_manager_cls = _NAME
+    manager.encoder_cache_manager_cls = _NAME
     gates[config.ec_transfer_config.engine_id] = gate

@@ -15,14 +15,15 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
     ECConnectorRole,
 )
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from prefill_client.vllm.counts import METRICS
 from prefill_client.vllm.deepstack import keep_deepstack
 from prefill_client.vllm.image_name import is_ours
 from prefill_client.vllm.scheduler_side import FetchingSide, LoadedUpTo, LoadPlan, SharingSide
 from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.stats import EncoderServiceMetrics, EncoderServiceStats
 from prefill_client.vllm.worker_side import RowLoader, RowSaver
 
 if TYPE_CHECKING:
@@ -32,8 +33,54 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+class EncoderServiceStats(ECConnectorStats):  # type: ignore[misc]
+    """Counts since the last report: {name: {label: value}}."""
+
+    data: dict[str, dict[str, float]]
+
+    def reset(self) -> None:
+        """Reset all counts."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Whether all counts are 0."""
+        return not self.data
+
+    def aggregate(self, other: ECConnectorStats) -> "EncoderServiceStats":
+        """Add the counts of `other`."""
+        for name, labelled in other.data.items():
+            sums = self.data.setdefault(name, {})
+            for label, value in labelled.items():
+                sums[label] = sums.get(label, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return one number for each name, for vLLM's log."""
+        return {name: round(sum(labelled.values()), 3) for name, labelled in self.data.items()}
+
+
+class EncoderServiceMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
+    """Our counters on vLLM's /metrics, with vLLM's labels."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list[object]]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self._counters = {
+            name: self._counter_cls(metric, help_text, [*labelnames, *([label] if label else [])])
+            for name, (metric, label, help_text) in METRICS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the counts of one engine."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, labelled in transfer_stats_data.items():
+            for label, value in labelled.items():
+                self._counters[name].labels(*engine, *([label] if METRICS[name][1] else [])).inc(value)
+
+
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
-    """For both roles. Arguments that a newer vLLM adds to a call are ignored."""
+    """The connector, for both roles and both processes. It ignores arguments that a newer vLLM adds to a call."""
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
         """Raise `ValueError` if the service or the configuration does not fit this engine."""
@@ -45,11 +92,11 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if role is ECConnectorRole.SCHEDULER:
             side = SharingSide if self.is_producer else FetchingSide
             self._scheduler: SharingSide | FetchingSide = side(settings, vllm_config)
-        else:  # made before the weights are loaded, so a mismatch ends the start early
-            self._work(settings, vllm_config)
-        self._at_work = True
+        else:  # before the weights are loaded, so that a mismatch ends the start early
+            self._init_worker(settings, vllm_config)
+        self._is_open = True
 
-    def _work(self, settings: Settings, config: "VllmConfig") -> None:
+    def _init_worker(self, settings: Settings, config: "VllmConfig") -> None:
         device = torch.device(config.device_config.device)
         kind = row_kind(config)
         if self.is_producer:
@@ -60,15 +107,15 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self._loader = RowLoader(kind.width, kind.dtype, device)
         self._loaded_step = 0
         self._encoder_cache: dict[str, torch.Tensor] = {}
-        self._ours: set[str] = set()  # names of ours in it before the tower ran
+        self._loaded: set[str] = set()  # names of ours in the cache before the tower runs
 
     def shutdown(self) -> None:
         """Cancel all work; a second call does nothing."""
-        if self._at_work and self.role is ECConnectorRole.SCHEDULER:
+        if self._is_open and self.role is ECConnectorRole.SCHEDULER:
             self._scheduler.close()
         if self._saver is not None:
             self._saver.close()
-        self._at_work = False
+        self._is_open = False
 
     # In the scheduler's process.
 
@@ -77,7 +124,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return self._scheduler.gate.may_prefill(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str, **_: object) -> bool:
-        """Whether the rows of an image have arrived, so that the engine loads it instead of encoding it."""
+        """Whether the rows of an image have arrived, so that the engine loads them instead of encoding the image."""
         return self._scheduler.table.is_here(identifier)
 
     def update_state_after_alloc(self, request: "Request", index: int, **_: object) -> None:
@@ -86,7 +133,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def update_state_after_free(self, request: "Request", index: int, **_: object) -> None:
         """Note that the request has prefilled the image."""
-        self._scheduler.gate.passed(request.request_id, index)
+        self._scheduler.gate.prefilled(request.request_id, index)
 
     def request_finished(self, request: "Request", **_: object) -> tuple[bool, dict[str, Any] | None]:
         """Note that the request has ended, failed or been aborted."""
@@ -118,19 +165,20 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Copy this step's rows to the device."""
         plan = self._get_connector_metadata()
         assert isinstance(plan, LoadPlan)
-        self._loader.join(plan.staging)
+        self._loader.connect(plan.staging)
         if plan.loads:
             self._loader.load(plan.path, plan.loads, encoder_cache)
             self._loaded_step = plan.step
-        self._encoder_cache, self._ours = encoder_cache, set(filter(is_ours, encoder_cache))
+        self._encoder_cache, self._loaded = encoder_cache, set(filter(is_ours, encoder_cache))
 
     def build_connector_worker_meta(self) -> LoadedUpTo | None:
         """Report the last loaded step, once.
 
-        Raises `RuntimeError` if the tower has encoded an image of ours in this step. That was a stand-in: its rows
-        would be wrong in this answer, and in all that find them in a cache. Only the end of the engine forgets them.
+        Raises `RuntimeError` if the tower has encoded an image of ours in this step. That image was a stand-in: its
+        rows are wrong, and the engine's caches would pass them to later requests. Only the end of the engine empties
+        the caches.
         """
-        if self._saver is None and (encoded := set(filter(is_ours, self._encoder_cache)) - self._ours):
+        if self._saver is None and (encoded := set(filter(is_ours, self._encoder_cache)) - self._loaded):
             raise RuntimeError(
                 f"the engine's tower encoded a stand-in, whose rows only the service has: {min(encoded)}"
             )
@@ -138,7 +186,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return LoadedUpTo(step) if step else None
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: object) -> None:
-        """Save the rows that the engine's own tower made, if the plan says so. Only one rank does."""
+        """Save the rows that the engine's own tower made, if the plan says so. Only the first rank does."""
         if self._saver is None or get_tensor_model_parallel_rank():
             return
         plan = self._get_connector_metadata()

@@ -1,16 +1,15 @@
 """Counters of the engine: images by where their rows were found, bytes by transport, waits, failures, puts."""
 
-from collections import Counter
+from collections import defaultdict
+from typing import Any
 
-from encoder_contract.errors import EncoderError
 from prefill_client.vllm.row_fetcher import Outcome
-from prefill_client.vllm.shared_store import Found
 
 IMAGES, BYTES, FETCH_S, FAILED = "images", "bytes", "fetch_seconds", "images_failed"
 WAITED_S, WAITED = "wait_seconds", "waits"
 ENCODED, PUT = "images_encoded", "images_put"
 
-# The metric of each, its label, and its help.
+# The metric of each counter, its label, and its help.
 METRICS = {
     IMAGES: (
         "vllm:encoder_service_images_total",
@@ -51,45 +50,36 @@ class Counts:
     """Counters since the last `take`, by name and label. vLLM passes them to its own metrics and log."""
 
     def __init__(self) -> None:
-        self._counted: Counter[tuple[str, str]] = Counter()
+        self._counted: defaultdict[tuple[str, str], float] = defaultdict(int)
 
-    def fetched(self, outcome: Outcome | Found, size_bytes: int) -> None:
-        """An image's rows have arrived."""
-        self._counted[IMAGES, outcome.source] += 1
-        self._counted[BYTES, outcome.transport] += size_bytes
-        self._add(FETCH_S, outcome.took_s)
-
-    def failed(self, error: EncoderError) -> None:
-        """The rows of an image could not be fetched."""
-        self._counted[FAILED, error.status.name.lower()] += 1
-
-    def found(self, found: Found, size_bytes: int) -> None:
-        """The store said who makes the rows of an image, or its rows came from the store."""
-        if found.outcome == "here":
-            self.fetched(found, size_bytes)
-        elif found.outcome == "ours":
-            self.encoded(shared=found.lease is not None)
+    def ended(self, outcome: Outcome[Any], size_bytes: int) -> None:
+        """Count an image whose query has ended; its rows have `size_bytes`."""
+        if outcome.state == "here":
+            self._counted[IMAGES, outcome.source] += 1
+            self._counted[BYTES, outcome.transport] += size_bytes
+            self._counted[FETCH_S, ""] += outcome.took_s
+        elif outcome.state == "own":
+            self.encoded(shared=outcome.lease is not None)
+        elif outcome.error is not None:
+            self._counted[FAILED, outcome.error.status.name.lower()] += 1
 
     def encoded(self, *, shared: bool) -> None:
-        """The engine's own tower encodes an image; with `shared`, its rows will be put."""
+        """Count an image that the engine's own tower encodes; with `shared`, its rows will be put."""
         self._counted[ENCODED, "everybody" if shared else "itself"] += 1
 
     def put(self, outcome: str) -> None:
-        """The store kept the rows of an image that the engine made, or did not; `outcome` says which."""
+        """Count an image that the engine encoded for all engines; `outcome` is `kept`, or why its rows were not."""
         self._counted[PUT, outcome] += 1
 
-    def waited(self, wait_s: float) -> None:
-        """A prefill step has waited `wait_s` seconds for the rows of its images."""
+    def waited(self, seconds: float) -> None:
+        """Count a wait of a prefill step for rows."""
         self._counted[WAITED, ""] += 1
-        self._add(WAITED_S, wait_s)
+        self._counted[WAITED_S, ""] += seconds
 
     def take(self) -> dict[str, dict[str, float]]:
         """Return {name: {label: value}}, and reset all counters."""
-        taken: dict[str, dict[str, float]] = {}
+        counts: dict[str, dict[str, float]] = {}
         for (name, label), value in self._counted.items():
-            taken.setdefault(name, {})[label] = value
+            counts.setdefault(name, {})[label] = value
         self._counted.clear()
-        return taken
-
-    def _add(self, name: str, value_s: float) -> None:
-        self._counted[name, ""] += value_s  # type: ignore[assignment]  # a Counter of floats
+        return counts

@@ -1,14 +1,18 @@
-"""One request at vLLM while its images are kept: vLLM answers it, or the middleware if images are lost or broken."""
+"""One HTTP request to vLLM while its images stay submitted, and the answer if an image is lost or broken."""
 
 import asyncio
+import json
+import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from encoder_contract.errors import EncoderError, InvalidImageError, UnknownImageError
+from encoder_contract.errors import EncoderError, InvalidImageError, Status, UnknownImageError
 from prefill_client.client import EncoderClient
 from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import RowRequest, Submitted
+from prefill_client.media.download import ImageHostError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -16,70 +20,80 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 FindFailed = Callable[[], Awaitable[EncoderError | None]]
 
+_HTTP = {
+    Status.INVALID_ARGUMENT: (400, "BadRequestError"),
+    Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
+    Status.NOT_FOUND: (404, "NotFoundError"),
+    Status.INTERNAL: (500, "InternalServerError"),
+}
+# vLLM's answer if the host of a URL has no image.
+_IMAGE_HOST = (422, "UnprocessableEntityError")
+_DOWN = (503, "ServiceUnavailableError")
+
 
 class Exchange:
-    """Passes vLLM's answer to the caller, except an error that comes from a lost or broken image."""
+    """Passes vLLM's answer to the caller, except an error whose cause is a lost or broken image."""
 
     def __init__(
         self, body: bytes, kept: KeptImages, failed: FindFailed, receive: Receive, send: Send
     ) -> None:
-        """Show vLLM `body` as the caller's body. `failed` finds the broken image when vLLM could not answer."""
+        """VLLM gets `body` as the caller's body. `failed` finds the broken image when vLLM could not answer."""
         self._kept = kept
-        self._failed = failed
-        self._tell = replay(body, self._receive_more)
-        self._receive = receive
+        self._find_failed = failed
+        self._receive = replay(body, partial(self._receive_or_disconnect, receive))
         self._send = send
-        self._start: Message | None = None  # held back until the answer begins
-        self._begun = False
-        self._given_up = asyncio.Event()
+        self._start: Message | None = None  # held back until the body begins
+        self._has_begun = False
+        self._aborted = asyncio.Event()
         self._error: EncoderError | None = None
 
     async def run(self, app: App, scope: MutableMapping[str, Any]) -> EncoderError | None:
         """Let vLLM answer. Return the error of an image if it kept vLLM from answering and no answer has begun."""
-        serving = asyncio.ensure_future(app(scope, self._tell, self._answer))
+        serving = asyncio.ensure_future(app(scope, self._receive, self._forward))
         losing = asyncio.ensure_future(self._kept.lost())
         try:
             await asyncio.wait({serving, losing}, return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done() and not self._begun:
-                self._give_up(losing.result())
+            if not serving.done() and not self._has_begun:
+                self._abort(losing.result())
             await serving
         finally:
             losing.cancel()
             serving.cancel()
         return self._error
 
-    async def _receive_more(self) -> Message:
-        """Return the caller's next message, or a disconnect to end a request whose images are lost."""
-        receiving = asyncio.ensure_future(self._receive())
-        giving_up = asyncio.ensure_future(self._given_up.wait())
+    async def _receive_or_disconnect(self, receive: Receive) -> Message:
+        """Return the caller's next message, or a disconnect once the request is aborted."""
+        receiving = asyncio.ensure_future(receive())
+        aborting = asyncio.ensure_future(self._aborted.wait())
         try:
-            await asyncio.wait({receiving, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiving, aborting}, return_when=asyncio.FIRST_COMPLETED)
             return receiving.result() if receiving.done() else {"type": "http.disconnect"}
         finally:
             receiving.cancel()
-            giving_up.cancel()
+            aborting.cancel()
 
-    async def _answer(self, message: Message) -> None:
+    async def _forward(self, message: Message) -> None:
+        """Send a message of vLLM's answer to the caller, unless the request is aborted."""
         if message["type"] == "http.response.start":
             if message["status"] >= 500:
-                await self._look_for_the_image()
+                await self._abort_if_image_failed()
             self._start = message
             return
-        if self._given_up.is_set():
+        if self._aborted.is_set():
             return
         if self._start is not None:
-            start, self._start, self._begun = self._start, None, True
+            start, self._start, self._has_begun = self._start, None, True
             await self._send(start)
         await self._send(message)
 
-    async def _look_for_the_image(self) -> None:
-        """Check whether an image is lost or broken: vLLM's answer says only that the request failed."""
-        if (error := self._kept.error or await self._failed()) is not None:
-            self._give_up(error)
+    async def _abort_if_image_failed(self) -> None:
+        """Find out whether an image is lost or broken: vLLM's answer says only that the request failed."""
+        if (error := self._kept.error or await self._find_failed()) is not None:
+            self._abort(error)
 
-    def _give_up(self, error: EncoderError) -> None:
+    def _abort(self, error: EncoderError) -> None:
         self._error = error
-        self._given_up.set()
+        self._aborted.set()
 
 
 async def failed_image(
@@ -92,19 +106,20 @@ async def failed_image(
 ) -> EncoderError | None:
     """Ask the service for one row of each image; return the error of an image that is broken or lost.
 
-    `answers` has one answer for each image of the prompt, and `names` what the message calls each. An answer without
-    an endpoint is of an image that was not submitted for this request.
+    `answers` and `names` have one entry for each image of the prompt: the answer to its Submit, and what the error
+    message calls it. An answer without an endpoint belongs to an image that was not submitted for this request.
     """
     named = list(zip(names, answers, strict=True))
-    kept = [(name, answer) for name, answer in named if answer.endpoint]
+    submitted = [(name, answer) for name, answer in named if answer.endpoint]
     requests = [
-        RowRequest(each.digest, row_end=1, submitted_to=each.endpoint, frames=each.frames) for _, each in kept
+        RowRequest(each.digest, row_end=1, submitted_to=each.endpoint, frames=each.frames)
+        for _, each in submitted
     ]
     with suppress(EncoderError):  # then vLLM's own answer stands
         async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, kept=True) as outcomes:
             async for outcome in outcomes:
                 if isinstance(outcome.error, InvalidImageError):
-                    return InvalidImageError(f"{kept[outcome.index][0]}: {outcome.error.message}")
+                    return InvalidImageError(f"{submitted[outcome.index][0]}: {outcome.error.message}")
     others = [(name, answer) for name, answer in named if not answer.endpoint]
     requests = [RowRequest(each.digest, row_end=1) for _, each in others]
     with suppress(EncoderError):
@@ -118,15 +133,44 @@ async def failed_image(
     return None
 
 
+async def read_body(receive: Receive) -> bytes | None:
+    """Return the body of a request, or None if the caller left before its end."""
+    pieces = []
+    while (message := await receive())["type"] == "http.request":
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+    return None
+
+
 def replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that returns `body` first, and then the caller's further messages, such as a disconnect."""
-    told = False
+    first = True
 
     async def replayed() -> Message:
-        nonlocal told
-        if told:
+        nonlocal first
+        if not first:
             return await receive()
-        told = True
+        first = False
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
+
+
+def with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
+    """Return the scope of a request with another content length."""
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+async def send_error(send: Send, error: EncoderError) -> None:
+    """Answer with the error's text, in the form of vLLM's own errors."""
+    code, kind = _IMAGE_HOST if isinstance(error, ImageHostError) else _HTTP.get(error.status, _DOWN)
+    body = json.dumps(
+        {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
+    ).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if code == _DOWN[0]:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000))).encode()))
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

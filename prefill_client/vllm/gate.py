@@ -4,9 +4,9 @@
 With the cache manager, it waits only for the image of its very next token, and for a moment for images that the service
 has already encoded, since it would need one more step without them. Images of later steps are fetched in the meantime.
 
-`SharingGate` is for an engine that encodes itself and shares rows. A request waits until it is known, for every image
-of its next step, which engine makes its rows, and until the rows of other engines have arrived. None of this ends a
-request: the engine encodes an image for which the store does not answer.
+`SharingGate` is for an engine that encodes itself and shares rows. A request waits until the store has decided, for
+every image of its next step, which engine makes the rows, and until the rows of other engines have arrived. None of
+this ends a request: the engine encodes an image for which the store does not answer.
 """
 
 import logging
@@ -22,21 +22,12 @@ from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid, rows_of_grid
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.image_name import ImageName, NameSigner, is_ours, producer_of, salt_of
-from prefill_client.vllm.prompt_images import (
-    AnySpan,
-    Feature,
-    PromptImages,
-    Request,
-    Span,
-    TowerInput,
-    grid_of,
-)
-from prefill_client.vllm.request_images import caller_of, stored_of, submitted_to_of
-from prefill_client.vllm.row_fetcher import Caller, Wanted
+from prefill_client.vllm.features import Feature, Request, TowerInput, grid_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, is_ours, producer_of, salt_of
+from prefill_client.vllm.row_fetcher import FetchQuery
 from prefill_client.vllm.row_table import FetchTable, RowTable, SharedTable
 from prefill_client.vllm.settings import Gating
-from prefill_client.vllm.shared_store import Asked
+from prefill_client.vllm.shared_store import StoreQuery
 
 _log = logging.getLogger("vllm.encoder_service")
 # Estimates how soon rows of later steps are needed. The estimate only orders the service's work.
@@ -44,45 +35,88 @@ _PREFILL_TOKENS_PER_S = 8000
 # A request that could prefill a few tokens waits at most this long, about a step, for images that the service has
 # already encoded. Over a slow network, it then continues with the images that have arrived.
 SOON_S = 0.02
-# After waiting this long for another engine's images, a request gives back its own leases. Two engines may wait for
-# each other: each may hold the lease of the image that the other needs first.
+# After waiting this long for another engine's images, a request abandons its own leases. Otherwise two engines could
+# wait for each other: each may hold the lease of the image that the other needs first.
 LEASE_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class NamedSpan(Span):
-    """The tokens of an image that the service encodes."""
+class Span:
+    """Tokens `[begin, end)` of a prompt, filled by the rows of an image."""
 
-    name: ImageName
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSpan(Span):
-    """The tokens of an image that can be shared."""
-
+    begin: int
+    end: int
+    index: int  # among the request's multimodal features
     feature: Feature
+    rows: int
+    name: ImageName | None = None  # of an image that the service encodes
+
+    @classmethod
+    def of(cls, index: int, feature: Feature, name: ImageName | None = None) -> "Span":
+        """Return the span of feature number `index` of a request."""
+        position = feature.mm_position
+        begin, end = position.offset, position.offset + position.length
+        return cls(begin, end, index, feature, position.get_num_embeds(), name)
+
+    @property
+    def identifier(self) -> str:
+        """The key of the image in vLLM's encoder cache and in our table."""
+        return self.feature.identifier
 
 
 @dataclass(slots=True, kw_only=True)
-class Prompt(PromptImages[NamedSpan]):
+class Prompt:
+    """The images of a request that a gate handles, in the order of the prompt."""
+
+    spans: list[Span]
+    features: int  # number of multimodal features when the request was read
+    held: dict[int, Span] = field(default_factory=dict)  # images that the table holds for it, by index
+    parked_s: float = 0.0  # when its wait began, on the steady clock; 0: it does not wait
+
+    @property
+    def end(self) -> int:
+        """The token after its last image."""
+        return self.spans[-1].end if self.spans else 0
+
+    def remaining(self, computed: int) -> list[Span]:
+        """Return the images that end after the first `computed` tokens."""
+        return self.spans[bisect_right(self.spans, computed, key=lambda span: span.end) :]
+
+    def note_wait(self, counts: Counts, *, ready: bool) -> None:
+        """Begin a wait, or count the one that has ended."""
+        if not ready:
+            self.parked_s = self.parked_s or monotonic()
+        elif self.parked_s:
+            counts.waited(monotonic() - self.parked_s)
+            self.parked_s = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class NamedPrompt(Prompt):
     """A request with images that the service encodes."""
 
-    caller: Caller
-    stored: set[int] = field(default_factory=set)  # images that the service has encoded, by index
-    submitted_to: list[str] = field(default_factory=list)  # the server of each image
+    info: RequestInfo
+    tenant_salt: str
+    stored: set[int] = field(default_factory=set)  # indexes of images that the service has encoded
     needs_rows: int = 0  # the most rows that it needs in host memory at the same time
     reserved_rows: int = 0  # rows reserved for it; 0: not admitted
 
+    def in_reach(self, computed: int) -> list[Span]:
+        """Return the next images, in order, as many as fit the reserved rows."""
+        remaining = self.remaining(computed)
+        sums = accumulate(span.rows for span in remaining)
+        return [span for span, rows in zip(remaining, sums, strict=True) if rows <= self.reserved_rows]
+
 
 @dataclass(slots=True, kw_only=True)
-class SharedPrompt(PromptImages[SharedSpan]):
+class SharedPrompt(Prompt):
     """A request with images that can be shared."""
 
     cache_salt: str
-    others: list[Feature]  # features that cannot be shared
+    others: list[Span]  # features that cannot be shared
 
 
-AnyPrompt = TypeVar("AnyPrompt", bound=PromptImages[Any])
+AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
 
 
 class Gate(ABC, Generic[AnyPrompt]):
@@ -108,29 +142,29 @@ class Gate(ABC, Generic[AnyPrompt]):
             self.finished(request_id)  # a session that continues with more images
             prompt = self._prompts[request_id] = self._read(request)
         if computed >= prompt.end:
-            self._release(request_id, prompt)
+            self._release_all(request_id, prompt)
             return request_id not in self._failed
-        self._take_in()
+        self._collect()
         ready = request_id not in self._failed and self._is_ready(request_id, prompt, computed)
         prompt.note_wait(self._counts, ready=ready)
         return ready
 
-    def passed(self, request_id: str, index: int) -> None:
-        """The request is done with its image number `index`."""
+    def prefilled(self, request_id: str, index: int) -> None:
+        """Note that the request has prefilled its image number `index`."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
-            self._drop(request_id, prompt, index)
+            self._release(request_id, prompt, index)
 
     def finished(self, request_id: str) -> None:
         """Note that the request has ended, in any way."""
         self._failed.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
-            self._release(request_id, prompt)
+            self._release_all(request_id, prompt)
 
     def failed(self) -> set[str]:
         """Return the requests that must end with an error. They are returned until `finished` is called for them."""
-        self._take_in()
+        self._collect()
         return set(self._failed)
 
     @abstractmethod
@@ -141,15 +175,15 @@ class Gate(ABC, Generic[AnyPrompt]):
     def _is_ready(self, request_id: str, prompt: AnyPrompt, computed: int) -> bool:
         """Hold the images of the next steps; return whether the next step has all of its images."""
 
-    def _drop(self, request_id: str, prompt: AnyPrompt, index: int) -> None:
+    def _release(self, request_id: str, prompt: AnyPrompt, index: int) -> None:
         if span := prompt.held.pop(index, None):
-            self._table.drop(span.identifier, (request_id, index))
+            self._table.release(span.identifier, (request_id, index))
 
-    def _release(self, request_id: str, prompt: AnyPrompt) -> None:
+    def _release_all(self, request_id: str, prompt: AnyPrompt) -> None:
         for index in list(prompt.held):
-            self._drop(request_id, prompt, index)
+            self._release(request_id, prompt, index)
 
-    def _take_in(self) -> None:
+    def _collect(self) -> None:
         for (request_id, index), error in self._table.collect():
             self._fail(request_id, error.about(f"image {index}"))
 
@@ -158,13 +192,19 @@ class Gate(ABC, Generic[AnyPrompt]):
             _log.warning("request %s ends with an error: %s", request_id, error.message)
             self._failed[request_id] = error
 
-    def _window(self, prompt: PromptImages[AnySpan], computed: int, steps: int = 1) -> list[AnySpan]:
-        """Return the images that the next `steps` steps may touch; the first begins at token `computed`."""
+    def _next(self, prompt: Prompt, computed: int, *, steps: int = 1) -> list[Span]:
+        """Return the images of the next `steps` steps; with gating "request", all that remain."""
+        if self._gating == "request":
+            return prompt.remaining(computed)
+        return self._window(prompt, computed, steps=steps)
+
+    def _window(self, prompt: Prompt, computed: int, *, steps: int = 1) -> list[Span]:
+        """Return the images that the next `steps` steps may touch; the first step begins at token `computed`."""
         end = computed + steps * self._window_tokens
-        return list(takewhile(lambda span: span.begin < end, _left(prompt, computed)))
+        return list(takewhile(lambda span: span.begin < end, prompt.remaining(computed)))
 
 
-class NamedGate(Gate[Prompt]):
+class NamedGate(Gate[NamedPrompt]):
     """For an engine whose images the service encodes: each has a signed name, and a failed image ends its request.
 
     Host memory is reserved for a request before its images are fetched, so their rows have space to arrive.
@@ -180,8 +220,7 @@ class NamedGate(Gate[Prompt]):
         self._description = description
         self._tenant_salt = tenant_salt
         self._free_rows = self._capacity_rows = capacity_rows
-        # Requests that wait for host memory, in order of arrival.
-        self._line: dict[str, None] = {}
+        self._queue: dict[str, None] = {}  # requests that wait for host memory, in order of arrival
         self.exact = False
         """Whether our cache manager ends each step before the first image that has not arrived."""
 
@@ -195,44 +234,43 @@ class NamedGate(Gate[Prompt]):
         """Whether the rows of an image of ours have arrived."""
         return self._table.is_here(identifier)
 
-    def passed(self, request_id: str, index: int) -> None:
-        """The request is done with its image number `index`."""
+    def prefilled(self, request_id: str, index: int) -> None:
+        """Note that the request has prefilled its image number `index`."""
         if prompt := self._prompts.get(request_id):
-            prompt.stored.add(index)  # a preemption may request it again
-        super().passed(request_id, index)
+            prompt.stored.add(index)  # the request may need it again after a preemption
+        super().prefilled(request_id, index)
 
     def finished(self, request_id: str) -> None:
         """Note that the request has ended, in any way."""
-        self._line.pop(request_id, None)
+        self._queue.pop(request_id, None)
         super().finished(request_id)
 
-    def _read(self, request: Request) -> Prompt:
+    def _read(self, request: Request) -> NamedPrompt:
         """Return our images in a request; an image with a false claim ends the request."""
-        request_id, spans = request.request_id, []
         salt = salt_of(self._tenant_salt, request.cache_salt)
         description = self._description()
         producer = producer_of(description, salt) if description else None
+        info = RequestInfo.read(request.ec_transfer_params, request.request_id)
+        prompt = NamedPrompt(
+            spans=[],
+            features=len(request.mm_features),
+            info=info,
+            tenant_salt=salt,
+            stored=set(info.stored),
+        )
         try:
             for index, feature in enumerate(request.mm_features):
                 if is_ours(feature.identifier):
-                    spans.append(self._span(index, feature, description, producer))
+                    prompt.spans.append(self._span(index, feature, description, producer))
                 else:
                     self._tower.check(index, feature)
-            said = request.ec_transfer_params
-            prompt = Prompt(
-                spans=spans,
-                features=len(request.mm_features),
-                caller=caller_of(said, request_id=request_id, tenant_salt=salt),
-                stored=stored_of(said),
-                submitted_to=submitted_to_of(said),
-            )
             prompt.needs_rows = self._most_rows(prompt)
         except InvalidRequestError as error:
-            prompt = Prompt(spans=[], features=len(request.mm_features), caller=Caller())
-            self._fail(request_id, error)
+            prompt.spans.clear()
+            self._fail(request.request_id, error)
         return prompt
 
-    def _is_ready(self, request_id: str, prompt: Prompt, computed: int) -> bool:
+    def _is_ready(self, request_id: str, prompt: NamedPrompt, computed: int) -> bool:
         if not self._admit(request_id, prompt):
             return False
         self._hold(request_id, prompt, computed)
@@ -240,31 +278,29 @@ class NamedGate(Gate[Prompt]):
 
     def _span(
         self, index: int, feature: Feature, description: Description | None, producer: bytes | None
-    ) -> NamedSpan:
+    ) -> Span:
         """Check everything that the engine would believe about an image with a name of ours."""
-        name, position = self._signer.name(feature.identifier), feature.mm_position
+        name = self._signer.name(feature.identifier)
         if description is None or name is None or name.producer != producer:
             raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
-        rows = rows_of_grid(name.grid, description.geometry)
+        span, rows = Span.of(index, feature, name), rows_of_grid(name.grid, description.geometry)
         grid: Grid | None = name.grid
-        if description.geometry is None:  # a stand-in, or another image of a caller who has the name
+        if description.geometry is None:  # a stand-in, or another image from a caller who knows the name
             self._tower.check(index, feature)
         elif feature.data is None or set(feature.data) != {"image_grid_thw"}:
             raise InvalidRequestError(f"image {index} has both a signed name and data of its own")
         else:
             grid = grid_of(feature, "image_grid_thw")
-        if grid != name.grid or position.get_num_embeds() != rows:
+        if grid != name.grid or span.rows != rows:
             raise InvalidRequestError(
                 f"image {index} was submitted with grid {tuple(name.grid)} and {rows} rows, but the request claims "
-                f"grid {grid and tuple(grid)} and {position.get_num_embeds()} rows"
+                f"grid {grid and tuple(grid)} and {span.rows} rows"
             )
-        begin, end = position.offset, position.offset + position.length
-        return NamedSpan(begin, end, index, feature.identifier, rows, name)
+        return span
 
-    def _most_rows(self, prompt: Prompt) -> int:
+    def _most_rows(self, prompt: NamedPrompt) -> int:
         """Return twice the most rows that one step can need, to fetch ahead, but at most the rows of all images."""
-        rows = [span.rows for span in prompt.spans]
-        most = sum(rows)
+        total = most = sum(span.rows for span in prompt.spans)
         if self._gating == "window":
             steps = (self._window(prompt, span.end - 1) for span in prompt.spans)
             most = max((sum(span.rows for span in step) for step in steps), default=0)
@@ -272,65 +308,65 @@ class NamedGate(Gate[Prompt]):
             raise InvalidRequestError(
                 f"one prefill step needs {most} image rows, but host_gib holds only {self._capacity_rows}"
             )
-        return min(2 * most, sum(rows), self._capacity_rows)
+        return min(2 * most, total, self._capacity_rows)
 
-    def _needed(self, prompt: Prompt, computed: int) -> list[NamedSpan]:
+    def _needed(self, prompt: NamedPrompt, computed: int) -> list[Span]:
         """Return the images that the next token needs, and the images that are worth a short wait."""
-        if self._gating == "request":
-            return _left(prompt, computed)
-        window = self._window(prompt, computed)
-        if not self.exact:
-            return window
+        images = self._next(prompt, computed)
+        if self._gating == "request" or not self.exact:
+            return images
         soon = prompt.stored if not prompt.parked_s or monotonic() - prompt.parked_s < SOON_S else set()
         return [
             *takewhile(
                 lambda span: (
                     span.begin <= computed or span.index in soon or self._table.is_here(span.identifier)
                 ),
-                window,
+                images,
             )
         ]
 
-    def _admit(self, request_id: str, prompt: Prompt) -> bool:
+    def _admit(self, request_id: str, prompt: NamedPrompt) -> bool:
         """Reserve host memory for everything that a step of the request can need. First come, first served.
 
-        The rows that it waits for then have space to arrive, whatever other requests hold.
+        The rows that it waits for then have space to arrive, no matter what other requests hold.
         """
         if prompt.reserved_rows:
             return True
-        self._line.setdefault(request_id)
-        if next(iter(self._line)) != request_id or prompt.needs_rows > self._free_rows:
+        self._queue.setdefault(request_id)
+        if next(iter(self._queue)) != request_id or prompt.needs_rows > self._free_rows:
             return False
-        del self._line[request_id]
+        del self._queue[request_id]
         prompt.reserved_rows = prompt.needs_rows
         self._free_rows -= prompt.reserved_rows
         return True
 
-    def _hold(self, request_id: str, prompt: Prompt, computed: int) -> None:
-        """Hold the images of the next step, and later ones as far as rows are reserved; drop all others.
+    def _hold(self, request_id: str, prompt: NamedPrompt, computed: int) -> None:
+        """Hold the images of the next step, and later ones as far as rows are reserved; release all others.
 
-        Those others are prefilled, or were fetched ahead before a preemption and must make space for earlier images.
+        The others are prefilled, or were fetched ahead before a preemption and must make space for earlier images.
         """
-        run = _in_reach(prompt, computed)
-        for index in prompt.held.keys() - {span.index for span in run}:
-            self._drop(request_id, prompt, index)
-        for span in run:
+        images = prompt.in_reach(computed)
+        for index in prompt.held.keys() - {span.index for span in images}:
+            self._release(request_id, prompt, index)
+        for span in images:
             if span.index in prompt.held:
                 continue
+            assert span.name is not None, "this gate reads only images with names"
             ahead = max(0, span.begin - computed - self._window_tokens)
-            wanted = Wanted(
+            query = FetchQuery(
                 span.name,
                 span.rows,
-                prompt.caller,
-                chunk=(max(0, span.begin - computed)) // self._window_tokens,
+                prompt.info,
+                prompt.tenant_salt,
+                chunk=max(0, span.begin - computed) // self._window_tokens,
                 needed_in_ms=1000 * ahead // _PREFILL_TOKENS_PER_S,
-                submitted_to="".join(prompt.submitted_to[span.index : span.index + 1]),
+                submitted_to="".join(prompt.info.submitted_to[span.index : span.index + 1]),
             )
             prompt.held[span.index] = span
-            self._table.hold(span.identifier, (request_id, span.index), wanted)
+            self._table.hold(span.identifier, (request_id, span.index), query)
 
-    def _release(self, request_id: str, prompt: Prompt) -> None:
-        super()._release(request_id, prompt)
+    def _release_all(self, request_id: str, prompt: NamedPrompt) -> None:
+        super()._release_all(request_id, prompt)
         self._free_rows += prompt.reserved_rows
         prompt.reserved_rows = 0
 
@@ -354,13 +390,8 @@ class SharingGate(Gate[SharedPrompt]):
                 # With this role, vLLM accepts parts without pixels. One with a wrong grid would end the engine.
                 self._fail(request.request_id, error)
                 continue
-            if not self._tower.shares(feature):
-                prompt.others.append(feature)
-                continue
-            position = feature.mm_position
-            begin, end = position.offset, position.offset + position.length
-            rows = position.get_num_embeds()
-            prompt.spans.append(SharedSpan(begin, end, index, feature.identifier, rows, feature))
+            can_share = self._tower.fills_placeholders(feature)
+            (prompt.spans if can_share else prompt.others).append(Span.of(index, feature))
         return prompt
 
     def _is_ready(self, request_id: str, prompt: SharedPrompt, computed: int) -> bool:
@@ -368,49 +399,31 @@ class SharingGate(Gate[SharedPrompt]):
         if request_id in self._failed:
             return False
         self._hold(request_id, prompt, computed)
-        ready = all(self._table.is_decided(span.identifier) for span in self._next(prompt, computed, steps=1))
+        ready = all(self._table.is_decided(span.identifier) for span in self._next(prompt, computed))
         if not ready and prompt.parked_s and monotonic() - prompt.parked_s > LEASE_PATIENCE_S:
             for span in prompt.held.values():
-                self._table.give_back(span.identifier)
+                self._table.abandon_lease(span.identifier)
         return ready
-
-    def _next(self, prompt: SharedPrompt, computed: int, *, steps: int) -> list[SharedSpan]:
-        """Return the images of the next `steps` steps; with gating "request", all images that are left."""
-        if self._gating == "request":
-            return _left(prompt, computed)
-        return self._window(prompt, computed, steps)
 
     def _check(self, request_id: str, prompt: SharedPrompt) -> None:
         """End a request that gives two images one name: a wrong number of rows would end the engine."""
-        counted = [(span.identifier, span.rows) for span in prompt.spans]
-        counted += [(other.identifier, other.mm_position.get_num_embeds()) for other in prompt.others]
-        for identifier, rows in counted:
-            if self._table.clashes(identifier, rows):
-                self._fail(request_id, InvalidRequestError(f"the uuid {identifier} stands for two images"))
+        for span in (*prompt.spans, *prompt.others):
+            if self._table.clashes(span.identifier, span.rows):
+                self._fail(
+                    request_id, InvalidRequestError(f"the uuid {span.identifier} stands for two images")
+                )
 
     def _hold(self, request_id: str, prompt: SharedPrompt, computed: int) -> None:
-        """Drop images that are prefilled; hold those of the next two steps.
+        """Release images that are prefilled; hold those of the next two steps.
 
         Images in vLLM's encoder cache are not held: the store would wait for rows that no tower makes.
         """
         for span in prompt.spans:
             if span.end <= computed:
-                self._drop(request_id, prompt, span.index)
+                self._release(request_id, prompt, span.index)
         for span in self._next(prompt, computed, steps=2):
             if span.index not in prompt.held and span.identifier not in self.encoder_cache:
                 prompt.held[span.index] = span
-                assert span.feature.data is not None
-                asked = Asked(span.feature.data, prompt.cache_salt, span.rows)
-                self._table.hold(span.identifier, (request_id, span.index), asked)
-
-
-def _left(prompt: PromptImages[AnySpan], computed: int) -> list[AnySpan]:
-    """Return the images that end after the first `computed` tokens."""
-    return prompt.spans[bisect_right(prompt.spans, computed, key=lambda span: span.end) :]
-
-
-def _in_reach(prompt: Prompt, computed: int) -> list[NamedSpan]:
-    """Return the next images, in order, as many as fit the reserved rows."""
-    left = _left(prompt, computed)
-    sums = accumulate(span.rows for span in left)
-    return [span for span, rows in zip(left, sums, strict=True) if rows <= prompt.reserved_rows]
+                assert span.feature.data is not None, "the tower can encode it"
+                query = StoreQuery(span.feature.data, prompt.cache_salt, span.rows)
+                self._table.hold(span.identifier, (request_id, span.index), query)

@@ -1,9 +1,9 @@
-"""Host memory for rows that enter the engine: written by the scheduler's process, mapped by every worker.
+"""Host memory for rows that enter the engine: the scheduler's process writes it, and every worker maps it.
 
-An engine that shares the rows of its own tower has a second one for rows that leave, which a worker writes. Neither
-belongs to the service, so the service cannot change a row between the scheduler's decision to use it and the moment at
-which a worker reads it. The memory is a memfd: it leaves no file behind and needs no space in /dev/shm. The workers are
-processes of the same user on the same host, and open it through /proc.
+An engine that shares the rows of its own tower has a second one for rows that leave, which a worker writes. The service
+has access to neither, so it cannot change a row between the scheduler's decision to use it and the worker's read. The
+memory is a memfd: it leaves no file behind and needs no space in /dev/shm. The workers are processes of the same user
+on the same host, and open it through /proc.
 """
 
 import mmap
@@ -23,7 +23,7 @@ RECORD = struct.Struct("<Q?")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One image to load, from host memory or, if `staged` is not 0, that copy of the worker's own.
+    """One image to load: from host memory, or from the worker's own copy with the number `staged` if that is not 0.
 
     Pickles to a few hundred bytes.
     """
@@ -43,14 +43,14 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Where the rows of saved images go: host memory at `path`. A record of each is written to `pipe`."""
+    """Where the rows of saved images go: host memory at `path`. The worker writes a record of each to `pipe`."""
 
     path: str
     pipe: str
 
 
 class HostMemory:
-    """Hands out extents of a fixed number of bytes; belongs to one thread."""
+    """Allocates extents of a fixed number of bytes. Not thread-safe, except `write` and `read`."""
 
     def __init__(self, size_bytes: int) -> None:
         self._file = os.memfd_create("encoder-service-rows", os.MFD_CLOEXEC)
@@ -58,7 +58,7 @@ class HostMemory:
         self.size_bytes = size_bytes
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes = np.frombuffer(mmap.mmap(self._file, size_bytes), np.uint8)
-        self._free: list[Extent] = [(0, size_bytes)]  # by offset, never touching each other
+        self._free: list[Extent] = [(0, size_bytes)]  # sorted by offset, never adjacent
 
     @property
     def free_bytes(self) -> int:
@@ -66,18 +66,18 @@ class HostMemory:
         return sum(length for _, length in self._free)
 
     def allocate(self, size: int) -> tuple[Extent, ...] | None:
-        """Return extents of `size` bytes in all, or None if that many are not free."""
+        """Return extents of `size` bytes in total; None if there is not enough free memory."""
         if size > self.free_bytes:
             return None
-        taken: list[Extent] = []
+        extents: list[Extent] = []
         while size:
             offset, length = self._free.pop()
             if length > size:
                 self._free.append((offset, length - size))
                 offset, length = offset + length - size, size
-            taken.append((offset, length))
+            extents.append((offset, length))
             size -= length
-        return tuple(taken)
+        return tuple(extents)
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Free extents."""
@@ -90,24 +90,24 @@ class HostMemory:
         self._free = merged
 
     def write(self, extents: Sequence[Extent], content: NDArray[np.uint8]) -> None:
-        """Copy `content`, uint8 [bytes], into extents of the same total length. For any thread."""
+        """Copy `content`, uint8 [bytes], into extents of the same total length. Thread-safe."""
         begin = 0
         for offset, length in extents:
             self._bytes[offset : offset + length] = content[begin : begin + length]
             begin += length
 
     def read(self, extents: Sequence[Extent]) -> NDArray[np.uint8]:
-        """Return the bytes of extents, uint8 [bytes]: a view of a single one, a copy of several. For any thread."""
+        """Return the bytes of extents, uint8 [bytes]: a view of one extent, a copy of several. Thread-safe."""
         pieces = [self._bytes[offset : offset + length] for offset, length in extents]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def close(self) -> None:
-        """Close the memory; it is freed when no process maps it."""
+        """Close the memory; the kernel frees it when no process maps it."""
         os.close(self._file)
 
 
 class MappedMemory:
-    """The same memory in a worker, read-only unless it is `writable`."""
+    """A `HostMemory` mapped in a worker; read-only unless `writable`."""
 
     def __init__(self, path: str, *, writable: bool = False) -> None:
         file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)

@@ -1,32 +1,30 @@
-"""Names of images: the signed name of an image that the service encodes, the key of one that engines share.
+"""What the middleware tells the connector: a signed name for each image, and facts about the request.
 
 vLLM uses the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
-without a check. A name therefore covers the file, of a video also the two frames, the grid, the model, the processor
-and the tenant. Any client can send such a part, so the connector fetches only names with our signature.
-
-Engines that share a store name an image by a digest of the pixels that their processor passes to the tower. vLLM's own
-hash is not safe: a caller can replace it by a `uuid`, which could be that of another image.
+without a check. A name therefore covers the file, the grid, the model, the processor and the tenant, and for a video
+also the two frames. Any client can send such a part, so the connector fetches only names with our signature.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hmac import compare_digest
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import blake3
-import torch
 
 from encoder_contract.geometry import Grid
-from encoder_contract.producer import EngineKey
+from encoder_contract.traceparent import trace_id
 from encoder_contract.video import Frames
 from prefill_client.transport.connection import Description
 
-_FORM = re.compile(
+_PREFIX = "encsvc1-"
+_IDENTIFIER = re.compile(
     r"encsvc1-([0-9a-f]{64})(?:-f(\d{1,8})-(\d{1,8}))?-(\d{1,6})x(\d{1,6})-([0-9a-f]{32})-([0-9a-f]{32})"
 )
-_PREFIX = "encsvc1-"
 _TAG_BYTES = 16
+MAX_PRIORITY = 8
+"""Priorities that the service accepts: from minus this to this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,12 @@ class NameSigner:
     def identifier(self, name: ImageName) -> str:
         """Return the identifier of a name, for vLLM's `uuid`."""
         frames = f"-f{name.frames.first}-{name.frames.second}" if name.frames else ""
-        said = f"{_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
-        return f"{said}-{self._tag(said)}"
+        signed = f"{_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
+        return f"{signed}-{self._tag(signed)}"
 
     def name(self, identifier: str) -> ImageName | None:
         """Return the name in an identifier; None if it is not one of ours, or is forged."""
-        match = _FORM.fullmatch(identifier)
+        match = _IDENTIFIER.fullmatch(identifier)
         if match is None:
             return None
         digest, first, second, height, width, producer, tag = match.groups()
@@ -68,8 +66,8 @@ class NameSigner:
         frames = Frames(int(first), int(second), grid) if first else None
         return ImageName(bytes.fromhex(digest), grid, bytes.fromhex(producer), frames)
 
-    def _tag(self, said: str) -> str:
-        return blake3.blake3(said.encode(), key=self._key).hexdigest(length=_TAG_BYTES)
+    def _tag(self, signed: str) -> str:
+        return blake3.blake3(signed.encode(), key=self._key).hexdigest(length=_TAG_BYTES)
 
 
 def is_ours(identifier: str) -> bool:
@@ -80,7 +78,7 @@ def is_ours(identifier: str) -> bool:
 def salt_of(tenant_salt: str, cache_salt: str | None) -> str:
     """Return the tenant salt of a request's images: the engine's salt, combined with the request's `cache_salt`.
 
-    `cache_salt` separates requests in vLLM's prefix cache. Images of such a request have addresses of their own.
+    `cache_salt` separates requests in vLLM's prefix cache. It therefore separates the addresses of their images, too.
     """
     if not cache_salt:
         return tenant_salt
@@ -101,54 +99,48 @@ def producer_of(description: Description, tenant_salt: str) -> bytes:
     return hasher.digest(length=_TAG_BYTES)
 
 
-_SCHEME = "vllm inputs of a tower"
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What the middleware tells the connector about a request, in the body's `ec_transfer_params`.
 
-
-def image_key(data: Mapping[str, Any], cache_salt: str) -> EngineKey:
-    """Return the key of an image: a hash of all inputs of the tower, and of the `cache_salt` of its request.
-
-    `data` has vLLM's inputs by name: tensors, plain values, and lists of these. Raises `TypeError` for anything else.
-    Takes 0.15 ms per MB, with the interpreter's lock released: for a worker thread.
+    Any client can write there too. `read` therefore sanitises all values, and the connector uses them only to order
+    work and to decide how long to wait.
     """
-    hasher = blake3.blake3(derive_key_context="encoder-service vllm image")
-    for name in sorted(data):
-        _update(hasher, name, data[name].data)
-    _update(hasher, "cache_salt", cache_salt)
-    return EngineKey(_SCHEME, hasher.digest())
+
+    request_id: str = ""
+    priority: int = 0
+    traceparent: str = ""
+    stored: tuple[int, ...] = ()
+    """The indexes of the images that were already encoded when the middleware submitted them."""
+    submitted_to: tuple[str, ...] = ()
+    """The server to which each image was submitted. The client asks it only if it knows that server."""
+
+    KEY: ClassVar[str] = "encoder_service"
+    """The key of these values in `ec_transfer_params`."""
+
+    def write(self, body: dict[str, Any]) -> None:
+        """Add these values to a request's JSON."""
+        body["ec_transfer_params"] = {**(body.get("ec_transfer_params") or {}), self.KEY: asdict(self)}
+
+    @classmethod
+    def read(cls, parameters: Mapping[str, Any] | None, request_id: str) -> Self:
+        """Read `ec_transfer_params`. `request_id` is vLLM's, for a request that did not pass the middleware."""
+        values = (parameters or {}).get(cls.KEY)
+        values = values if isinstance(values, Mapping) else {}
+        priority: Any = values.get("priority")
+        return cls(
+            request_id=str(values.get("request_id", request_id))[:128],
+            priority=priority if priority in range(-MAX_PRIORITY, MAX_PRIORITY + 1) else 0,
+            traceparent=valid_traceparent(values.get("traceparent")),
+            stored=tuple(each for each in _list(values.get("stored")) if isinstance(each, int)),
+            submitted_to=tuple(map(str, _list(values.get("submitted_to")))),
+        )
 
 
-def _update(hasher: "blake3.blake3", name: str, value: object) -> None:
-    """Hash one value so that no other value, or sequence of values, is hashed alike."""
-    if isinstance(value, torch.Tensor):
-        said = f"{name} {value.dtype} {tuple(value.shape)}"
-    elif isinstance(value, list | tuple):
-        said = f"{name} [{len(value)}]"
-    elif value is None or isinstance(value, bool | int | float | str):
-        said = f"{name} {value!r}"
-    else:
-        raise TypeError(f"{name} is a {type(value).__name__}, which has no digest")
-    encoded = said.encode()
-    hasher.update(len(encoded).to_bytes(4, "little") + encoded)
-    if isinstance(value, torch.Tensor):
-        content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        hasher.update(memoryview(content))  # type: ignore[arg-type]
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _update(hasher, name, each)
+def valid_traceparent(value: object) -> str:
+    """Return a well-formed `traceparent`, else nothing: gRPC would fail a call with invalid metadata."""
+    return value if isinstance(value, str) and trace_id(value) else ""
 
 
-def same_image(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two images have the same inputs of the tower; takes 0.2 ms per MB if they are not the same objects."""
-    if one is other:
-        return True
-    return set(one) == set(other) and all(
-        one[name] is other[name] or _equal(one[name].data, other[name].data) for name in one
-    )
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()

@@ -1,26 +1,26 @@
 """The ASGI middleware for vLLM's `--middleware`: it takes images and videos out of a request before vLLM reads it.
 
 It submits each image to the encoder service, which answers from the header, and replaces the image by its name and
-grid. vLLM therefore loads and processes no pixel, and the service encodes while vLLM tokenises, queues and prefills
-text. Where only the service counts rows, vLLM gets a blank image of the same size to lay out (`stand_in.py`). A video
+grid. vLLM therefore loads and processes no pixels, and the service encodes while vLLM tokenises, queues and prefills
+text. Where only the service can count rows, vLLM lays out a blank image of the same size (`request_images.py`). A video
 becomes text and an image for each pair of its frames (`videos.py`).
 
 All images of a request are replaced, or none. They stay submitted until the request ends, at another server if theirs
-fails. At the end, servers drop the images that they have not encoded.
+fails. When it ends, the servers drop the images that they have not encoded.
 """
 
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hmac import compare_digest
 from itertools import islice
 from typing import Any
 from uuid import uuid4
 
+from cachetools import LRUCache
 from vllm import envs
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
@@ -41,40 +41,42 @@ from prefill_client.vllm.exchange import (
     Receive,
     Send,
     failed_image,
+    read_body,
     replay,
+    send_error,
+    with_length,
 )
-from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of, salt_of
+from prefill_client.vllm.image_name import (
+    MAX_PRIORITY,
+    ImageName,
+    NameSigner,
+    RequestInfo,
+    producer_of,
+    salt_of,
+    valid_traceparent,
+)
 from prefill_client.vllm.request_images import (
     CHAT,
-    PARAMETERS,
     RESPONSES,
-    STORED,
-    SUBMITTED_TO,
     Form,
     NamedImage,
     RequestImages,
-    trace_context,
+    blank_url,
+    size_of,
 )
 from prefill_client.vllm.service_check import check_description, check_limits, video_settings
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.stand_in import blank_url, size_of
-from prefill_client.vllm.stored_responses import Earlier, StoredResponses
-from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, shown
+from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, prompt_parts
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RESPONSES}
 """The routes whose images are replaced, and how their requests carry images."""
-_HTTP = {
-    Status.INVALID_ARGUMENT: (400, "BadRequestError"),
-    Status.PERMISSION_DENIED: (403, "PermissionDeniedError"),
-    Status.NOT_FOUND: (404, "NotFoundError"),
-    Status.INTERNAL: (500, "InternalServerError"),
-}
-# vLLM's answer for an image that its host does not have.
-_IMAGE_HOST = (422, "UnprocessableEntityError")
-_DOWN = (503, "ServiceUnavailableError")
-# A body up to this size, in bytes, is text: the event loop parses it within a millisecond. Images are megabytes.
+# Bytes of a body that the event loop parses within a millisecond. Bodies with images in them have megabytes.
 _SHORT = 1 << 16
+# Bytes of the files of stored responses, which are kept in case the service loses them. The least recently used are
+# dropped first.
+MAX_STORED_BYTES = 256 << 20
+MAX_RESPONSES = 65536  # vLLM itself keeps every response for the life of its process
 
 
 class EncoderServiceMiddleware:
@@ -93,37 +95,36 @@ class EncoderServiceMiddleware:
                 if self._service is not None:
                     await self._service.close()
         elif scope["type"] == "http" and (form := _form(scope)) is not None and _is_authorized(scope):
-            await self._request(form, scope, receive, send)
+            await self._handle(form, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _request(
+    async def _handle(
         self, form: Form, scope: MutableMapping[str, Any], receive: Receive, send: Send
     ) -> None:
-        body = await _read(receive)
+        body = await read_body(receive)
         if body is None:  # the caller has left
             return
         error: EncoderError | None = None
         images: RequestImages | None = None
-        named: _Named | None = None
+        submitted: _Submitted | None = None
         try:
             images = await self._images(form, scope, body)
-            named = await self._named(scope, images) if images is not None else None
-        except EncoderError as why:
-            error = why
-        if named is not None:
-            async with named.kept:
-                error = await Exchange(named.body, named.kept, named.failed, receive, send).run(
-                    self._app, _with_length(scope, len(named.body))
-                )
+            submitted = await self._submit(scope, images) if images is not None else None
+        except EncoderError as raised:
+            error = raised
+        if submitted is not None:
+            async with submitted.kept:
+                exchange = Exchange(submitted.body, submitted.kept, submitted.find_failed, receive, send)
+                error = await exchange.run(self._app, with_length(scope, len(submitted.body)))
             if error is None:
                 return
         if error is not None:
-            if _is_of_the_image(error) or not self._of(scope).leave_to_own_tower(images, error):
-                await _refuse(send, error)
+            if _is_of_the_image(error) or not self._service_of(scope).leave_to_own_tower(images, error):
+                await send_error(send, error)
                 return
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
-        await self._app(_with_length(scope, len(body)), replay(body, receive), send)
+        await self._app(with_length(scope, len(body)), replay(body, receive), send)
 
     async def _images(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> RequestImages | None:
         """Return a request that has images, or continues a response with images; else None."""
@@ -134,21 +135,21 @@ class EncoderServiceMiddleware:
         images = RequestImages(parsed, form)
         if images.in_background:
             return None  # vLLM answers at once, and the end of the request would withdraw its images
-        if len(images) or (images.goes_on_from and self._of(scope).earlier(images).digests):
+        if len(images) or (images.previous_response and self._service_of(scope).earlier(images).digests):
             return images
         return None
 
-    async def _named(self, scope: MutableMapping[str, Any], images: RequestImages) -> "_Named":
+    async def _submit(self, scope: MutableMapping[str, Any], images: RequestImages) -> "_Submitted":
         """Submit the images and replace them by names."""
-        kept, failed = await self._of(scope).submit(images, _headers(scope))
+        kept, find_failed = await self._service_of(scope).submit(images, _headers(scope))
         try:
-            named = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
-            return _Named(named, kept, failed)
+            body = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
+            return _Submitted(body, kept, find_failed)
         except RecursionError:
             await kept.close()
             raise InvalidRequestError("the request's JSON is nested too deeply") from None
 
-    def _of(self, scope: MutableMapping[str, Any]) -> "_Service":
+    def _service_of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:
             state = scope["app"].state
             if state.vllm_config.ec_transfer_config.is_ec_producer:
@@ -160,19 +161,19 @@ class EncoderServiceMiddleware:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _Submitted:
     """A body with names instead of images, those images, and a function that finds the one that failed."""
 
     body: bytes
     kept: KeptImages
-    failed: FindFailed
+    find_failed: FindFailed
 
 
 @dataclass(frozen=True, slots=True)
 class _Medium:
-    """An image or a video of a request: what messages call it, and what is submitted for it.
+    """An image or a video of a request. `name` is what error messages call it.
 
-    That is one image, for which vLLM may need a stand-in, or a pair of frames for each of `clip`.
+    An image has one file, and may need a stand-in. A video has a file for each pair of frames of its `clip`.
     """
 
     name: str
@@ -181,8 +182,42 @@ class _Medium:
     clip: Clip | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The images of a conversation up to a response, in the order of its prompt, by their digests."""
+
+    digests: tuple[bytes, ...] = ()
+    tenant_salt: str = ""
+
+
+class _StoredResponses:
+    """The images of responses that vLLM stores: a request that continues one needs them, but does not send them.
+
+    Like vLLM's own store, each API server has one.
+    """
+
+    def __init__(self) -> None:
+        self._responses: LRUCache[str, _Conversation] = LRUCache(MAX_RESPONSES)
+        self._files: LRUCache[bytes, bytes] = LRUCache(MAX_STORED_BYTES, getsizeof=len)
+
+    def add(self, response_id: str, conversation: _Conversation, files: Sequence[File | None]) -> None:
+        """Remember a response with its images; a file that is no longer kept is None."""
+        self._responses[response_id] = conversation
+        for digest, file in zip(conversation.digests, files, strict=True):
+            if isinstance(file, bytes) and len(file) <= MAX_STORED_BYTES:
+                self._files[digest] = file
+
+    def conversation(self, response_id: str) -> _Conversation:
+        """Return the images up to a response; no images for an unknown one."""
+        return self._responses.get(response_id, _Conversation())
+
+    def file(self, digest: bytes) -> bytes | None:
+        """Return an image's file; None if it has been dropped."""
+        return self._files.get(digest)
+
+
 class _Service:
-    """The middleware's connection to the encoder service: made at the first image, and again if that failed."""
+    """The middleware's connection to the encoder service: opened at the first image, and again if that failed."""
 
     def __init__(self, vllm_config: Any, args: Any) -> None:
         """`args` are those of the command `vllm serve`."""
@@ -198,33 +233,33 @@ class _Service:
         self._client = WatchedClient(self._open, _log)
         self._loaders: dict[str, ImageLoader] = {}
         self._video_settings: VideoSettings | None = None
-        self._responses = StoredResponses()
+        self._responses = _StoredResponses()
 
-    def earlier(self, images: RequestImages) -> Earlier:
+    def earlier(self, images: RequestImages) -> _Conversation:
         """Return the images of the response that a request continues; they come first in its prompt."""
-        return self._responses.earlier(images.goes_on_from)
+        return self._responses.conversation(images.previous_response)
 
     async def submit(self, images: RequestImages, headers: dict[str, str]) -> tuple[KeptImages, FindFailed]:
-        """Submit a request's images and name them; raise the error of the first that failed.
+        """Submit a request's images and replace them by names; raise the error of the first that failed.
 
-        Submits the images of the response that it continues as well, if their files are still kept.
+        Also submits the images of the response that the request continues, if their files are still kept.
         """
-        caller = _caller(images.body, headers)
+        info = _info(images.body, headers)
         salt = _salt(self.settings, images.body)
         earlier = self.earlier(images)
         self._check(images, earlier, salt)
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
         client = (await self._client.get()).for_tenant(salt.encode())
-        token = traceparent.set(caller["traceparent"])
+        token = traceparent.set(info.traceparent)
         try:
-            media = await self._media(images, client, caller["request_id"])
+            media = await self._media(images, client, info.request_id)
             files: list[File | None] = [*map(self._responses.file, earlier.digests)]
             files += [file for medium in media for file in medium.files]
             kept = await client.keep(
                 [file for file in files if file is not None],
-                request_id=caller["request_id"],
-                priority=caller["priority"],
+                request_id=info.request_id,
+                priority=info.priority,
                 timeout_s=self.settings.submit_timeout_s,
                 again_s=self._again_s,
             )
@@ -233,31 +268,34 @@ class _Service:
         names = [f"image {index}" for index in range(len(earlier.digests))]
         names += [medium.name for medium in media for _ in medium.files]
         try:
-            answers = _of_prompt(earlier, files, kept.answers)
+            answers = _answers_of_prompt(earlier, files, kept.answers)
             raise_first([answer.error for answer in answers], names)
         except EncoderError:
             await kept.close()
             raise
         producer = producer_of(client.description, salt)
-        said = {
-            **caller,
-            STORED: [index for index, answer in enumerate(answers) if answer.cached],
-            SUBMITTED_TO: [answer.endpoint for answer in answers],
-        }
         new = iter(answers[len(earlier.digests) :])
-        images.name([self._written(medium, new, producer) for medium in media], (PARAMETERS, said))
+        images.replace(
+            [self._replacement(medium, new, producer) for medium in media],
+            replace(
+                info,
+                stored=tuple(index for index, answer in enumerate(answers) if answer.cached),
+                submitted_to=tuple(answer.endpoint for answer in answers),
+            ),
+        )
         if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
-            self._responses.add(response_id, Earlier(tuple(each.digest for each in answers), salt), files)
+            digests = tuple(answer.digest for answer in answers)
+            self._responses.add(response_id, _Conversation(digests, salt), files)
         timeout_s = self.settings.submit_timeout_s
         return kept, partial(
-            failed_image, client, answers, names, request_id=caller["request_id"], timeout_s=timeout_s
+            failed_image, client, answers, names, request_id=info.request_id, timeout_s=timeout_s
         )
 
     def leave_to_own_tower(self, images: RequestImages | None, error: EncoderError) -> bool:
         """Leave the images of a request to the engine's own tower; return False if it cannot encode them.
 
-        It has no pixels of earlier responses. If `error` means that the service is down, it encodes the images of all
-        requests until the service answers.
+        The engine has no pixels of earlier responses. If `error` means that the service is down, the engine's tower
+        encodes the images of all requests until the service answers.
         """
         if not self._has_own_tower:
             return False
@@ -269,8 +307,8 @@ class _Service:
         """Whether the engine's own tower encodes images while the service cannot."""
         return self.settings.without_service == "own_tower"
 
-    def _check(self, images: RequestImages, earlier: Earlier, salt: str) -> None:
-        """Raise `InvalidRequestError` for a request that vLLM would refuse, or that continues another tenant's."""
+    def _check(self, images: RequestImages, earlier: _Conversation, salt: str) -> None:
+        """Raise `InvalidRequestError` for a request that vLLM would refuse, or that continues one of another tenant."""
         if earlier.digests and earlier.tenant_salt != salt:
             raise InvalidRequestError("previous_response_id: that response had another cache_salt")
         if images.has_options and not self._trusts_options:
@@ -280,9 +318,10 @@ class _Service:
 
     @property
     def _again_s(self) -> float:
-        """How long no server may accept the images of a request before it is refused, or the own tower encodes them.
+        """How long to retry while no server accepts the images of a running request.
 
-        Shorter than `timeout_s`, so that the middleware gives up before the connector does.
+        Shorter than `timeout_s`, so that the middleware gives up before the connector does. The request is then
+        refused, or the engine's own tower encodes its images.
         """
         return self.settings.submit_timeout_s if self._has_own_tower else self.settings.timeout_s / 2
 
@@ -322,14 +361,14 @@ class _Service:
     async def _videos(
         self, urls: list[str], sampling: Sampling, client: EncoderClient, request_id: str
     ) -> list[_Medium]:
-        """Load videos, ask the service what is in them, and choose their frames."""
+        """Load videos, ask the service for their frame counts and rates, and choose their frames."""
         if self._content_format == "string":
             raise UnsupportedVideoError(
                 "videos cannot be served with --chat-template-content-format string: it moves images to the front"
             )
         if self._video_settings is None:
             self._video_settings = await asyncio.to_thread(video_settings, self._config, client.description)
-        found = await read_videos(
+        outcomes = await read_videos(
             client,
             await self._load("video", urls, client.description.max_video_bytes),
             self._video_settings,
@@ -338,8 +377,8 @@ class _Service:
             clip=partial(sampling.clip, self._video_settings),
         )
         names = [f"video {index}" for index in range(len(urls))]
-        raise_first([each if isinstance(each, EncoderError) else None for each in found], names)
-        videos = [each for each in found if isinstance(each, Video)]
+        raise_first([each if isinstance(each, EncoderError) else None for each in outcomes], names)
+        videos = [each for each in outcomes if isinstance(each, Video)]
         return [
             _Medium(name, video.images, clip=video.clip) for name, video in zip(names, videos, strict=True)
         ]
@@ -352,16 +391,16 @@ class _Service:
             )
         return await self._loaders[what].load_all(urls)
 
-    def _written(
+    def _replacement(
         self, medium: _Medium, answers: Iterator[Submitted], producer: bytes
     ) -> list[str | NamedImage]:
-        """Return an image or a video as vLLM is shown it. Takes the answers to its files."""
+        """Return the parts that vLLM gets instead of an image or a video. Consumes the answers to its files."""
         named: list[NamedImage] = []
         for answer in islice(answers, len(medium.files)):
             assert answer.grid is not None, "an answer without an error has a grid"
             name = ImageName(answer.digest, answer.grid, producer, answer.frames)
             named.append(NamedImage(self._signer.identifier(name), list(answer.grid), medium.stand_in))
-        return [*named] if medium.clip is None else shown(medium.clip, named)
+        return [*named] if medium.clip is None else prompt_parts(medium.clip, named)
 
 
 def _stand_ins(files: Sequence[bytes]) -> list[str]:
@@ -386,25 +425,25 @@ def _is_of_the_image(error: EncoderError) -> bool:
     )
 
 
-def _of_prompt(
-    earlier: Earlier, files: Sequence[File | None], answers: Sequence[Submitted]
+def _answers_of_prompt(
+    earlier: _Conversation, files: Sequence[File | None], answers: Sequence[Submitted]
 ) -> list[Submitted]:
-    """Return an answer for each image of the prompt; without an endpoint for images that could not be submitted."""
-    given = iter(answers)
+    """Return an answer for each image of the prompt. Images that could not be submitted get one without an endpoint."""
+    remaining = iter(answers)
     return [
-        next(given) if file is not None else Submitted(earlier.digests[index])
+        next(remaining) if file is not None else Submitted(earlier.digests[index])
         for index, file in enumerate(files)
     ]
 
 
-def _caller(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+def _info(body: dict[str, Any], headers: dict[str, str]) -> RequestInfo:
     """Return the caller's fields for the service. vLLM puts small priorities first, the service large ones."""
     priority = body.get("priority")
-    return {
-        "request_id": (headers.get("x-request-id") or uuid4().hex)[:128],
-        "priority": max(-8, min(8, -priority)) if isinstance(priority, int) else 0,
-        "traceparent": trace_context(headers.get("traceparent")),
-    }
+    return RequestInfo(
+        request_id=(headers.get("x-request-id") or uuid4().hex)[:128],
+        priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, -priority)) if isinstance(priority, int) else 0,
+        traceparent=valid_traceparent(headers.get("traceparent")),
+    )
 
 
 def _salt(settings: Settings, body: dict[str, Any]) -> str:
@@ -424,38 +463,10 @@ def _is_authorized(scope: MutableMapping[str, Any]) -> bool:
     keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
     if not keys:
         return True
-    scheme, _, given = _headers(scope).get("authorization", "").partition(" ")
-    known = [compare_digest(given.encode(), key.encode()) for key in keys]
-    return scheme.lower() == "bearer" and any(known)
+    scheme, _, token = _headers(scope).get("authorization", "").partition(" ")
+    matches = [compare_digest(token.encode(), key.encode()) for key in keys]
+    return scheme.lower() == "bearer" and any(matches)
 
 
 def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """Return the body, or None if the caller left before its end."""
-    pieces = []
-    while (message := await receive())["type"] == "http.request":
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces)
-    return None
-
-
-def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
-    kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-    return {**scope, "headers": [*kept, (b"content-length", str(length).encode())]}
-
-
-async def _refuse(send: Send, error: EncoderError) -> None:
-    """Answer with the error's text, in the form of vLLM's own errors."""
-    code, kind = _IMAGE_HOST if isinstance(error, ImageHostError) else _HTTP.get(error.status, _DOWN)
-    body = json.dumps(
-        {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
-    ).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if code == _DOWN[0]:
-        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000))).encode()))
-    await send({"type": "http.response.start", "status": code, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,24 +1,30 @@
-"""The images and videos of a request body: finds them in the JSON, names them, and passes facts to the connector.
+"""The images and videos of a request body: finds them in the JSON, and replaces them by names, stand-ins or text.
 
-In the request's `ec_transfer_params`, the middleware tells the connector who calls and which images the service has.
-Any client can write there too. The connector therefore sanitises the values, and uses them only to decide how to wait.
+A stand-in is a blank image of the same size. vLLM accepts an image without pixels only for models whose grid is known
+to callers. For all others, vLLM's own processor has to write the tokens around and between the rows, so it gets a blank
+image whose `uuid` is the name of the real one. The connector fetches the rows of that name, and `connector.py` makes
+sure that no tower encodes the blank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import base64
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from encoder_contract.errors import ForbiddenError, InvalidRequestError
-from encoder_contract.traceparent import trace_id
-from prefill_client.vllm.row_fetcher import Caller
+from encoder_contract.errors import ForbiddenError, InvalidImageError, InvalidRequestError
+from encoder_contract.header import FORMATS, format_of, read_header
+from prefill_client.vllm.image_name import RequestInfo
 from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError
 
 Item = TypeVar("Item")
 
 _IMAGES = {"image_url", "input_image", "image_pil"}
 _VIDEO = "video_url"
-_FRAMES = "data:video/jpeg"  # frames in a list, which vLLM takes for a video
+_FRAMES = "data:video/jpeg"  # a list of frames, which vLLM accepts as a video
 _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
 
 
@@ -41,7 +47,7 @@ RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("det
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """What vLLM is told of an image or a pair of frames: its identifier, and its grid, or the URL of its stand-in."""
+    """What vLLM gets for an image or a pair of frames: its identifier, and its grid or the URL of its stand-in."""
 
     identifier: str
     grid: list[int]
@@ -54,7 +60,7 @@ class RequestImages:
     def __init__(self, body: Any, form: Form) -> None:
         self.body = body
         self._form = form
-        parts = [part for parts in _lists(body, form) for part in parts if isinstance(part, dict)]
+        parts = [part for parts in _part_lists(body, form) for part in parts if isinstance(part, dict)]
         for part in parts:
             if embedded := _kinds(part) & _EMBEDDED:
                 raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
@@ -65,7 +71,7 @@ class RequestImages:
         if self._videos:
             self._check_videos()
         self.sampling = Sampling.read(body) if len(self) else Sampling()
-        """How the frames of videos are chosen."""
+        """Which frames of videos the model is shown."""
 
     def _check_videos(self) -> None:
         if self._form is RESPONSES:
@@ -80,26 +86,26 @@ class RequestImages:
         return len(self._images) + len(self._videos)
 
     @property
-    def goes_on_from(self) -> str:
-        """The response whose conversation this request continues; empty if there is none."""
-        given = self._of_response("previous_response_id")
-        return given if isinstance(given, str) else ""
+    def previous_response(self) -> str:
+        """The id of the response whose conversation this request continues; empty if there is none."""
+        response_id = self._response_field("previous_response_id")
+        return response_id if isinstance(response_id, str) else ""
 
     @property
     def in_background(self) -> bool:
         """Whether vLLM answers at once and generates the response later."""
-        return bool(self._of_response("background"))
+        return bool(self._response_field("background"))
 
     def stored_as(self) -> str:
         """Return the id of the response, and set one if there is none; empty if the response will not be stored."""
         if self._form is not RESPONSES or self.body.get("store") is False:
             return ""
-        given = self.body.setdefault("request_id", f"resp_{uuid4().hex}")
-        return given if isinstance(given, str) else ""
+        response_id = self.body.setdefault("request_id", f"resp_{uuid4().hex}")
+        return response_id if isinstance(response_id, str) else ""
 
     @property
     def has_options(self) -> bool:
-        """Whether the request says how its media are loaded or processed."""
+        """Whether the request sets how its media are loaded or processed."""
         return any(self.body.get(option) for option in OPTIONS)
 
     def urls(self) -> list[str]:
@@ -116,51 +122,45 @@ class RequestImages:
         return urls
 
     def in_order(self, images: Sequence[Item], videos: Sequence[Item]) -> list[Item]:
-        """Return what belongs to each image and to each video, in the order of the request."""
-        of_part = {id(part): item for part, item in zip(self._images, images, strict=True)}
-        of_part |= {id(part): item for part, item in zip(self._videos, videos, strict=True)}
-        parts = (part for parts in _lists(self.body, self._form) for part in parts)
-        return [of_part[id(part)] for part in parts if id(part) in of_part]
+        """Merge one item for each image and one for each video into the order of the request."""
+        by_part = {id(part): item for part, item in zip(self._images, images, strict=True)}
+        by_part |= {id(part): item for part, item in zip(self._videos, videos, strict=True)}
+        parts = (part for parts in _part_lists(self.body, self._form) for part in parts)
+        return [by_part[id(part)] for part in parts if id(part) in by_part]
 
-    def name(
-        self, written: Sequence[Sequence[str | NamedImage]], parameters: tuple[str, dict[str, Any]]
-    ) -> None:
+    def replace(self, replacements: Sequence[Sequence[str | NamedImage]], info: RequestInfo) -> None:
         """Replace each image and each video, in the order of the request, by text and named parts.
 
-        Named parts have no pixels, or a stand-in. `parameters` are a key and a value for the connector.
+        Named parts have no pixels, or a stand-in. The body also gets `info` for the connector.
         """
-        replaced, left = {id(part) for part in (*self._images, *self._videos)}, iter(written)
-        for parts in _lists(self.body, self._form):
+        replaced, remaining = {id(part) for part in (*self._images, *self._videos)}, iter(replacements)
+        for parts in _part_lists(self.body, self._form):
             parts[:] = [
                 new
                 for part in parts
-                for new in (map(self._part, next(left)) if id(part) in replaced else [part])
+                for new in (map(self._part, next(remaining)) if id(part) in replaced else [part])
             ]
         for option in OPTIONS:  # vLLM would hash them into the names
             self.body.pop(option, None)
-        key, value = parameters
-        self.body["ec_transfer_params"] = {**(self.body.get("ec_transfer_params") or {}), key: value}
+        info.write(self.body)
 
-    def _part(self, written: str | NamedImage) -> dict[str, Any]:
-        if isinstance(written, str):
-            return {"type": "text", "text": written}
-        if written.stand_in:
-            part = _stood_in(written.stand_in, self._form)
+    def _part(self, replacement: str | NamedImage) -> dict[str, Any]:
+        if isinstance(replacement, str):
+            return {"type": "text", "text": replacement}
+        named = dict(self._form.named)
+        if not replacement.stand_in:
+            part = {**named, "image_embeds": {"image_grid_thw": replacement.grid}}
+        elif self._form is RESPONSES:
+            part = {**named, "image_url": replacement.stand_in}
         else:
-            part = {**dict(self._form.named), "image_embeds": {"image_grid_thw": written.grid}}
-        return {**part, "uuid": written.identifier}
+            part = {"type": "image_url", "image_url": {"url": replacement.stand_in}}
+        return {**part, "uuid": replacement.identifier}
 
-    def _of_response(self, key: str) -> object:
+    def _response_field(self, key: str) -> object:
         return self.body.get(key) if self._form is RESPONSES and isinstance(self.body, dict) else None
 
 
-def _stood_in(url: str, form: Form) -> dict[str, Any]:
-    if form is RESPONSES:
-        return {**dict(form.named), "image_url": url}
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _lists(body: Any, form: Form) -> Iterator[list[Any]]:
+def _part_lists(body: Any, form: Form) -> Iterator[list[Any]]:
     messages = body.get(form.messages) if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else ():
         for key in form.parts:
@@ -176,51 +176,33 @@ def _kinds(part: dict[str, Any]) -> set[str]:
 
 
 def _url(part: dict[str, Any], key: str) -> str:
-    given = part.get(key)
-    url = given.get("url") if isinstance(given, dict) else given
+    value = part.get(key)
+    url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
         raise InvalidRequestError(f"a part of the message has no {key}")
     return url
 
 
-PARAMETERS = "encoder_service"
-"""The key of our values in `ec_transfer_params`."""
-STORED = "stored"
-"""Below it: the indexes of the images that were already encoded when they were submitted."""
+def size_of(image: bytes) -> tuple[int, int]:
+    """Return (width, height) of an image file, upright.
 
-SUBMITTED_TO = "submitted_to"
-"""Below it: the server to which each image was submitted."""
+    Raises `InvalidImageError` for a format that only the service reads.
+    """
+    if format_of(image) is None:
+        raise InvalidImageError(
+            f"vLLM cannot lay out an image of this format for this model: send one of {', '.join(FORMATS)}"
+        )
+    return read_header(image).upright
 
 
-def caller_of(parameters: Mapping[str, Any] | None, *, request_id: str, tenant_salt: str) -> Caller:
-    """Return who calls. vLLM's `request_id` is used for a request that did not pass the middleware."""
-    said = _said(parameters)
-    priority = said.get("priority", 0)
-    return Caller(
-        request_id=str(said.get("request_id", request_id))[:128],
-        priority=priority if priority in range(-8, 9) else 0,
-        traceparent=trace_context(said.get("traceparent")),
-        tenant_salt=tenant_salt,
+@lru_cache(4096)
+def blank_url(width: int, height: int) -> str:
+    """Return the data URL of a black PNG of this size: one bit a pixel, 200 bytes for 1280x720."""
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((1 + -(-width // 8)) * height), 9)
+    chunks = [(b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")]
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        for kind, data in chunks
     )
-
-
-def trace_context(said: object) -> str:
-    """Return a well-formed `traceparent`, else nothing: gRPC would fail a call with invalid metadata."""
-    return said if isinstance(said, str) and trace_id(said) else ""
-
-
-def stored_of(parameters: Mapping[str, Any] | None) -> set[int]:
-    """Return the indexes of the images that were already encoded when the middleware submitted them."""
-    stored = _said(parameters).get(STORED)
-    return {index for index in stored if isinstance(index, int)} if isinstance(stored, list) else set()
-
-
-def submitted_to_of(parameters: Mapping[str, Any] | None) -> list[str]:
-    """Return the server to which each image was submitted. The client asks it only if it knows that server."""
-    servers = _said(parameters).get(SUBMITTED_TO)
-    return [str(server) for server in servers] if isinstance(servers, list) else []
-
-
-def _said(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    said = (parameters or {}).get(PARAMETERS)
-    return said if isinstance(said, Mapping) else {}
+    return "data:image/png;base64," + base64.b64encode(png).decode()

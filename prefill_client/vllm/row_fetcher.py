@@ -1,4 +1,4 @@
-"""Fetches rows into host memory, on a thread of its own, so the scheduler never waits."""
+"""Sources of rows: each works on its own thread, so that the scheduler never waits. One fetches from the service."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
-from prefill_client.images import FetchedRows, RowRequest, again, use_in_place
+from prefill_client.images import FetchedRows, PutAnswer, RowRequest, again, use_in_place
 from prefill_client.transport import BY_DEFAULT, DEVICE, INLINE
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
-from prefill_client.vllm.image_name import ImageName
+from prefill_client.vllm.image_name import ImageName, RequestInfo
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import Staging
 
@@ -36,23 +36,25 @@ _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so
 JOIN_S = 1.0  # how often an engine that started without the service tries to join it
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What the middleware said about the caller of a request; it is sent with every Fetch."""
+class RowQuery(Protocol):
+    """A scheduler's query for the rows of one image, into `extents`."""
 
-    request_id: str = ""
-    priority: int = 0
-    traceparent: str = ""
-    tenant_salt: str = ""
+    extents: tuple[Extent, ...]
+    staged: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the image."""
 
 
 @dataclass(eq=False, slots=True)
-class Wanted:
-    """One image to fetch into `extents`. Its outcome refers to this object."""
+class FetchQuery:
+    """One image to fetch into `extents`."""
 
     name: ImageName
-    tokens: int
-    caller: Caller
+    rows: int
+    info: RequestInfo
+    tenant_salt: str = ""
     chunk: int = 0
     needed_in_ms: int = 0
     submitted_to: str = ""
@@ -61,71 +63,64 @@ class Wanted:
     """The number of the copies that all workers have made of its rows; 0: the rows are in the extents."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a `Wanted`: its rows are in its extents, or it has an error, or it was cancelled."""
+AnyQuery = TypeVar("AnyQuery", bound=RowQuery)
 
-    wanted: Wanted
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[AnyQuery]):
+    """How a query ended.
+
+    `here`: the rows are in the query's extents, or staged. `own`: the engine's own tower makes them; with a `lease`,
+    it puts them for all engines. `failed`: the query has an `error`. `cancelled`: the scheduler cancelled it.
+    """
+
+    query: AnyQuery
+    state: Literal["here", "own", "failed", "cancelled"]
     error: EncoderError | None = None
-    cancelled: bool = False
+    lease: PutAnswer | None = None
     source: str = ""
     transport: str = ""
     took_s: float = 0.0
 
 
-class Wish(Protocol):
-    """A scheduler's request for the rows of one image, into `extents`."""
+class RowSource(ABC, Generic[AnyQuery]):
+    """Answers queries on a thread with an event loop, so that the scheduler's thread never waits.
 
-    extents: tuple[Extent, ...]
-    staged: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of rows of the image."""
-
-
-AnyWish = TypeVar("AnyWish", bound=Wish)
-Answer = TypeVar("Answer")
-
-
-class RowSource(ABC, Generic[AnyWish, Answer]):
-    """Requests rows on a thread with an event loop of its own, so the scheduler's thread never waits.
-
-    For one calling thread. Every `ask` ends in exactly one answer, which `answers` yields.
+    For one calling thread. Every query ends in exactly one outcome.
     """
 
-    def __init__(self, name: str) -> None:
-        """Start a thread with this name, and open the source on it. Raises the errors of opening."""
-        self._asking: dict[AnyWish, asyncio.Task[Answer]] = {}  # used only by the loop's thread
-        self._answers: deque[Answer] = deque()
-        self._any_answer = threading.Event()
-        self._loop = LoopThread(name)
+    def __init__(self, thread_name: str) -> None:
+        """Start the thread, and open the source on it. Raises the errors of opening."""
+        self._running: dict[AnyQuery, asyncio.Task[Outcome[AnyQuery]]] = {}  # used only by the loop's thread
+        self._outcomes: deque[Outcome[AnyQuery]] = deque()
+        self._any_outcome = threading.Event()
+        self._loop = LoopThread(thread_name)
         try:
             self._loop.run(self._open())
         except BaseException:  # Ctrl-C too: nothing else would end the thread
             self._loop.stop()
             raise
 
-    def ask(self, wish: AnyWish) -> None:
-        """Request an image's rows. Its extents are in use until the answer."""
-        self._loop.call(self._begin, wish)
+    def start(self, query: AnyQuery) -> None:
+        """Begin a query. Its extents are in use until its outcome."""
+        self._loop.call(self._start, query)
 
-    def give_up(self, wish: AnyWish) -> None:
-        """Cancel a request. Its answer still comes."""
-        self._loop.call(self._give_up, wish)
+    def cancel(self, query: AnyQuery) -> None:
+        """Cancel a query. It still has an outcome."""
+        self._loop.call(self._cancel, query)
 
-    def answers(self) -> Iterator[Answer]:
-        """Yield the answers that have arrived since the last call."""
-        self._any_answer.clear()
-        while self._answers:
-            yield self._answers.popleft()
+    def outcomes(self) -> Iterator[Outcome[AnyQuery]]:
+        """Yield the outcomes that have arrived since the last call."""
+        self._any_outcome.clear()
+        while self._outcomes:
+            yield self._outcomes.popleft()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is an answer that `answers` has not yielded, but at most `timeout_s`."""
-        self._any_answer.wait(timeout_s)
+        """Wait until there is an outcome that `outcomes` has not yielded, but at most `timeout_s`."""
+        self._any_outcome.wait(timeout_s)
 
     def close(self) -> None:
-        """Cancel all requests, close the connections and end the thread."""
+        """Cancel all queries, close the connections and end the thread."""
         self._loop.stop(self._end())
 
     @abstractmethod
@@ -137,36 +132,32 @@ class RowSource(ABC, Generic[AnyWish, Answer]):
         """Close the connections."""
 
     @abstractmethod
-    async def _answer(self, wish: AnyWish) -> Answer:
-        """Return the answer. Raises only `CancelledError`."""
+    async def _run(self, query: AnyQuery) -> Outcome[AnyQuery]:
+        """Return the outcome. Raises only `CancelledError`."""
 
-    @abstractmethod
-    def _cancelled(self, wish: AnyWish) -> Answer:
-        """Return the answer to a cancelled request."""
+    def _start(self, query: AnyQuery) -> None:
+        task = asyncio.create_task(self._run(query))
+        self._running[query] = task
+        task.add_done_callback(partial(self._ended, query))
 
-    def _begin(self, wish: AnyWish) -> None:
-        task = asyncio.create_task(self._answer(wish))
-        self._asking[wish] = task
-        task.add_done_callback(partial(self._ended, wish))
-
-    def _give_up(self, wish: AnyWish) -> None:
-        if task := self._asking.get(wish):
+    def _cancel(self, query: AnyQuery) -> None:
+        if task := self._running.get(query):
             task.cancel()
 
-    def _ended(self, wish: AnyWish, task: "asyncio.Task[Answer]") -> None:
-        del self._asking[wish]
-        self._answers.append(self._cancelled(wish) if task.cancelled() else task.result())
-        self._any_answer.set()
+    def _ended(self, query: AnyQuery, task: "asyncio.Task[Outcome[AnyQuery]]") -> None:
+        del self._running[query]
+        self._outcomes.append(Outcome(query, "cancelled") if task.cancelled() else task.result())
+        self._any_outcome.set()
 
     async def _end(self) -> None:
-        tasks = list(self._asking.values())
+        tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
 
 
-class RowFetcher(RowSource[Wanted, Outcome]):
+class RowFetcher(RowSource[FetchQuery]):
     """Fetches rows that the service encodes."""
 
     def __init__(
@@ -183,7 +174,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
 
         `width` and `dtype` describe a row as the engine reads it; images with other rows fail. An engine with its own
         tower does not wait for a server. It joins the service later, once `check` raises no `ValueError`. With
-        `staging`, workers copy rows that a server's GPU has from there.
+        `staging`, workers copy rows that a server keeps on its GPU directly from there.
         """
         self._settings = settings
         self._width = width
@@ -200,10 +191,10 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         """The service's description; None while an engine with its own tower has not joined it."""
         return self._client.description if self._client else None
 
-    def release(self, wanted: Wanted) -> None:
+    def release(self, query: FetchQuery) -> None:
         """Let the workers free their copies of an image, if they have any: no step needs them any more."""
-        if wanted.staged:
-            self._loop.call(self._staging.drop, wanted.staged)
+        if query.staged:
+            self._loop.call(self._staging.release, query.staged)
 
     async def _open(self) -> None:
         has_own_tower = self._settings.without_service == "own_tower"
@@ -220,7 +211,7 @@ class RowFetcher(RowSource[Wanted, Outcome]):
         return await connect(self._settings, wait=wait, receivers=self._staging.receivers)
 
     async def _join(self) -> None:
-        refused = ""
+        logged = ""
         while self._client is None:
             await asyncio.sleep(JOIN_S)
             try:
@@ -232,72 +223,69 @@ class RowFetcher(RowSource[Wanted, Outcome]):
                 self._client = client
             except ValueError as error:
                 await client.close()
-                if str(error) != refused:  # logged once, not every second: it may last until a restart
-                    refused = str(error)
-                    _log.error("the encoder service is not used: %s", refused)
+                if str(error) != logged:  # log it once, not every second: it may last until a restart
+                    logged = str(error)
+                    _log.error("the encoder service is not used: %s", logged)
 
-    async def _answer(self, wanted: Wanted) -> Outcome:
+    async def _run(self, query: FetchQuery) -> Outcome[FetchQuery]:
         try:
-            return await self._fetch(wanted)
+            return await self._fetch(query)
         except EncoderError as error:
-            return Outcome(wanted, error)
+            return Outcome(query, "failed", error)
         except Exception as error:  # noqa: BLE001 - only the image fails, not the engine
             _log.error("a fetch failed unexpectedly", exc_info=error)
-            return Outcome(wanted, InternalError(f"{type(error).__name__}: {error}"))
+            return Outcome(query, "failed", InternalError(f"{type(error).__name__}: {error}"))
 
-    def _cancelled(self, wanted: Wanted) -> Outcome:
-        return Outcome(wanted, cancelled=True)
-
-    async def _fetch(self, wanted: Wanted) -> Outcome:
-        traceparent.set(wanted.caller.traceparent)  # only in this task
-        begun_s, timeout_s = monotonic(), self._settings.timeout_s
+    async def _fetch(self, query: FetchQuery) -> Outcome[FetchQuery]:
+        traceparent.set(query.info.traceparent)  # only in this task
+        start_s, timeout_s = monotonic(), self._settings.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                for transports in self._transports(wanted):
-                    if rows := await self._fetch_by(transports, wanted):
-                        took_s = monotonic() - begun_s
-                        return Outcome(wanted, source=rows.source, transport=rows.transport, took_s=took_s)
+                for transports in self._transports(query):
+                    if rows := await self._fetch_by(transports, query):
+                        took_s = monotonic() - start_s
+                        return Outcome(
+                            query, "here", source=rows.source, transport=rows.transport, took_s=took_s
+                        )
         except TimeoutError:
             raise DeadlineError(f"the rows did not arrive within {timeout_s:g} s") from None
         raise InternalError("the client ended a fetch without an outcome")
 
-    def _transports(self, wanted: Wanted) -> Iterator[Sequence[str]]:
+    def _transports(self, query: FetchQuery) -> Iterator[Sequence[str]]:
         """Yield the transports to try, one after the other."""
-        if self._staging.has_room(sum(length for _, length in wanted.extents)):
+        if self._staging.has_room(sum(length for _, length in query.extents)):
             yield [DEVICE]
         yield BY_DEFAULT if self._settings.shared_memory else [INLINE]
 
-    async def _fetch_by(self, transports: Sequence[str], wanted: Wanted) -> FetchedRows | None:
-        """Return the rows once they are kept; None if workers could not copy them from the server's GPU."""
+    async def _fetch_by(self, transports: Sequence[str], query: FetchQuery) -> FetchedRows | None:
+        """Return the rows once they are copied; None if workers could not copy them from the server's GPU."""
         assert self._client is not None, "images have names only after the service is joined"
         request = RowRequest(
-            wanted.name.digest,
-            chunk=wanted.chunk,
-            needed_in_ms=wanted.needed_in_ms,
-            submitted_to=wanted.submitted_to,
-            frames=wanted.name.frames,
+            query.name.digest,
+            chunk=query.chunk,
+            needed_in_ms=query.needed_in_ms,
+            submitted_to=query.submitted_to,
+            frames=query.name.frames,
         )
-        async with self._client.for_tenant(wanted.caller.tenant_salt.encode()).fetch(
+        shape = Shape(query.name.grid, query.rows, self._width, self._dtype)
+        async with self._client.for_tenant(query.tenant_salt.encode()).fetch(
             [request],
-            request_id=wanted.caller.request_id,
-            priority=wanted.caller.priority,
+            request_id=query.info.request_id,
+            priority=query.info.priority,
             grace_ms=int(1000 * self._settings.grace_s),
             transports=transports,
             timeout_s=self._settings.timeout_s,
-            kept=bool(wanted.submitted_to),  # the middleware keeps it submitted
+            kept=bool(query.submitted_to),  # the middleware keeps it submitted
         ) as stream:
             async for rows in stream:
                 if rows.transport != DEVICE:
-                    await keep(rows, self._memory, wanted.extents, self._shape(wanted))
+                    await copy_rows(rows, self._memory, query.extents, shape)
                     return rows
-                self._shape(wanted).check(rows)
+                shape.check(rows)
                 assert rows.handle is not None
-                wanted.staged = await self._staging.copy(rows.handle)
-                return rows if wanted.staged else None
+                query.staged = await self._staging.copy(rows.handle)
+                return rows if query.staged else None
         return None
-
-    def _shape(self, wanted: Wanted) -> "Shape":
-        return Shape(wanted.name.grid, wanted.tokens, self._width, self._dtype)
 
     async def _close(self) -> None:
         if self._joining is not None:
@@ -310,24 +298,24 @@ class RowFetcher(RowSource[Wanted, Outcome]):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape that an image's rows must have: `tokens` rows of `width` elements, for this grid."""
+    """The shape that an image's rows must have: `rows` of `width` elements, for this grid."""
 
     grid: Grid
-    tokens: int
+    rows: int
     width: int
     dtype: str
 
     def check(self, rows: FetchedRows) -> None:
         """Raise `InternalError` for rows of another shape."""
-        right = rows.grid == self.grid and rows.shape == (self.tokens, self.width)
+        right = rows.grid == self.grid and rows.shape == (self.rows, self.width)
         if not right or rows.dtype != self.dtype:
             raise InternalError(
                 f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype}, not {self}"
             )
 
 
-async def keep(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent], shape: Shape) -> None:
-    """Copy rows into `extents`, on this thread: a copy on another one could outlive a cancelled fetch.
+async def copy_rows(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent], shape: Shape) -> None:
+    """Copy rows into `extents`, on this thread: a copy on another thread could outlive a cancelled fetch.
 
     Raises the image's error, and `InternalError` for rows of another shape.
     """

@@ -1,4 +1,4 @@
-"""Tables of rows: each image is requested once for all requests that hold it, and kept until the last drops it."""
+"""Tables of rows: each image is queried once for all requests that hold it, and kept until the last releases it."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -11,186 +11,188 @@ from encoder_contract.errors import EncoderError
 from prefill_client.images import PutAnswer
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.host_memory import Extent, HostMemory, Load, Save
-from prefill_client.vllm.image_name import same_image
-from prefill_client.vllm.row_fetcher import AnyWish, Outcome, RowFetcher, RowSource, Wanted
-from prefill_client.vllm.shared_store import Asked, Found, SharedStore
+from prefill_client.vllm.row_fetcher import AnyQuery, FetchQuery, Outcome, RowFetcher, RowSource
+from prefill_client.vllm.shared_store import SharedStore, StoreQuery, same_image
 
 Holder = tuple[str, int]
 """A request, and the index of the image in it."""
 
 
 @dataclass(eq=False, slots=True)
-class Rows(Generic[AnyWish]):
+class Entry(Generic[AnyQuery]):
     """The rows of one image that requests hold.
 
-    `asked`: they are requested, or wait for memory. `here`: they are in host memory, or all workers have copied them.
-    `ours`: this engine's own tower makes them (only in an engine that shares rows).
+    `pending`: the query runs, or waits for memory. `here`: the rows are in host memory, or all workers have copied
+    them. `own`: this engine's own tower makes them (only in an engine that shares rows).
     """
 
     identifier: str
-    wanted: AnyWish
-    state: Literal["asked", "here", "ours"] = "asked"
+    query: AnyQuery
+    state: Literal["pending", "here", "own"] = "pending"
     loads: int = 0  # running steps that copy them into a worker
     holders: set[Holder] = field(default_factory=set)
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """Where in host memory the rows are, will be, or would be if no worker had its own copy."""
-        return self.wanted.extents
+        """Where in host memory the rows are, will be, or would be if the workers had no copies."""
+        return self.query.extents
 
     @property
     def load(self) -> Load:
         """What a worker does to have the rows."""
-        return Load(self.identifier, self.extents, self.wanted.staged)
+        return Load(self.identifier, self.extents, self.query.staged)
 
 
-class RowTable(ABC, Generic[AnyWish]):
+class RowTable(ABC, Generic[AnyQuery]):
     """The images that requests hold, by vLLM's identifier. Only for the scheduler's thread."""
 
     def __init__(
-        self, memory: HostMemory, source: RowSource[AnyWish, Any], row_bytes: int, counts: Counts
+        self, memory: HostMemory, source: RowSource[AnyQuery], row_bytes: int, counts: Counts
     ) -> None:
         """`source` fetches rows into `memory`; a row has `row_bytes` bytes."""
         self._memory = memory
         self._source = source
         self._row_bytes = row_bytes
         self._counts = counts
-        self._rows: dict[str, Rows[AnyWish]] = {}
-        self._asked: dict[
-            AnyWish, Rows[AnyWish]
-        ] = {}  # without an answer; their memory is in use until it arrives
+        self._entries: dict[str, Entry[AnyQuery]] = {}
+        # Queries without an outcome. Their memory is in use until it arrives, even if no request holds the image.
+        self._running: dict[AnyQuery, Entry[AnyQuery]] = {}
 
     def __len__(self) -> int:
-        return len({*self._rows.values(), *self._asked.values()})
+        return len({*self._entries.values(), *self._running.values()})
 
     @property
-    def fetching(self) -> bool:
-        """Whether an answer is outstanding."""
-        return bool(self._asked)
+    def has_running(self) -> bool:
+        """Whether a query runs."""
+        return bool(self._running)
 
     def is_here(self, identifier: str) -> bool:
         """Whether an image's rows are in host memory, or all workers have copied them."""
-        rows = self._rows.get(identifier)
-        return rows is not None and rows.state == "here"
+        entry = self._entries.get(identifier)
+        return entry is not None and entry.state == "here"
 
-    def hold(self, identifier: str, holder: Holder, wanted: AnyWish) -> None:
-        """Keep an image's rows for `holder`; request them, as `wanted` says, unless that has been done."""
-        rows = self._rows.get(identifier)
-        if rows is None:
-            rows = self._rows[identifier] = Rows(identifier, wanted)
-            self._ask(rows)
-        rows.holders.add(holder)
+    def hold(self, identifier: str, holder: Holder, query: AnyQuery) -> None:
+        """Keep an image's rows for `holder`; begin `query` unless the table has the image already."""
+        entry = self._entries.get(identifier)
+        if entry is None:
+            entry = self._entries[identifier] = Entry(identifier, query)
+            self._start(entry)
+        entry.holders.add(holder)
 
-    def drop(self, identifier: str, holder: Holder) -> None:
-        """Release the hold of `holder`. Rows that failed in the meantime are gone already."""
-        rows = self._rows.get(identifier)
-        if rows is not None:
-            rows.holders.discard(holder)
-            self._forget_unheld(rows)
+    def release(self, identifier: str, holder: Holder) -> None:
+        """Undo `hold`. Rows that failed in the meantime have left the table already."""
+        entry = self._entries.get(identifier)
+        if entry is not None:
+            entry.holders.discard(holder)
+            self._remove_unheld(entry)
 
-    def begin_load(self, identifier: str) -> Rows[AnyWish]:
+    def begin_load(self, identifier: str) -> Entry[AnyQuery]:
         """Keep the rows of an image that has arrived until `end_load`, even if no request holds them."""
-        rows = self._rows[identifier]
-        assert rows.state == "here", "only rows that have arrived can be loaded"
-        rows.loads += 1
-        return rows
+        entry = self._entries[identifier]
+        assert entry.state == "here", "only rows that have arrived can be loaded"
+        entry.loads += 1
+        return entry
 
-    def end_load(self, rows: Rows[AnyWish]) -> None:
+    def end_load(self, entry: Entry[AnyQuery]) -> None:
         """Undo `begin_load`: the workers have their copies."""
-        rows.loads -= 1
-        self._forget_unheld(rows)
+        entry.loads -= 1
+        self._remove_unheld(entry)
 
-    @abstractmethod
     def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Process the answers. Return the holders of rows that failed, with the errors; failures are not remembered."""
+        """Process the outcomes that have arrived.
+
+        Return the holders of rows that failed, with the errors. Failures are not remembered.
+        """
+        failed: list[tuple[Holder, EncoderError]] = []
+        for outcome in self._source.outcomes():
+            entry = self._running.pop(outcome.query)
+            self._counts.ended(outcome, entry.query.rows * self._row_bytes)
+            if outcome.error is not None:
+                failed += [(holder, outcome.error) for holder in entry.holders]
+            self._end(entry, outcome)
+        return failed
 
     @abstractmethod
-    def _ask(self, rows: Rows[AnyWish]) -> None:
-        """Request rows."""
+    def _start(self, entry: Entry[AnyQuery]) -> None:
+        """Begin the query of an entry, or decide that this engine makes the rows."""
 
-    def _give_up(self, rows: Rows[AnyWish]) -> None:
-        """Cancel the request for rows that are `asked`."""
-        self._source.give_up(rows.wanted)
+    @abstractmethod
+    def _end(self, entry: Entry[AnyQuery], outcome: Outcome[AnyQuery]) -> None:
+        """Update an entry whose query has ended."""
 
-    def _reserve(self, rows: Rows[AnyWish]) -> bool:
-        """Reserve host memory for rows, and count them as requested. Return False if the memory is full."""
-        extents = self._memory.allocate(rows.wanted.tokens * self._row_bytes)
+    def _cancel(self, entry: Entry[AnyQuery]) -> None:
+        """Cancel the query of a pending entry."""
+        self._source.cancel(entry.query)
+
+    def _reserve(self, entry: Entry[AnyQuery]) -> bool:
+        """Reserve host memory for a query that is about to run. Return False if the memory is full."""
+        extents = self._memory.allocate(entry.query.rows * self._row_bytes)
         if extents is None:
             return False
-        rows.wanted.extents = extents
-        self._asked[rows.wanted] = rows
+        entry.query.extents = extents
+        self._running[entry.query] = entry
         return True
 
-    def _forget_unheld(self, rows: Rows[AnyWish]) -> None:
-        if rows.holders or rows.loads:
+    def _remove_unheld(self, entry: Entry[AnyQuery]) -> None:
+        if entry.holders or entry.loads:
             return
-        if rows.state == "here":
-            self._free(rows)
+        if entry.state == "here":
+            self._free(entry)
             return
-        self._forget(rows)
-        if rows.state == "asked":
-            self._give_up(rows)
+        self._remove(entry)
+        if entry.state == "pending":
+            self._cancel(entry)
 
-    def _free(self, rows: Rows[AnyWish]) -> None:
-        self._forget(rows)
-        self._memory.release(rows.extents)
+    def _free(self, entry: Entry[AnyQuery]) -> None:
+        self._remove(entry)
+        self._memory.release(entry.extents)
 
-    def _forget(self, rows: Rows[AnyWish]) -> None:
-        """Forget the rows: a request that needs the image later asks for it again."""
-        if self._rows.get(rows.identifier) is rows:
-            del self._rows[rows.identifier]
+    def _remove(self, entry: Entry[AnyQuery]) -> None:
+        """Remove an entry: a request that needs the image later queries it again."""
+        if self._entries.get(entry.identifier) is entry:
+            del self._entries[entry.identifier]
 
 
-class FetchTable(RowTable[Wanted]):
-    """The table of an engine whose images the service encodes: rows are `here` or `asked`."""
+class FetchTable(RowTable[FetchQuery]):
+    """The table of an engine whose images the service encodes: entries are `pending` or `here`."""
 
     def __init__(self, memory: HostMemory, fetcher: RowFetcher, row_bytes: int, counts: Counts) -> None:
         super().__init__(memory, fetcher, row_bytes, counts)
         self._fetcher = fetcher
-        self._starved: deque[Rows[Wanted]] = deque()  # they wait for memory; first come, first served
+        self._waiting: deque[Entry[FetchQuery]] = deque()  # for memory; first come, first served
 
-    def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Process the answers. Return the holders of rows that failed, with the errors; failures are not remembered."""
-        failed: list[tuple[Holder, EncoderError]] = []
-        for outcome in self._source.answers():
-            rows = self._asked.pop(outcome.wanted)
-            if outcome.error is not None:
-                failed += [(holder, outcome.error) for holder in rows.holders]
-            if rows.holders and outcome.error is None:
-                rows.state = "here"
-            else:
-                self._free(rows)
-            self._count(outcome)
-        return failed
+    def _start(self, entry: Entry[FetchQuery]) -> None:
+        self._waiting.append(entry)
+        self._start_waiting()
 
-    def _ask(self, rows: Rows[Wanted]) -> None:
-        self._starved.append(rows)
-        self._fetch_what_fits()
+    def _end(self, entry: Entry[FetchQuery], outcome: Outcome[FetchQuery]) -> None:
+        if outcome.state == "here" and entry.holders:
+            entry.state = "here"
+        else:
+            self._free(entry)
 
-    def _give_up(self, rows: Rows[Wanted]) -> None:
-        if rows.wanted in self._asked:
-            super()._give_up(rows)
-        elif rows in self._starved:
-            self._starved.remove(rows)
+    def _cancel(self, entry: Entry[FetchQuery]) -> None:
+        if entry.query in self._running:
+            super()._cancel(entry)
+        elif entry in self._waiting:
+            self._waiting.remove(entry)
 
-    def _free(self, rows: Rows[Wanted]) -> None:
-        super()._free(rows)
-        self._fetcher.release(rows.wanted)
-        self._fetch_what_fits()
+    def _free(self, entry: Entry[FetchQuery]) -> None:
+        super()._free(entry)
+        self._fetcher.release(entry.query)
+        self._start_waiting()
 
-    def _fetch_what_fits(self) -> None:
-        while self._starved and self._reserve(self._starved[0]):
-            self._source.ask(self._starved.popleft().wanted)
-
-    def _count(self, outcome: Outcome) -> None:
-        if outcome.error is not None:
-            self._counts.failed(outcome.error)
-        elif not outcome.cancelled:
-            self._counts.fetched(outcome, outcome.wanted.tokens * self._row_bytes)
+    def _start_waiting(self) -> None:
+        """Begin waiting queries as far as memory is free."""
+        while self._waiting and self._reserve(self._waiting[0]):
+            self._source.start(self._waiting.popleft().query)
 
 
-class SharedTable(RowTable[Asked]):
-    """The table of an engine that shares rows: rows that no other engine makes are `ours`, and are put."""
+class SharedTable(RowTable[StoreQuery]):
+    """The table of an engine that shares rows: this engine makes and puts the rows that no other engine makes.
+
+    No image fails: rows that cannot be fetched become `own`.
+    """
 
     def __init__(
         self, store: SharedStore, incoming: HostMemory, outgoing: HostMemory, row_bytes: int, counts: Counts
@@ -198,86 +200,86 @@ class SharedTable(RowTable[Asked]):
         super().__init__(incoming, store, row_bytes, counts)
         self._store = store
         self._outgoing = outgoing
-        self._leases: dict[Rows[Asked], PutAnswer] = {}  # leases of rows that the store expects
-        self._saving: dict[int, tuple[Rows[Asked], Save]] = {}  # rows that are being made and put
-        self._numbers = itertools.count()
+        self._leases: dict[Entry[StoreQuery], PutAnswer] = {}  # of rows that the store expects
+        self._saving: dict[int, tuple[Entry[StoreQuery], Save]] = {}  # rows that are being made and put
+        self._save_numbers = itertools.count()
 
     def __len__(self) -> int:
-        saving = (rows for rows, _ in self._saving.values())
-        return len({*self._rows.values(), *self._asked.values(), *saving})
+        saving = (entry for entry, _ in self._saving.values())
+        return len({*self._entries.values(), *self._running.values(), *saving})
 
     def is_decided(self, identifier: str) -> bool:
         """Whether a step may use an image: its rows have arrived, or this engine makes them."""
-        rows = self._rows.get(identifier)
-        return rows is None or rows.state != "asked"
+        entry = self._entries.get(identifier)
+        return entry is None or entry.state != "pending"
 
-    def clashes(self, identifier: str, tokens: int) -> bool:
+    def clashes(self, identifier: str, rows: int) -> bool:
         """Whether `identifier` is an image with another number of rows: a caller gave two images the same `uuid`."""
-        rows = self._rows.get(identifier)
-        return rows is not None and rows.wanted.tokens != tokens
+        entry = self._entries.get(identifier)
+        return entry is not None and entry.query.rows != rows
 
     def begin_save(self, identifier: str, data: Mapping[str, Any]) -> Save | None:
         """Return where to copy the rows that the tower makes from `data` in this step; None if they are not put.
 
-        The lease is given back if there is no space for the rows, since no step waits for memory. It is also given back
-        if the store was asked about other data, because a caller gave two images the same `uuid`.
+        Abandons the lease if there is no space for the rows, since no step waits for memory. Abandons it, too, if the
+        store was asked about other data because a caller gave two images the same `uuid`.
         """
-        rows = self._rows.get(identifier)
-        lease = self._leases.pop(rows, None) if rows is not None else None
-        if rows is None or lease is None:
+        entry = self._entries.get(identifier)
+        lease = self._leases.pop(entry, None) if entry is not None else None
+        if entry is None or lease is None:
             return None
-        is_right = same_image(rows.wanted.data, data)
-        extents = self._outgoing.allocate(rows.wanted.tokens * self._row_bytes) if is_right else None
+        is_right = same_image(entry.query.data, data)
+        extents = self._outgoing.allocate(entry.query.rows * self._row_bytes) if is_right else None
         if extents is None:
             self._counts.put("no_room" if is_right else "another_image")
-            self._store.give_back(lease)
+            self._store.abandon(lease)
             return None
-        save = Save(extents, next(self._numbers))
-        self._saving[save.number] = rows, save
+        save = Save(extents, next(self._save_numbers))
+        self._saving[save.number] = entry, save
         self._store.expect(save.number, lease, extents)
         return save
 
-    def give_back(self, identifier: str) -> None:
-        """Give back the lease of an image, so that another engine may make the rows; this one then makes its own."""
-        rows = self._rows.get(identifier)
-        if rows is not None and rows in self._leases:
+    def abandon_lease(self, identifier: str) -> None:
+        """Let another engine make the rows of an image; this one then makes them only for itself."""
+        entry = self._entries.get(identifier)
+        if entry is not None and entry in self._leases:
             self._counts.put("waited")
-            self._end_lease(rows)
+            self._abandon(entry)
 
     def collect(self) -> list[tuple[Holder, EncoderError]]:
-        """Process what was found and put. No request fails: rows that cannot be fetched become `ours`."""
-        for found in self._store.answers():
-            self._take_found(self._asked.pop(found.wanted), found)
-        for sent in self._store.sent():
-            rows, save = self._saving.pop(sent.number)
+        """Process the outcomes of queries and of puts."""
+        failed = super().collect()
+        for put in self._store.puts():
+            entry, save = self._saving.pop(put.number)
             self._outgoing.release(save.extents)
-            self._counts.put("kept" if sent.error is None else sent.error.status.name.lower())
-            self._forget(rows)  # a later request asks the store again
-        return []
+            self._counts.put("kept" if put.error is None else put.error.status.name.lower())
+            self._remove(entry)  # a later request asks the store again
+        return failed
 
-    def _ask(self, rows: Rows[Asked]) -> None:
-        if self._store.alone or not self._reserve(rows):
-            rows.state = "ours"
+    def _start(self, entry: Entry[StoreQuery]) -> None:
+        if self._store.alone or not self._reserve(entry):
+            entry.state = "own"
             self._counts.encoded(shared=False)
         else:
-            self._store.ask(rows.wanted)
+            self._store.start(entry.query)
 
-    def _take_found(self, rows: Rows[Asked], found: Found) -> None:
-        self._counts.found(found, rows.wanted.tokens * self._row_bytes)
-        rows.state = "here" if found.outcome == "here" else "ours"
-        if found.lease is not None:
-            self._leases[rows] = found.lease
-        if rows.state == "ours":
-            self._memory.release(rows.extents)
-        self._forget_unheld(rows)
+    def _end(self, entry: Entry[StoreQuery], outcome: Outcome[StoreQuery]) -> None:
+        if outcome.lease is not None:
+            self._leases[entry] = outcome.lease
+        if outcome.state == "here":
+            entry.state = "here"
+        else:
+            entry.state = "own"
+            self._memory.release(entry.extents)
+        self._remove_unheld(entry)
 
-    def _forget_unheld(self, rows: Rows[Asked]) -> None:
-        if any(rows is saved for saved, _ in self._saving.values()):
+    def _remove_unheld(self, entry: Entry[StoreQuery]) -> None:
+        if any(entry is saved for saved, _ in self._saving.values()):
             return
-        super()._forget_unheld(rows)
-        if not rows.holders:
-            self._end_lease(rows)
+        super()._remove_unheld(entry)
+        if not entry.holders:
+            self._abandon(entry)
 
-    def _end_lease(self, rows: Rows[Asked]) -> None:
-        if (lease := self._leases.pop(rows, None)) is not None:
-            self._store.give_back(lease)
+    def _abandon(self, entry: Entry[StoreQuery]) -> None:
+        if (lease := self._leases.pop(entry, None)) is not None:
+            self._store.abandon(lease)

@@ -1,4 +1,4 @@
-"""The scheduler's part of the connector: the gate with its table and source, and the plans of the workers."""
+"""The scheduler's part of the connector: the gate with its table and row source, and plans for the workers."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -11,16 +11,15 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, 
 
 from prefill_client.vllm.cache_manager import gates, show_encoder_cache
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.engine_checkpoint import producer_of_engine
+from prefill_client.vllm.features import Feature, TowerInput
 from prefill_client.vllm.gate import Gate, NamedGate, SharingGate
 from prefill_client.vllm.host_memory import HostMemory, Load, Outgoing, Save
 from prefill_client.vllm.image_name import NameSigner, is_ours
-from prefill_client.vllm.prompt_images import Feature, TowerInput
-from prefill_client.vllm.row_fetcher import AnyWish, RowFetcher, Wanted
-from prefill_client.vllm.row_table import FetchTable, Rows, RowTable, SharedTable
-from prefill_client.vllm.service_check import check_description, row_kind
+from prefill_client.vllm.row_fetcher import AnyQuery, FetchQuery, RowFetcher
+from prefill_client.vllm.row_table import Entry, FetchTable, RowTable, SharedTable
+from prefill_client.vllm.service_check import check_description, producer_of_engine, row_kind
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.shared_store import Asked, SharedStore, StoreSession
+from prefill_client.vllm.shared_store import SharedStore, StoreQuery, StoreSession
 from prefill_client.vllm.staging import Staging
 from prefill_client.vllm.worker_side import row_bytes
 
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # vLLM checks a waiting request nearly a thousand times a second. When nothing else runs, its loop pauses here until
-# rows arrive. A request that comes in the meantime waits at most this long.
-REST_S = 0.004
+# rows arrive. A request that comes during the pause waits at most this long.
+PAUSE_S = 0.004
 # After more empty steps than this, nothing runs: with asynchronous scheduling, one step is planned during another.
 _EMPTY_STEPS = 3
 
@@ -38,7 +37,8 @@ _EMPTY_STEPS = 3
 class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
     """The rows that every worker loads before a step, and those that one saves after it.
 
-    They are in host memory at `path`, or were copied from a GPU for the `Staging` at `staging`.
+    The rows to load are in host memory at `path`, or are the worker's own copies from a GPU, which it makes for the
+    `Staging` at `staging`.
     """
 
     step: int
@@ -51,31 +51,31 @@ class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class LoadedUpTo(ECConnectorWorkerMetadata):  # type: ignore[misc]
-    """Reports that the plans up to this step are loaded once the step's output is there."""
+    """A worker's report, with the output of a step: it has loaded the plans up to this step."""
 
     step: int
 
     def aggregate(self, other: "LoadedUpTo") -> "LoadedUpTo":
-        """Return the step that all workers have reached."""
+        """Return the report of all workers: the earlier step."""
         return LoadedUpTo(min(self.step, other.step))
 
 
-class SchedulerSide(ABC, Generic[AnyWish]):
-    """The part of one scheduler; used only by its thread."""
+class SchedulerSide(ABC, Generic[AnyQuery]):
+    """The connector's part in one scheduler; used only by its thread."""
 
     counts: Counts
-    table: RowTable[AnyWish]
+    table: RowTable[AnyQuery]
     gate: Gate[Any]
 
     def __init__(self, path: str, wait: Callable[[float], None]) -> None:
-        """Workers load from the host memory at `path`. `wait` waits for an answer that the table can process."""
+        """Workers load from the host memory at `path`. `wait` waits for an outcome that the table can process."""
         self._path = path
         self._wait = wait
         self._step = 0
         self._empty_steps = 0  # in a row
-        self._to_load: dict[str, Rows[AnyWish]] = {}  # with the next plan
-        # Plans that workers may still be reading from.
-        self._under_way: deque[tuple[int, list[Rows[AnyWish]]]] = deque()
+        self._to_load: dict[str, Entry[AnyQuery]] = {}  # with the next plan
+        # By step: entries that workers may still be reading.
+        self._loading: deque[tuple[int, list[Entry[AnyQuery]]]] = deque()
 
     @abstractmethod
     def allocated(self, feature: Feature) -> None:
@@ -86,34 +86,37 @@ class SchedulerSide(ABC, Generic[AnyWish]):
         """Cancel all work; the engine stops."""
 
     def plan(self, scheduled_tokens: int) -> LoadPlan:
-        """Return what the workers load before this step. Without scheduled tokens some would not load it."""
+        """Return what the workers load before this step: nothing without scheduled tokens.
+
+        Some of vLLM's model runners do not load in such a step.
+        """
         self._step += 1
-        self._rest(scheduled_tokens)
+        self._pause_if_idle(scheduled_tokens)
         if not self._to_load or not scheduled_tokens:
             return LoadPlan(self._step, self._path)
-        images = list(self._to_load.values())
+        entries = list(self._to_load.values())
         self._to_load.clear()
-        self._under_way.append((self._step, images))
-        return LoadPlan(self._step, self._path, loads=tuple(each.load for each in images))
+        self._loading.append((self._step, entries))
+        return LoadPlan(self._step, self._path, loads=tuple(entry.load for entry in entries))
 
     def loaded(self, up_to: LoadedUpTo) -> None:
         """Release the rows that all workers have copied."""
-        while self._under_way and self._under_way[0][0] <= up_to.step:
-            for rows in self._under_way.popleft()[1]:
-                self.table.end_load(rows)
+        while self._loading and self._loading[0][0] <= up_to.step:
+            for entry in self._loading.popleft()[1]:
+                self.table.end_load(entry)
 
     def _load(self, identifier: str) -> None:
         """Add an image to the next plan."""
         if identifier not in self._to_load:
             self._to_load[identifier] = self.table.begin_load(identifier)
 
-    def _rest(self, scheduled_tokens: int) -> None:
+    def _pause_if_idle(self, scheduled_tokens: int) -> None:
         self._empty_steps = 0 if scheduled_tokens else self._empty_steps + 1
-        if self._empty_steps > _EMPTY_STEPS and self.table.fetching:
-            self._wait(REST_S)
+        if self._empty_steps > _EMPTY_STEPS and self.table.has_running:
+            self._wait(PAUSE_S)
 
 
-class FetchingSide(SchedulerSide[Wanted]):
+class FetchingSide(SchedulerSide[FetchQuery]):
     """For an engine whose images the service encodes."""
 
     def __init__(self, settings: Settings, config: "VllmConfig") -> None:
@@ -163,8 +166,8 @@ class FetchingSide(SchedulerSide[Wanted]):
         self._memory.close()
 
 
-class SharingSide(SchedulerSide[Asked]):
-    """For an engine that encodes itself and shares the rows of its tower."""
+class SharingSide(SchedulerSide[StoreQuery]):
+    """For an engine that encodes images itself and shares the rows of its tower."""
 
     table: SharedTable
 
@@ -191,7 +194,7 @@ class SharingSide(SchedulerSide[Asked]):
         self._to_save: dict[str, Save] = {}  # with the next plan
 
     def allocated(self, feature: Feature) -> None:
-        """Note that the step being planned uses an image: it is loaded, or the tower makes it."""
+        """Note that the step being planned uses an image: workers load it, or the tower makes it."""
         identifier = feature.identifier
         if identifier in self._to_load:
             return

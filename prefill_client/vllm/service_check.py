@@ -1,14 +1,21 @@
-"""Checks that the service makes rows for this engine's model, before the weights load, and for its videos."""
+"""The engine's model: its checkpoint, the kind of its rows, and whether the service makes the same rows."""
 
+import json
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import blake3
+import vllm
+
+from encoder_contract.checkpoint import NOT_OF_ROWS, weights_fingerprint
 from encoder_contract.errors import DeadlineError, InvalidRequestError, UnavailableError
+from encoder_contract.producer import Producer
 from encoder_contract.video import VideoSettings
 from prefill_client.engine import model
+from prefill_client.engine.model import EngineModel, checkpoint_folder
 from prefill_client.engine.service import describe
 from prefill_client.transport.connection import Description
-from prefill_client.vllm.engine_checkpoint import engine_model, folder_of
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import RowKind
 from prefill_client.vllm.videos import UnsupportedVideoError
@@ -147,3 +154,72 @@ def row_kind(config: "VllmConfig") -> RowKind:
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     width = engine.hf_config.get_text_config().hidden_size * (1 + levels)
     return RowKind(width, str(engine.dtype).removeprefix("torch."))
+
+
+def folder_of(config: "VllmConfig") -> Path:
+    """Return the checkpoint's folder. A model of the Hugging Face Hub is looked up in, or fetched into, vLLM's cache.
+
+    Raises `ValueError` for weights that come from no checkpoint, and `OSError` if a model cannot be found or fetched.
+    """
+    if config.load_config.load_format == "dummy":
+        raise ValueError("--load-format dummy makes random weights: no other process has the same")
+    model, load = config.model_config, config.load_config
+    return checkpoint_folder(
+        model.model,
+        revision=model.revision,
+        cache_dir=load.download_dir,
+        ignore_patterns=load.ignore_patterns,
+    )
+
+
+def engine_model(config: "VllmConfig") -> EngineModel:
+    """Return this engine's model, to compare the service's with."""
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    model = config.model_config
+    return EngineModel(
+        config=model.hf_config,
+        dtype=str(model.dtype).removeprefix("torch."),
+        image_processor=lambda: cached_image_processor_from_config(model),
+        folder=lambda: folder_of(config),
+        lays_out_images=True,
+    )
+
+
+# Settings of the tower that change rows by more than rounding.
+_TOWER_SETTINGS = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_processor_kwargs")
+
+
+def producer_of_engine(config: "VllmConfig") -> Producer:
+    """Return the producer of the rows that this engine shares.
+
+    Reads the vision tensors of the checkpoint: under a second per GB once they are in memory. The producer does not
+    cover the tower's device or number of ranks: these change rows only by rounding, and all engines that share rows
+    get those of the first writer, bit for bit. Raises `ValueError` or `OSError` without a checkpoint of safetensors
+    files.
+    """
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    model = config.model_config
+    quantized = getattr(model.hf_config, "quantization_config", None)
+    tower = {
+        "quantization": [model.quantization, quantized],
+        **{name: getattr(model.multimodal_config, name) for name in _TOWER_SETTINGS},
+    }
+    described = [model.hf_config.architectures, _config_of_towers(model.hf_config), tower]
+    return Producer(
+        model=_digest_of(described),
+        weights=weights_fingerprint(folder_of(config)),
+        processor=_digest_of(cached_image_processor_from_config(model).to_dict()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        implementation=f"vllm {vllm.__version__}",
+    )
+
+
+def _config_of_towers(config: Any) -> dict[str, Any]:
+    """Return a model's configuration without the language model's part."""
+    return {name: value for name, value in config.to_dict().items() if name not in NOT_OF_ROWS}
+
+
+def _digest_of(value: Any) -> bytes:
+    return blake3.blake3(json.dumps(value, sort_keys=True, default=str).encode()).digest()

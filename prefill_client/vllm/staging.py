@@ -1,12 +1,13 @@
-"""Rows that stay on GPUs: every worker copies them out of the server's memory before a step may use them.
+"""Rows from GPU to GPU: every worker copies them out of the server's GPU memory before a step may use them.
 
-The scheduler's process receives the handle and keeps its Fetch call open meanwhile; the workers open the memory. They
-cannot copy in a step: rows may be lost before they are copied, and an error in a step ends the engine. vLLM also hands
-them nothing while all requests wait for images. So a thread of each worker talks to the scheduler's process through a
-socket, and an image counts as arrived once all workers have confirmed that their copies are its rows.
+The scheduler's process receives the handle and keeps its Fetch call open. The workers open the memory and copy, each on
+a thread that talks to the scheduler's process through a socket. They cannot copy in a step: the service may overwrite
+rows before they are copied, and an error in a step ends the engine. Nor does vLLM pass anything to its workers while
+all requests wait for images. An image counts as arrived once all workers have confirmed that their copies are its rows.
 
-Messages have the same form in both directions: the number of a copy, and text of a given length. To a worker, the text
-is a handle; an empty one ends the copy. From a worker, it is why there is no copy; empty: there is one.
+Messages have the same form in both directions: the number of a copy, and a text with its length. The text to a worker
+is a handle; if it is empty, the worker frees the copy. The text from a worker is the error; if it is empty, the worker
+has made the copy.
 """
 
 import asyncio
@@ -34,30 +35,30 @@ _PEER = struct.Struct("3i")  # ucred: pid, uid, gid
 
 
 class Staging:
-    """Rows that all workers have copied, or are copying. Of the scheduler's process; for one event loop."""
+    """The scheduler's side: rows that all workers have copied, or are copying. For one event loop."""
 
     def __init__(self, workers: int, limit_bytes: int) -> None:
-        """At most `limit_bytes` of rows are with each of `workers` at a time. With 0, none are."""
+        """Each of `workers` keeps at most `limit_bytes` of rows. With 0, nothing is copied."""
         self._expected = workers
         self._limit_bytes = limit_bytes
         self.address = b""
-        """Where workers connect; empty until `open`, and if rows never stay on GPUs."""
+        """Where workers connect; empty before `open`, and always if the limit is 0."""
         self._server: asyncio.Server | None = None
         self._workers: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
         self._numbers = itertools.count(1)
-        self._staged: dict[int, int] = {}  # bytes of each copy
-        self._asked: dict[int, asyncio.Queue[str]] = {}  # the answers of the workers
+        self._staged: dict[int, int] = {}  # bytes of each copy, by number
+        self._replies: dict[int, asyncio.Queue[str]] = {}  # of workers, by the number of the copy
 
     async def open(self) -> None:
-        """Listen for workers. The name of the socket is the kernel's choice, and leaves no file behind."""
+        """Listen for workers. The kernel chooses the socket's name, which leaves no file behind."""
         if self._limit_bytes:
             listening = socket.socket(socket.AF_UNIX)
             listening.bind("")
-            self._server = await asyncio.start_unix_server(self._talk, sock=listening)
+            self._server = await asyncio.start_unix_server(self._read_replies, sock=listening)
             self.address = listening.getsockname()
 
     async def close(self) -> None:
-        """End the connections; the workers' copies remain until their processes end."""
+        """Close the connections. The workers' copies remain until their processes end."""
         if self._server is not None:
             self._server.close()
         for worker in self._workers:
@@ -66,11 +67,11 @@ class Staging:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers are there."""
+        """Whether all workers are connected."""
         return len(self._workers) == self._expected
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether so many more bytes of rows may be copied."""
+        """Whether `size_bytes` more of rows may be copied."""
         return sum(self._staged.values()) + size_bytes <= self._limit_bytes
 
     async def copy(self, handle: Handle) -> int:
@@ -81,52 +82,54 @@ class Staging:
         self._staged[number] = handle.row_bytes
         error = "cancelled"
         try:
-            error = await self._ask(number, handle.to_message())
+            error = await self._call_workers(number, handle.to_message())
         finally:
             if error:
-                self.drop(number)
+                self.release(number)
         if error:
             _log.info("rows come through host memory: a worker could not copy them from the GPU: %s", error)
         return 0 if error else number
 
-    def drop(self, number: int) -> None:
-        """Let the workers free a copy. A worker frees it before it makes the next one."""
+    def release(self, number: int) -> None:
+        """Let the workers free a copy. A worker frees it before it makes its next copy."""
         del self._staged[number]
         self._send(number, b"")
 
-    async def opens(self, probe: bytes, probe_bytes: int) -> str:
-        """Let all workers open memory of a server's GPU; return why one cannot, or nothing."""
-        return await self._ask(next(self._numbers), pb.Handle(memory=probe, memory_bytes=probe_bytes))
+    async def probe(self, memory: bytes, memory_bytes: int) -> str:
+        """Let all workers open memory of a server's GPU; return the first error, or nothing."""
+        return await self._call_workers(
+            next(self._numbers), pb.Handle(memory=memory, memory_bytes=memory_bytes)
+        )
 
     def receivers(self, endpoint: str, description: pb.DescribeResponse) -> dict[str, Receiver]:
-        """Return the receivers for a server. The memory of its GPU is for the workers to open, not for this process."""
-        found = receivers(endpoint, description)
+        """Return the receivers for a server. The workers open its GPU memory, this process does not."""
+        by_transport = receivers(endpoint, description)
         device = _WorkersReceiver.from_server(endpoint, description)
         if device is not None:
             device.staging = self
-            found[DEVICE] = device
-        return found
+            by_transport[DEVICE] = device
+        return by_transport
 
-    async def _ask(self, number: int, handle: pb.Handle) -> str:
+    async def _call_workers(self, number: int, handle: pb.Handle) -> str:
         """Send a handle to all workers; return the first error, or nothing."""
         if not self.is_complete:
             return "a worker is missing"
-        answers = self._asked[number] = asyncio.Queue()
+        replies = self._replies[number] = asyncio.Queue()
         try:
             self._send(number, handle.SerializeToString())
             for _ in range(self._expected):
-                if error := await answers.get():
+                if error := await replies.get():
                     return error
         finally:
-            del self._asked[number]
+            del self._replies[number]
         return ""
 
     def _send(self, number: int, text: bytes) -> None:
         for worker in self._workers:
             worker.write(FRAME.pack(number, len(text)) + text)
 
-    async def _talk(self, reader: asyncio.StreamReader, worker: asyncio.StreamWriter) -> None:
-        """Take the answers of a worker: a process of our user."""
+    async def _read_replies(self, reader: asyncio.StreamReader, worker: asyncio.StreamWriter) -> None:
+        """Read the replies of a worker. Only processes of our user are accepted."""
         peer = worker.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         if _PEER.unpack(peer)[1] != os.geteuid():
             worker.close()
@@ -136,22 +139,22 @@ class Staging:
             while True:
                 number, size = FRAME.unpack(await reader.readexactly(FRAME.size))
                 error = (await reader.readexactly(size)).decode()
-                if answers := self._asked.get(number):
-                    answers.put_nowait(error)
+                if replies := self._replies.get(number):
+                    replies.put_nowait(error)
         del self._workers[worker]
-        for answers in self._asked.values():
-            answers.put_nowait("the worker has ended")
+        for replies in self._replies.values():
+            replies.put_nowait("the worker has ended")
 
 
 class _WorkersReceiver(DeviceReceiver):
-    """Receives handles for the workers. The scheduler's process itself makes no context on a GPU."""
+    """Receives handles for the workers. The scheduler's process itself creates no context on a GPU."""
 
     staging: Staging
     _opening: "asyncio.Task[str] | None" = None
 
     @property
     def usable(self) -> bool:  # type: ignore[override]
-        """Whether all workers have opened the probe. They are asked when a call first names this transport."""
+        """Whether all workers have opened the probe. They try when a call first names this transport."""
         if self._opening is None and self.staging.is_complete:
             self._opening = asyncio.create_task(self._open())
         return self._opening is not None and self._opening.done() and not self._opening.result()
@@ -161,29 +164,30 @@ class _WorkersReceiver(DeviceReceiver):
         return DeviceRows(Handle.from_message(ready.handle), ready.width, ready.dtype, is_held=is_open)
 
     async def _open(self) -> str:
-        error = await self.staging.opens(self._probe, self._probe_bytes)
+        error = await self.staging.probe(self._probe, self._probe_bytes)
         if error:
             self._warn(error)
         return error
 
 
-class Stage:
-    """The copies of one worker, on its own device. A thread makes them, and a step takes them."""
+class StagingWorker:
+    """A worker's side: its copies, on its own device. A thread makes them, and a step uses them."""
 
     def __init__(self, address: bytes, width: int, dtype: str, device: torch.device) -> None:
-        """Serve the `Staging` at `address`. `width`, `dtype`: a row, as the engine reads it."""
+        """Connect to the `Staging` at `address`. `width` and `dtype` describe a row as the engine reads it."""
         self._width = width
         self._dtype = dtype
         self._rows: dict[int, torch.Tensor] = {}
-        # Beside the stream that computes, which goes on meanwhile.
+        # Copies run on a side stream, so that the compute stream goes on.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         threading.Thread(target=self._serve, args=(address,), name="gpu-rows", daemon=True).start()
 
-    def take(self, number: int) -> torch.Tensor:
-        """Return a confirmed copy, [rows, width], for the stream that is current. It is not to be written."""
+    def rows(self, number: int) -> torch.Tensor:
+        """Return a confirmed copy, [rows, width], for the current stream. The caller must not write to it."""
         rows = self._rows[number]
         if self._stream is not None:
-            rows.record_stream(torch.cuda.current_stream(rows.device))  # its memory is the side stream's
+            # The side stream allocated it, the current stream reads it.
+            rows.record_stream(torch.cuda.current_stream(rows.device))
         return rows
 
     def _serve(self, address: bytes) -> None:
@@ -200,7 +204,10 @@ class Stage:
                     stream.flush()
 
     def _copy(self, number: int, handle: pb.Handle) -> str:
-        """Copy the rows of a handle, and check that they were its rows until the end; return why that is not so."""
+        """Copy the rows of a handle; return the error, or nothing.
+
+        `DeviceRows.tensor` checks after the copy that the memory still held the rows of the handle.
+        """
         try:
             with torch.cuda.stream(self._stream):  # does nothing without one
                 if handle.segment:
@@ -208,6 +215,6 @@ class Stage:
                     self._rows[number] = rows.tensor(self._dtype)
                 else:  # a probe
                     open_memory(handle.memory, handle.memory_bytes, current_gpu())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+        except Exception as error:  # noqa: BLE001 - the engine goes on after any error
             return str(error) or repr(error)
         return ""

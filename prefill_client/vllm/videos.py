@@ -1,8 +1,8 @@
-"""Videos for vLLM: as text and pairs of frames, each an image of its own, for the models that write time as text.
+"""Videos for vLLM: as text and pairs of frames, each pair an image, for the models that write time as text.
 
-To the language model of Qwen3-VL and its successors, a video is a row of pictures with a timestamp before each. Written
-so, the prompt differs from that of vLLM's own videos only by the id of the placeholders. Each pair is fetched by the
-prefill step that reads it, and vLLM needs no decoder.
+The prompts of Qwen3-VL and its successors show a video as pictures with a timestamp before each. Such a prompt differs
+from vLLM's own prompt for the video only by the id of the placeholders. The prefill step that reads a pair fetches it,
+and vLLM needs no decoder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from encoder_contract.errors import InvalidRequestError
 from encoder_contract.video import Clip, VideoInfo, VideoSettings, timestamp
 
 Picture = TypeVar("Picture")
-# vLLM's own processor keeps these marks around a whole video, since transformers 5.10; every vLLM here demands that.
+# vLLM's own processor keeps these marks around a whole video since transformers 5.10, which every supported vLLM needs.
 _BEGIN, _END = "<|vision_start|>", "<|vision_end|>"
 OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
-"""The fields of a request that say how its media are loaded and processed."""
-_MOST = 1 << 20
-# Those of vLLM's loader, whatever the checkpoint says.
+"""The fields of a request that set how its media are loaded and processed."""
+_MAX_OPTION = 1 << 20
+# The defaults of vLLM's loader, which ignores those of the checkpoint.
 _FPS, _MAX_FPS, _MIN_FRAMES, _MAX_FRAMES = 2.0, 30.0, 4, 768
 
 
 class UnsupportedVideoError(InvalidRequestError):
-    """The service does not encode this video for this engine. The engine's own tower may."""
+    """The service cannot encode this video for this engine. The engine's own tower may be able to."""
 
 
-def shown(clip: Clip, pictures: Sequence[Picture]) -> list[str | Picture]:
-    """Return a video as the prompt shows it: text, and a picture of each pair, around which vLLM writes its marks."""
+def prompt_parts(clip: Clip, pictures: Sequence[Picture]) -> list[str | Picture]:
+    """Return a video as the prompt shows it: text, and a picture of each pair. vLLM adds marks around each picture."""
     parts: list[str | Picture] = []
     for seconds, picture in zip(clip.seconds, pictures, strict=True):
         parts += [timestamp(seconds), picture]
@@ -56,8 +56,8 @@ class Sampling:
         for modality in loading.keys() - {"video"}:
             raise _unsupported(f"media_io_kwargs.{modality}")
         loading = _options("media_io_kwargs.video", loading.get("video"))
-        for name, given in (("media_io_kwargs.video", loading), ("mm_processor_kwargs", processing)):
-            for key in given.keys() - {"fps", "num_frames"}:
+        for name, options in (("media_io_kwargs.video", loading), ("mm_processor_kwargs", processing)):
+            for key in options.keys() - {"fps", "num_frames"}:
                 raise _unsupported(f"{name}.{key}")
         fps = _number("media_io_kwargs.video.fps", loading.get("fps"), float)
         processor_fps = _number("mm_processor_kwargs.fps", processing.get("fps"), float)
@@ -67,11 +67,11 @@ class Sampling:
         return cls(fps or _FPS, processor_fps, int(processor_frames) if processor_frames else None)
 
     def clip(self, settings: VideoSettings, video: VideoInfo) -> Clip:
-        """Return what the model is shown of a video; `settings` are those of the checkpoint. Raises as they do."""
+        """Return the clip that the model is shown. Raises the errors of `VideoSettings.clip`."""
         return settings.clip(video, self.frames(settings, video))
 
     def frames(self, settings: VideoSettings, video: VideoInfo) -> list[int]:
-        """Return the numbers of the frames that the model is shown; `settings` are those of the checkpoint."""
+        """Return the numbers of the frames that the model is shown. `settings` are those of the checkpoint."""
         fps = min(self.fps, _MAX_FPS)
         loaded = replace(settings, fps=fps, min_frames=_MIN_FRAMES, max_frames=_MAX_FRAMES).sample(video)
         if len(loaded) < video.frames or video.readable_frames < video.frames:
@@ -82,19 +82,19 @@ class Sampling:
         return replace(settings, fps=self.processor_fps or settings.fps).sample(video)
 
 
-def _options(name: str, given: Any) -> Mapping[str, Any]:
-    if given is not None and not isinstance(given, dict):
+def _options(name: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, dict):
         raise InvalidRequestError(f"{name} must be an object")
-    return given or {}
+    return value or {}
 
 
-def _number(name: str, given: Any, kind: type[int] | type[float]) -> float | None:
-    """Return a positive number, None if there is none."""
-    whole = isinstance(given, int) or (kind is float and isinstance(given, float))
-    if given is not None and (isinstance(given, bool) or not whole or not 0 < given <= _MOST):
-        kind_said = "whole number" if kind is int else "number"
-        raise InvalidRequestError(f"{name} must be one {kind_said} above 0 and at most {_MOST}")
-    return given
+def _number(name: str, value: Any, kind: type[int] | type[float]) -> float | None:
+    """Check that `value` is a positive number of this kind, or None."""
+    right_type = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if value is not None and (isinstance(value, bool) or not right_type or not 0 < value <= _MAX_OPTION):
+        expected = "whole number" if kind is int else "number"
+        raise InvalidRequestError(f"{name} must be one {expected} above 0 and at most {_MAX_OPTION}")
+    return value
 
 
 def _unsupported(option: str) -> InvalidRequestError:

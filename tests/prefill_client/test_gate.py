@@ -13,10 +13,10 @@ from encoder_service.app import Server
 from prefill_client import EncoderClient, Submitted
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.counts import IMAGES, Counts
+from prefill_client.vllm.features import TowerInput
 from prefill_client.vllm.gate import NamedGate
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
-from prefill_client.vllm.prompt_images import TowerInput
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import FetchTable
 from prefill_client.vllm.settings import Settings
@@ -106,17 +106,17 @@ class Prefill:
         for computed in range(begin, end, STEP):
             while not self.gate.may_prefill(asking, computed):
                 assert not self.gate.failed()
-                assert self.table.fetching, f"parked at token {computed}, and nothing is on its way"
+                assert self.table.has_running, f"parked at token {computed}, and nothing is on its way"
                 await asyncio.to_thread(self._fetcher.wait, PATIENCE_S)
             for index, image in enumerate(asking.mm_features):
                 if image.mm_position.offset + ROWS <= min(computed + STEP, end):
-                    self.gate.passed(asking.request_id, index)
+                    self.gate.prefilled(asking.request_id, index)
 
     async def end(self, asking: Asking) -> None:
         """End the request; whatever it held is free once what was under way has an outcome."""
         self.gate.finished(asking.request_id)
         assert not self.gate.failed()
-        while self.table.fetching:
+        while self.table.has_running:
             await asyncio.to_thread(self._fetcher.wait, PATIENCE_S)
             assert not self.gate.failed()
         assert len(self.table) == 0

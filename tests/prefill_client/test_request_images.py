@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
+from prefill_client.vllm.image_name import RequestInfo
 from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, NamedImage, RequestImages
 
 
@@ -44,7 +45,7 @@ def test_a_video_becomes_text_and_pictures_where_it_was() -> None:
     assert (images.urls(), images.video_urls()) == (["a", "c"], ["b"])
     assert images.in_order(["a", "c"], ["b"]) == ["a", "b", "c"]
     still, pair = NamedImage("still", [1, 4, 4]), NamedImage("pair", [1, 2, 2])
-    images.name([[still], ["<0.5 seconds>", pair, "end"], [still]], ("ours", {}))
+    images.replace([[still], ["<0.5 seconds>", pair, "end"], [still]], RequestInfo())
     content = body["messages"][0]["content"]
     assert [part.get("uuid") or part["text"] for part in content] == [
         "x", "still", "<0.5 seconds>", "pair", "end", "still", "x",

@@ -16,8 +16,8 @@ from encoder_service.engine.model import load_model
 from prefill_client import Description, EncoderClient
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_name import ImageName
-from prefill_client.vllm.row_fetcher import Caller, Outcome, RowFetcher, Wanted
+from prefill_client.vllm.image_name import ImageName, RequestInfo
+from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
 from prefill_client.vllm.settings import Settings
 from testing.photos import photo
 from tests.calls import fetched
@@ -50,7 +50,7 @@ def port_of(server: Server) -> int:
 
 async def outcome(fetcher: RowFetcher) -> Outcome:
     await asyncio.to_thread(fetcher.wait, PATIENCE_S)
-    (told,) = fetcher.answers()
+    (told,) = fetcher.outcomes()
     return told
 
 
@@ -60,21 +60,21 @@ async def test_rows_are_in_their_extents_when_the_outcome_arrives(
     (image,) = await client.submit([photo(64, 96, 1)])
     row_bytes = client.description.width * element_type(client.description.dtype).itemsize
     name = ImageName(image.digest, image.grid, b"")
-    wanted = Wanted(
-        name, image.tokens, Caller("a request"), extents=memory.allocate(image.tokens * row_bytes)
+    query = FetchQuery(
+        name, image.tokens, RequestInfo("a request"), extents=memory.allocate(image.tokens * row_bytes)
     )
-    fetcher.ask(wanted)
+    fetcher.start(query)
     told = await outcome(fetcher)
-    assert (told.wanted, told.error, told.cancelled) == (wanted, None, False)
-    assert memory.read(wanted.extents).tobytes() == (await fetched(client, image.digest)).array.tobytes()
-    assert list(fetcher.answers()) == [], "each is told once"
+    assert (told.query, told.state) == (query, "here")
+    assert memory.read(query.extents).tobytes() == (await fetched(client, image.digest)).array.tobytes()
+    assert list(fetcher.outcomes()) == [], "each is told once"
 
 
 async def test_a_fetch_that_is_given_up_has_an_outcome_too(fetcher: RowFetcher) -> None:
-    wanted = Wanted(NOBODYS, 4, Caller())
-    fetcher.ask(wanted)
-    fetcher.give_up(wanted)
-    assert (await outcome(fetcher)).cancelled
+    query = FetchQuery(NOBODYS, 4, RequestInfo())
+    fetcher.start(query)
+    fetcher.cancel(query)
+    assert (await outcome(fetcher)).state == "cancelled"
 
 
 async def test_closing_ends_what_is_under_way_and_the_thread(fetcher: RowFetcher) -> None:
@@ -82,10 +82,10 @@ async def test_closing_ends_what_is_under_way_and_the_thread(fetcher: RowFetcher
         return [each for each in threading.enumerate() if each.name == "encoder-rows"]
 
     assert len(threads()) == 1
-    fetcher.ask(Wanted(NOBODYS, 4, Caller()))
+    fetcher.start(FetchQuery(NOBODYS, 4, RequestInfo()))
     await asyncio.to_thread(fetcher.close)
     assert threads() == []
-    assert [told.cancelled for told in fetcher.answers()] == [True]
+    assert [told.state for told in fetcher.outcomes()] == ["cancelled"]
 
 
 async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
@@ -130,7 +130,7 @@ async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
         row_bytes = right.width * element_type(right.dtype).itemsize
         name = ImageName(image.digest, image.grid, b"")
         extents = memory.allocate(image.tokens * row_bytes)
-        fetcher.ask(Wanted(name, image.tokens, Caller("a request"), extents=extents))
+        fetcher.start(FetchQuery(name, image.tokens, RequestInfo("a request"), extents=extents))
         assert (await outcome(fetcher)).error is None
     finally:
         await asyncio.to_thread(fetcher.close)

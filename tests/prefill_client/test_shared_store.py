@@ -13,7 +13,7 @@ from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, HostMemory
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.shared_store import Asked, RowKind, SharedStore, StoreSession
+from prefill_client.vllm.shared_store import RowKind, SharedStore, StoreQuery, StoreSession
 from tests.put_calls import PRODUCER, TOKENS
 from tests.servers import server_of
 from tests.waiting import soon
@@ -45,13 +45,13 @@ async def test_a_failed_save_frees_its_lease(config: Config, model: Model) -> No
         session = StoreSession(Settings((server.endpoint,)), PRODUCER, kind, HostMemory(1 << 20))
         store = await asyncio.to_thread(SharedStore, session, memory)
         try:
-            store.ask(Asked({"pixel_values": Field()}, "", TOKENS))
-            found = await first(store.answers)
+            store.start(StoreQuery({"pixel_values": Field()}, "", TOKENS))
+            found = await first(store.outcomes)
             store.expect(7, found.lease, memory.allocate(rows_bytes - 1))  # not a whole number of rows
             pipe = os.open(store.pipe, os.O_WRONLY | os.O_CLOEXEC)
             os.write(pipe, RECORD.pack(7, True))
             os.close(pipe)
-            sent = await first(store.sent)
+            sent = await first(store.puts)
             assert (sent.number, type(sent.error)) == (7, InternalError)
             await soon(lambda: not len(server.leases))
         finally:

@@ -17,10 +17,10 @@ from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, Submitted
 from prefill_client.transport import device as transport
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_name import ImageName
-from prefill_client.vllm.row_fetcher import Caller, Outcome, RowFetcher, Wanted
+from prefill_client.vllm.image_name import ImageName, RequestInfo
+from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.staging import FRAME, Stage, Staging
+from prefill_client.vllm.staging import FRAME, Staging, StagingWorker
 from testing.photos import photo
 from tests.calls import fetched
 from tests.servers import server_of
@@ -51,12 +51,12 @@ class Engine:
         self.fetcher = fetcher
         self.staging = staging
         self.memory = memory
-        self.stages: list[Stage] = []
+        self.stages: list[StagingWorker] = []
 
-    def join(self, **changes: Any) -> Stage:
+    def join(self, **changes: Any) -> StagingWorker:
         """Start a worker."""
         kind = {"width": self.client.description.width, "dtype": self.client.description.dtype, **changes}
-        self.stages.append(Stage(self.staging.address, device=torch.device("cpu"), **kind))
+        self.stages.append(StagingWorker(self.staging.address, device=torch.device("cpu"), **kind))
         return self.stages[-1]
 
     async def submit(self, *seeds: int) -> list[Submitted]:
@@ -66,18 +66,18 @@ class Engine:
             await fetched(self.client, image.digest)
         return images
 
-    async def fetch(self, image: Submitted) -> tuple[Wanted, Outcome]:
+    async def fetch(self, image: Submitted) -> tuple[FetchQuery, Outcome]:
         """Fetch the rows of an image as a scheduler does, and compare them with those that come inline."""
         assert image.grid is not None
         size = image.tokens * self.client.description.row_bytes
         name = ImageName(image.digest, image.grid, b"")
-        wanted = Wanted(name, image.tokens, Caller(), extents=self.memory.allocate(size) or ())
-        self.fetcher.ask(wanted)
+        wanted = FetchQuery(name, image.tokens, RequestInfo(), extents=self.memory.allocate(size) or ())
+        self.fetcher.start(wanted)
         outcome = await self.outcome()
-        assert (outcome.wanted, outcome.error) == (wanted, None)
+        assert (outcome.query, outcome.error) == (wanted, None)
         right = (await fetched(self.client, image.digest)).array.tobytes()
         if wanted.staged:
-            copies = [stage.take(wanted.staged).view(torch.uint8).numpy().tobytes() for stage in self.stages]
+            copies = [stage.rows(wanted.staged).view(torch.uint8).numpy().tobytes() for stage in self.stages]
             assert copies == [right] * len(self.stages)
         else:
             assert self.memory.read(wanted.extents).tobytes() == right
@@ -85,7 +85,7 @@ class Engine:
 
     async def outcome(self) -> Outcome:
         await asyncio.to_thread(self.fetcher.wait, PATIENCE_S)
-        (outcome,) = self.fetcher.answers()
+        (outcome,) = self.fetcher.outcomes()
         return outcome
 
     async def transport(self, image: Submitted) -> str:

@@ -14,9 +14,8 @@ from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm import shared_store
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_name import image_key, same_image
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.shared_store import Asked, RowKind, StoreSession
+from prefill_client.vllm.shared_store import RowKind, StoreQuery, StoreSession, image_key, same_image
 from testing.redis_servers import free_port
 from tests.put_calls import PRODUCER
 from tests.servers import server_of
@@ -51,10 +50,10 @@ def session(endpoint: str, kind: RowKind, **settings: Any) -> tuple[StoreSession
     return StoreSession(given, PRODUCER, kind, memory), memory
 
 
-def asked(memory: HostMemory, kind: RowKind, value: int) -> Asked:
+def asked(memory: HostMemory, kind: RowKind, value: int) -> StoreQuery:
     extents = memory.allocate(TOKENS * kind.width * element_type(kind.dtype).itemsize)
     assert extents is not None
-    return Asked(an_image(value), "", TOKENS, extents)
+    return StoreQuery(an_image(value), "", TOKENS, extents)
 
 
 async def test_a_server_that_cannot_take_the_rows_is_refused_and_told_why(
@@ -82,7 +81,7 @@ async def test_an_engine_starts_alone_joins_later_and_says_each_once(
     assert ours.alone
     for value in range(3):
         found = await ours.find(asked(memory, kind, value))
-        assert (found.outcome, found.lease) == ("ours", None), "nothing is asked of a store that is gone"
+        assert (found.state, found.lease) == ("own", None), "nothing is asked of a store that is gone"
     async with server_of(config, model, accept_put="yes", listen=endpoint):
         await soon(lambda: not ours.alone)
         found = await ours.find(asked(memory, kind, 9))
@@ -139,14 +138,14 @@ async def test_put_rows_are_found_by_others_and_waits_can_be_given_up(
         assert first.lease is not None
         waiting = asked(memory, kind, 1)
         task = asyncio.create_task(other.find(waiting))
-        await soon(lambda: waiting.fetching is not None)
-        waiting.give_up()
-        assert (await task).outcome == "given up"
+        await soon(lambda: waiting.fetch_task is not None)
+        waiting.cancel()
+        assert (await task).state == "cancelled"
         rows = memory.read(waiting.extents).copy()
         rows[:] = 7
         assert await one.put(first.lease, rows) is None
         found = asked(memory, kind, 1)
-        assert (await other.find(found)).outcome == "here"
+        assert (await other.find(found)).state == "here"
         assert (memory.read(found.extents) == 7).all()
         assert not other.alone
         await one.close()
@@ -201,8 +200,8 @@ async def test_an_image_of_more_rows_than_a_server_takes_leaves_the_engine_with_
     async with server_of(config, model, accept_put="yes") as server:
         ours, memory = session(server.endpoint, kind)
         await ours.start()
-        found = await ours.find(Asked(an_image(1), "", 1 << 20))
-        assert (found.outcome, found.lease) == ("ours", None)
+        found = await ours.find(StoreQuery(an_image(1), "", 1 << 20))
+        assert (found.state, found.lease) == ("own", None)
         assert not ours.alone
         assert (await ours.find(asked(memory, kind, 2))).lease is not None
         await ours.close()

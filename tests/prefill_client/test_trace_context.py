@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefill_client.vllm.request_images import PARAMETERS, caller_of, trace_context
+from prefill_client.vllm.image_name import RequestInfo, valid_traceparent
 
 GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 # gRPC ends a call with the first, and most servers one with the second: metadata is ASCII, and bounded.
@@ -12,10 +12,10 @@ CASES = [(GOOD, GOOD), *((bad, "") for bad in BAD), (7, ""), (None, "")]
 
 @pytest.mark.parametrize(("sent", "kept"), CASES, ids=lambda text: str(text)[:60])
 def test_only_a_well_formed_trace_context_is_kept(sent: object, kept: str) -> None:
-    assert trace_context(sent) == kept
-    parameters = {PARAMETERS: {"traceparent": sent}}
-    assert caller_of(parameters, request_id="x", tenant_salt="").traceparent == kept
+    assert valid_traceparent(sent) == kept
+    parameters = {RequestInfo.KEY: {"traceparent": sent}}
+    assert RequestInfo.read(parameters, "x").traceparent == kept
 
 
 def test_a_request_without_a_trace_context_has_none() -> None:
-    assert caller_of(None, request_id="x", tenant_salt="").traceparent == ""
+    assert RequestInfo.read(None, "x").traceparent == ""

@@ -110,20 +110,20 @@ def by_device(parts: Parts, wrapper: Wrapper) -> int:
     """Prefill images until the rows of one come from the service's device; return how many there were before."""
     came: list[str] = []
     counts = parts.scheduler.ec_connector._scheduler.counts
-    fetched = counts.fetched
+    fetched = counts.ended
 
     def noted(outcome: Outcome, size_bytes: int) -> None:
         came.append(outcome.transport)
         fetched(outcome, size_bytes)
 
-    counts.fetched = noted
+    counts.ended = noted
     while "device" not in came and len(came) < 100:
         image = photo(100, 90, 9100 + len(came), "PNG")
         parts.client.submit([image])
         request = parts.start(f"device {len(came)}", [parts.named(image)])
         while not request.is_finished():
             parts.step(wrapper)
-    counts.fetched = fetched
+    counts.ended = fetched
     return came.index("device")
 
 

@@ -167,7 +167,7 @@ def test_a_decode_step_touches_no_table(engine: Engine, monkeypatch: pytest.Monk
 def test_an_engine_with_nothing_else_to_do_rests_until_rows_arrive(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_side, "REST_S", 100.0)
+    monkeypatch.setattr(scheduler_side, "PAUSE_S", 100.0)
     late = photo(120, 90, 97, "PNG")
     request_id = engine.start(["a", late])
     arriving = threading.Timer(0.5, engine.submit, [late])

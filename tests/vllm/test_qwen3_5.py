@@ -17,7 +17,7 @@ from encoder_contract.video import VideoInfo, VideoSettings
 from prefill_client import RowRequest
 from prefill_client.images import Image
 from prefill_client.vllm.image_name import ImageName
-from prefill_client.vllm.videos import Sampling, shown
+from prefill_client.vllm.videos import Sampling, prompt_parts
 from testing.clips import clip
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
@@ -146,7 +146,7 @@ def test_a_video_is_answered_as_by_the_engines_own_loader(
                 for pair in chosen.pairs
             ]
             assert [answer.error for answer in engine.client.submit(pairs)] == [None] * 5
-            answers.append(engine.ask(["what happens", *shown(chosen, named)]))
+            answers.append(engine.ask(["what happens", *prompt_parts(chosen, named)]))
             with engine.client.fetch([RowRequest.of(pair) for pair in pairs]) as outcomes:
                 rows = {outcome.index: outcome.tensor().clone() for outcome in outcomes}
             wholes.append(torch.cat([rows[index] for index in range(5)]))

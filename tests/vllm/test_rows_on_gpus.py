@@ -20,7 +20,7 @@ from prefill_client import BlockingClient
 from prefill_client.blocking import LoopThread
 from prefill_client.transport import device, shared_memory
 from prefill_client.vllm.row_fetcher import Outcome
-from prefill_client.vllm.staging import Stage
+from prefill_client.vllm.staging import StagingWorker
 from testing.photos import photo
 from testing.server_process import running
 from testing.vllm_engine import Answer, Engine
@@ -72,11 +72,11 @@ def engine(checkpoint: Path, proxy: Proxy) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def stage(engine: Engine) -> Iterator[Stage]:
+def stage(engine: Engine) -> Iterator[StagingWorker]:
     """The copies of its worker, which has opened the memory."""
     engine.ask(["before the first step no worker knows where to connect"])
     get_ready(engine)
-    stage: Stage = get_ec_transfer()._loader._stage
+    stage: StagingWorker = get_ec_transfer()._loader._staging
     yield stage
     engine.assert_nothing_is_held()
     engine.forget()
@@ -98,15 +98,15 @@ def get_ready(engine: Engine) -> None:
 def transports(engine: Engine) -> Iterator[list[str]]:
     """Lend a list that gets the transport of each image whose rows come in the block."""
     came: list[str] = []
-    fetched = engine.side.counts.fetched
+    fetched = engine.side.counts.ended
 
     def noted(outcome: Outcome, size_bytes: int) -> None:
         came.append(outcome.transport)
         fetched(outcome, size_bytes)
 
-    engine.side.counts.fetched = noted
+    engine.side.counts.ended = noted
     yield came
-    engine.side.counts.fetched = fetched
+    engine.side.counts.ended = fetched
 
 
 def wait_until_it_serves(engine: Engine, *, serves: bool = True) -> None:
@@ -115,15 +115,17 @@ def wait_until_it_serves(engine: Engine, *, serves: bool = True) -> None:
         time.sleep(0.02)
 
 
-def test_rows_are_those_of_the_host(engine: Engine, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_those_of_the_host(
+    engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[torch.Tensor] = []
-    take = stage.take
+    take = stage.rows
 
     def noted(number: int) -> torch.Tensor:
         loaded.append(take(number))
         return loaded[-1]
 
-    monkeypatch.setattr(stage, "take", noted)
+    monkeypatch.setattr(stage, "rows", noted)
     for seed in range(4):
         parts = prompt(7000 + seed, IMAGES)
         files = [part for part in parts if isinstance(part, bytes)]
@@ -141,7 +143,7 @@ def test_rows_are_those_of_the_host(engine: Engine, stage: Stage, monkeypatch: p
 @pytest.mark.parametrize("opened", [True, False])
 def test_the_server_is_killed_between_handle_and_copy(
     engine: Engine,
-    stage: Stage,
+    stage: StagingWorker,
     server: Restartable,
     proxy: Proxy,
     opened: bool,
@@ -175,7 +177,7 @@ def test_the_server_is_killed_between_handle_and_copy(
 
 
 def test_rows_are_overwritten_before_the_copy_ends(
-    engine: Engine, stage: Stage, server: Restartable, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, stage: StagingWorker, server: Restartable, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that holds them has ended unnoticed, and the server has other rows in their place."""
     file = photo(200, 150, 7200, "PNG")
@@ -205,7 +207,7 @@ def test_rows_are_overwritten_before_the_copy_ends(
 
 
 def test_memory_that_the_worker_cannot_open(
-    engine: Engine, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = photo(200, 150, 7400, "PNG")
     right = engine.ask(["x", file], own=True)
@@ -225,7 +227,7 @@ def test_memory_that_the_worker_cannot_open(
 
 
 def test_the_workers_memory_for_rows_is_bounded(
-    engine: Engine, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt(7500 + seed, IMAGES) for seed in range(6)]
     right = [engine.ask(parts, own=True) for parts in prompts]

@@ -14,8 +14,7 @@ from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.errors import ModelMismatchError
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
-from prefill_client.vllm.engine_checkpoint import folder_of
-from prefill_client.vllm.service_check import check_service, refuse_sharing
+from prefill_client.vllm.service_check import check_service, folder_of, refuse_sharing
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running

@@ -74,7 +74,7 @@ def test_rows_that_are_here_need_no_service(engine: Engine, server: Restartable)
     submit(engine, files)
     request_id = engine.start(["x", *files])
     engine.step()
-    engine.run_until(lambda: all(rows.state == "here" for rows in engine.side.table._rows.values()))
+    engine.run_until(lambda: all(rows.state == "here" for rows in engine.side.table._entries.values()))
     server.kill()
     assert engine.run(request_id)[request_id].distance(right) <= TOLERANCE
     server.start()

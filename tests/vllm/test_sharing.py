@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefill_client.vllm.image_name import image_key
+from prefill_client.vllm.shared_store import image_key
 from testing.photos import photo
 from testing.server_process import running
 from testing.vllm_engine import Answer, Engine, Part

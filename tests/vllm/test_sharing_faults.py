@@ -8,8 +8,8 @@ import pytest
 
 from prefill_client.vllm import shared_store
 from prefill_client.vllm.cache_manager import show_encoder_cache
-from prefill_client.vllm.row_table import Rows
-from prefill_client.vllm.shared_store import Asked
+from prefill_client.vllm.row_table import Entry
+from prefill_client.vllm.shared_store import StoreQuery
 from testing.photos import photo
 from testing.vllm_engine import MANAGER, Part, raw
 from testing.vllm_sharing import OtherEngine, SharingEngine
@@ -132,7 +132,7 @@ def test_an_image_in_vllms_encoder_cache_is_left_to_other_engines(
         before = engine.encoded
         parked = engine.start(["b", cached, theirs], own=True)
         (waits,) = held_until_named(engine)
-        assert waits.wanted.fetching is not None, "it waits for the other engine"
+        assert waits.query.fetch_task is not None, "it waits for the other engine"
         assert other.name(["c", cached]).state == "yours"
     finally:
         other.close()
@@ -149,16 +149,16 @@ def test_another_cache_manager_is_refused(
         show_encoder_cache(engine.side.gate, config)
 
 
-def held_until_named(engine: SharingEngine) -> list[Rows[Asked]]:
+def held_until_named(engine: SharingEngine) -> list[Entry[StoreQuery]]:
     """Step until the store has answered for all images that requests hold; return those."""
     table = engine.side.table
     engine.run_until(
         lambda: (
-            table._rows
-            and all(rows in table._leases or rows.wanted.fetching for rows in table._rows.values())
+            table._entries
+            and all(rows in table._leases or rows.query.fetch_task for rows in table._entries.values())
         )
     )
-    return list(table._rows.values())
+    return list(table._entries.values())
 
 
 def test_an_image_not_found_in_time_is_encoded_by_the_engine(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefill_client.vllm import gate
-from prefill_client.vllm.request_images import PARAMETERS, STORED
+from prefill_client.vllm.image_name import RequestInfo
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CHUNK_TOKENS, Engine, Part, raw
@@ -80,7 +80,7 @@ def run(engine: Engine, request_id: str) -> None:
 
 def settle(engine: Engine) -> None:
     deadline = time.monotonic() + 60
-    while engine.side.table.fetching:
+    while engine.side.table.has_running:
         assert time.monotonic() < deadline
         engine.side.gate.failed()  # takes in what has arrived
         time.sleep(0.001)
@@ -147,4 +147,4 @@ def test_the_middleware_says_which_images_are_stored(engine: Engine) -> None:
     status, body = behind_middleware(engine, [raw(new), raw(known)])
     assert status == 200
     assert body is not None
-    assert body["ec_transfer_params"][PARAMETERS][STORED] == [1]
+    assert body["ec_transfer_params"][RequestInfo.KEY]["stored"] == [1]

@@ -16,7 +16,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.video import VideoInfo, VideoSettings
 from prefill_client.images import Image
 from prefill_client.vllm.image_name import ImageName
-from prefill_client.vllm.videos import shown
+from prefill_client.vllm.videos import prompt_parts
 from testing.clips import clip, rotated, with_index_first
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
@@ -272,7 +272,7 @@ def test_a_prefill_step_waits_for_the_pairs_that_it_reads_and_for_no_other(
                 "uuid": counting.signer.identifier(name),
             }
         )
-    content = [text(each) if isinstance(each, str) else each for each in shown(chosen, parts)]
+    content = [text(each) if isinstance(each, str) else each for each in prompt_parts(chosen, parts)]
     counting.client.submit(pairs[:3])  # the first step reads two, and begins with the third
     request_id = counting.start([text("what happens"), *content])
     counting.run_until(lambda: counting.computed(request_id) == CHUNK_TOKENS)

@@ -16,10 +16,10 @@ from encoder_contract.geometry import rows_of_grid
 from prefill_client import Description
 from prefill_client.engine import model
 from prefill_client.vllm import deepstack, image_name
-from prefill_client.vllm.gate import NamedGate, NamedSpan, Prompt
-from prefill_client.vllm.prompt_images import Feature, Request
-from prefill_client.vllm.row_fetcher import Wanted
-from prefill_client.vllm.row_table import FetchTable, Rows
+from prefill_client.vllm.features import Feature, Request
+from prefill_client.vllm.gate import NamedGate, NamedPrompt, Span
+from prefill_client.vllm.row_fetcher import FetchQuery
+from prefill_client.vllm.row_table import Entry, FetchTable
 from prefill_client.vllm.scheduler_side import FetchingSide
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
@@ -40,17 +40,16 @@ def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
 
 
 def dying() -> AbstractContextManager[object]:
-    """What an engine ends with; that a request goes on for ever is a `TimeoutError`, and no death."""
+    """Expect an error that ends the engine. A request that never ends raises `TimeoutError`, which is not one."""
     return pytest.raises((AssertionError, AttributeError, KeyError, ValueError, RuntimeError))
 
 
-def trusting(gate: NamedGate, index: int, feature: Feature, description: Description, _: bytes) -> NamedSpan:
-    """Believe a name, whatever grid stands beside it."""
-    name, position = gate._signer.name(feature.identifier), feature.mm_position
+def trusting(gate: NamedGate, index: int, feature: Feature, description: Description, _: bytes) -> Span:
+    """Believe a name without comparing it with the grid of the part."""
+    name = gate._signer.name(feature.identifier)
     assert name is not None
-    begin, end = position.offset, position.offset + position.length
     rows = rows_of_grid(name.grid, description.geometry)
-    return NamedSpan(begin, end, index, feature.identifier, rows, name)
+    return replace(Span.of(index, feature, name), rows=rows)
 
 
 def assert_dies_of(hostile: str, engine: Engine) -> None:
@@ -144,7 +143,7 @@ def test_rows_let_go_between_gate_and_step_end_the_engine(
     def forgetful(gate: NamedGate, request: Request, computed: int) -> bool:
         ready = may_prefill(gate, request, computed)
         if ready:
-            gate._release(request.request_id, gate._prompts[request.request_id])
+            gate._release_all(request.request_id, gate._prompts[request.request_id])
         return ready
 
     monkeypatch.setattr(NamedGate, "may_prefill", forgetful)
@@ -165,8 +164,8 @@ def test_rows_let_go_before_they_are_read_are_anothers(
 
     def overwritten(identifier: str) -> object:
         rows = hold(identifier)
-        size = sum(length for _, length in rows.wanted.extents)
-        memory.write(rows.wanted.extents, memory._bytes[:size] * 0)
+        size = sum(length for _, length in rows.query.extents)
+        memory.write(rows.query.extents, memory._bytes[:size] * 0)
         return rows
 
     monkeypatch.setattr(table, "begin_load", overwritten)
@@ -178,7 +177,7 @@ def test_rows_asked_for_only_once_are_missed_after_a_preemption(
 ) -> None:
     hold, asked = NamedGate._hold, set()
 
-    def once(gate: NamedGate, request_id: str, prompt: Prompt, computed: int) -> None:
+    def once(gate: NamedGate, request_id: str, prompt: NamedPrompt, computed: int) -> None:
         if request_id not in asked:
             asked.add(request_id)
             hold(gate, request_id, prompt, computed)
@@ -198,7 +197,7 @@ def test_without_its_end_noted_a_request_holds_its_rows_forever(
     monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE, photo(170, 130, 8003, "PNG")])
-    engine.run_until(lambda: any(rows.state == "here" for rows in engine.side.table._rows.values()))
+    engine.run_until(lambda: any(rows.state == "here" for rows in engine.side.table._entries.values()))
     engine.abort(request_id)
     for _ in range(100):
         engine.step()
@@ -213,12 +212,12 @@ def test_a_failure_that_is_remembered_is_waited_for_in_vain(
 ) -> None:
     fetcher, late = engine.side._fetcher, photo(210, 120, 8004, "PNG")
 
-    def remembering(table: FetchTable, rows: Rows[Wanted]) -> None:
-        table._memory.release(rows.wanted.extents)
+    def remembering(table: FetchTable, rows: Entry[FetchQuery]) -> None:
+        table._memory.release(rows.query.extents)
 
     monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
     monkeypatch.setattr(FetchTable, "_free", remembering)
-    monkeypatch.setattr(FetchTable, "_forget_unheld", lambda *_: None)
+    monkeypatch.setattr(FetchTable, "_remove_unheld", lambda *_: None)
     first = engine.start(["x", late])
     assert engine.run(first)[first].reason == "error", "nobody has submitted it"
     engine.submit(late)
@@ -233,7 +232,7 @@ def test_a_failure_that_is_remembered_is_waited_for_in_vain(
 def test_without_its_last_image_a_request_is_checked_at_every_decode_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prompt, "end", property(lambda _: 1 << 30))
+    monkeypatch.setattr(NamedPrompt, "end", property(lambda _: 1 << 30))
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE], tokens=20)
     engine.run_until(lambda: engine.computed(request_id) > 60)

@@ -1,15 +1,13 @@
-"""The images of a request as vLLM describes them: the place of their tokens, and whether its tower can encode them."""
+"""Multimodal features of vLLM's requests: the fields that we read, and whether the engine's tower can encode them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
-from prefill_client.vllm.counts import Counts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +20,7 @@ class Position(Protocol):
     length: int
 
     def get_num_embeds(self) -> int:
-        """Number of the tokens that are filled by rows."""
+        """Number of tokens that rows fill."""
 
 
 class Feature(Protocol):
@@ -43,59 +41,23 @@ class Request(Protocol):
     cache_salt: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens `[begin, end)` of a prompt, filled by the rows of an image."""
-
-    begin: int
-    end: int
-    index: int  # among the request's multimodal features
-    identifier: str
-    rows: int
-
-
-AnySpan = TypeVar("AnySpan", bound=Span)
-
-
-@dataclass(slots=True, kw_only=True)
-class PromptImages(Generic[AnySpan]):
-    """The images of a request that a gate handles, in the order of the prompt."""
-
-    spans: list[AnySpan]
-    features: int  # number of multimodal features when the request was read
-    held: dict[int, AnySpan] = field(default_factory=dict)  # images that the table holds for it, by index
-    parked_s: float = 0.0  # when its wait began, on the steady clock; 0: it does not wait
-
-    @property
-    def end(self) -> int:
-        """The token after its last image."""
-        return self.spans[-1].end if self.spans else 0
-
-    def note_wait(self, counts: Counts, *, ready: bool) -> None:
-        """Begin a wait, or count the one that has ended."""
-        if not ready:
-            self.parked_s = self.parked_s or monotonic()
-        elif self.parked_s:
-            counts.waited(monotonic() - self.parked_s)
-            self.parked_s = 0.0
-
-
-# By modality: the pixels and the grid, where a tower takes patches with a grid.
+# By modality, for towers that take patches with a grid: the keys of pixels and grid.
 _KEYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-_WHOLE = (torch.int32, torch.int64)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TowerInput:
-    """The input of the engine's tower: `patch_values` numbers for each patch, 0 if unknown; `merge`² patches for a row.
+    """The input that the engine's tower accepts.
 
-    Both are of towers that take patches with a grid; other towers take what vLLM's processor makes.
+    For towers that take patches with a grid: `patch_values` numbers for each patch (0 if unknown), and `merge`² patches
+    for a row. Other towers take whatever vLLM's processor makes.
 
-    `prunes_videos`: the engine drops rows of videos, so their number is not that of their grid.
+    `prunes_videos`: the engine drops rows of videos, so they have fewer rows than their grid says.
 
     An engine that loads embeddings through a connector accepts parts without pixels from any caller, and does not check
-    tensors that replace an image. One that does not fit ends the engine in the step that reads it, so `check` refuses
-    it before that.
+    tensors that replace an image. A tensor that does not fit ends the engine in the step that reads it, so `check`
+    refuses it before that.
     """
 
     merge: int
@@ -115,7 +77,7 @@ class TowerInput:
         return cls(getattr(vision, "spatial_merge_size", 1), channels * frames * side**2, bool(pruning))
 
     def check(self, index: int, feature: Feature) -> None:
-        """Raise `InvalidRequestError` if feature number `index` of a request is nothing that the tower can encode."""
+        """Raise `InvalidRequestError` if the tower cannot encode feature number `index` of a request."""
         data, modality = feature.data, feature.modality
         pixels_key, grid_key = _KEYS.get(modality, ("", ""))
         has_grid = data is not None and grid_key in data
@@ -130,11 +92,11 @@ class TowerInput:
             return
         grid = grid_of(feature, grid_key)
         if grid is None or min(grid) < 1 or grid.h % self.merge or grid.w % self.merge:
-            raise InvalidRequestError(f"{modality} {index} has an invalid grid: {_said(data[grid_key])}")
+            raise InvalidRequestError(f"{modality} {index} has an invalid grid: {_shown(data[grid_key])}")
         self._check_pixels(index, feature, data[pixels_key].data, grid)
 
-    def shares(self, feature: Feature) -> bool:
-        """Whether the tower makes as many rows of a feature as the prompt has places for them."""
+    def fills_placeholders(self, feature: Feature) -> bool:
+        """Whether the tower makes one row for each placeholder token of a feature."""
         return not (self.prunes_videos and feature.modality == "video")
 
     def _check_pixels(self, index: int, feature: Feature, pixels: object, grid: Grid) -> None:
@@ -142,21 +104,21 @@ class TowerInput:
         if feature.modality == "image" and grid.t != 1:
             raise InvalidRequestError(f"{what} has {grid.t} frames, but an image has one")
         shape = tuple(pixels.shape) if isinstance(pixels, torch.Tensor) else ()
-        right = isinstance(pixels, torch.Tensor) and not pixels.is_complex() and len(shape) == 2
-        if not right or shape[0] != grid.patches or (self.patch_values and shape[1] != self.patch_values):
+        fits = isinstance(pixels, torch.Tensor) and not pixels.is_complex() and len(shape) == 2
+        if not fits or shape[0] != grid.patches or (self.patch_values and shape[1] != self.patch_values):
             raise InvalidRequestError(
                 f"{what} has pixels of shape {shape}; its grid {tuple(grid)} is {grid.patches} patches of "
                 f"{self.patch_values or 'some'} values"
             )
         tokens, rows = feature.mm_position.get_num_embeds(), grid.patches // self.merge**2
-        if tokens != rows and self.shares(feature):
+        if tokens != rows and self.fills_placeholders(feature):
             raise InvalidRequestError(
                 f"{what} has {tokens} placeholder tokens, but its grid makes {rows} rows"
             )
 
 
 def _is_content(value: object) -> bool:
-    """Whether a value of a part is pixels or sound; what only describes them are whole numbers."""
+    """Whether a value of a part is pixels or sound. Values that only describe them are integers."""
     if isinstance(value, list | tuple):
         return any(map(_is_content, value))
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dtype is torch.uint8)
@@ -165,12 +127,13 @@ def _is_content(value: object) -> bool:
 def grid_of(feature: Feature, key: str) -> Grid | None:
     """Return the grid of a feature under `key`; None if it is not three whole numbers."""
     tensor = feature.data[key].data
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != (3,) or tensor.dtype not in _WHOLE:
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != (3,) or tensor.dtype not in _INTEGERS:
         return None
     return Grid(*tensor.tolist())
 
 
-def _said(field: Any) -> object:
+def _shown(field: Any) -> object:
+    """Return what an error message shows of a tensor: its values if they are few."""
     tensor = field.data
     short = isinstance(tensor, torch.Tensor) and tensor.numel() <= 8
     return tensor.tolist() if short else type(tensor).__name__

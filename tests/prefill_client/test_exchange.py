@@ -100,7 +100,9 @@ async def test_an_error_for_a_broken_image_names_the_image(server: Server, broke
 
 
 @pytest.mark.parametrize("sent", [True, False])
-async def test_a_lost_image_of_an_earlier_response_says_what_to_do(server: Server, sent: bool) -> None:
+async def test_a_lost_image_of_an_earlier_response_is_an_error_with_advice(
+    server: Server, sent: bool
+) -> None:
     caller, other = Caller(), photo(90, 90, 45)
     async with (
         await EncoderClient.connect(server.endpoint) as client,
@@ -116,7 +118,7 @@ async def test_a_lost_image_of_an_earlier_response_says_what_to_do(server: Serve
 
 
 @pytest.mark.parametrize("lost", [True, False])
-async def test_an_error_of_vllm_is_passed_on_unless_images_are_lost(server: Server, lost: bool) -> None:
+async def test_vllms_errors_are_forwarded_unless_images_are_lost(server: Server, lost: bool) -> None:
     caller = Caller()
 
     async with (
@@ -132,7 +134,7 @@ async def test_an_error_of_vllm_is_passed_on_unless_images_are_lost(server: Serv
     assert len(caller.heard) == (0 if lost else 2)
 
 
-async def test_an_answer_that_has_begun_goes_on_though_the_images_are_lost(server: Server) -> None:
+async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: Server) -> None:
     caller, goes_on = Caller(), asyncio.Event()
 
     async def answers(_: object, __: Receive, send: Send) -> None:

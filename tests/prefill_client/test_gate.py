@@ -145,7 +145,7 @@ async def prefill(server: Server, client: EncoderClient) -> AsyncIterator[Prefil
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_a_request_that_is_not_preempted_has_each_image_fetched_once(
+async def test_each_image_is_fetched_once_without_preemption(
     prefill: Prefill, images: list[Submitted], layout: str
 ) -> None:
     asking, tokens = prefill.request("a", layout, images)
@@ -168,7 +168,7 @@ async def test_a_request_continues_after_any_preemption_and_cached_prefix(
             await prefill.end(asking)
 
 
-async def test_later_images_make_room_for_those_needed_again(
+async def test_later_images_release_their_memory_to_earlier_ones(
     prefill: Prefill, images: list[Submitted]
 ) -> None:
     """The server never has the images behind: only letting go of them frees their memory."""

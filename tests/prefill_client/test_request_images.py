@@ -36,7 +36,7 @@ def video(url: str) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def test_a_video_becomes_text_and_pictures_where_it_was() -> None:
+def test_a_video_is_replaced_by_text_and_pictures() -> None:
     text = {"type": "text", "text": "x"}
     body = request(CHAT, "content", text, image("a"), video("b"), image("c"), text)
     body |= {"mm_processor_kwargs": {"num_frames": 4}, "media_io_kwargs": {"video": {"fps": 1}}}
@@ -73,7 +73,7 @@ def test_a_video_is_found_by_its_type_or_its_key(part: dict[str, Any]) -> None:
         (CHAT, {"type": "video_url", "uuid": "x"}, {}, "no video_url"),
     ],
 )
-def test_videos_that_cannot_be_shown_are_refused(
+def test_unsupported_videos_are_refused(
     form: Form, part: dict[str, Any], options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=told):
@@ -98,8 +98,6 @@ def test_videos_that_cannot_be_shown_are_refused(
         ({"mm_processor_kwargs": {"num_frames": 4, "fps": 2}}, "fps or num_frames, not both"),
     ],
 )
-def test_options_that_would_change_frames_only_in_the_engine_are_refused(
-    options: dict[str, Any], told: str
-) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         RequestImages(request(CHAT, "content", video("b")) | options, CHAT)

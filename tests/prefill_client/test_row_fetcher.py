@@ -70,14 +70,14 @@ async def test_rows_are_in_their_extents_when_the_outcome_arrives(
     assert list(fetcher.outcomes()) == [], "each is told once"
 
 
-async def test_a_fetch_that_is_given_up_has_an_outcome_too(fetcher: RowFetcher) -> None:
+async def test_a_cancelled_query_has_an_outcome(fetcher: RowFetcher) -> None:
     query = FetchQuery(NOBODYS, 4, RequestInfo())
     fetcher.start(query)
     fetcher.cancel(query)
     assert (await outcome(fetcher)).state == "cancelled"
 
 
-async def test_closing_ends_what_is_under_way_and_the_thread(fetcher: RowFetcher) -> None:
+async def test_close_cancels_queries_and_ends_the_thread(fetcher: RowFetcher) -> None:
     def threads() -> list[Any]:
         return [each for each in threading.enumerate() if each.name == "encoder-rows"]
 

@@ -130,7 +130,7 @@ async def engine_of(server: Server, workers: int = 1, endpoint: str = "") -> Asy
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-async def test_workers_have_the_rows_once_all_of_them_are_there(server: Server, workers: int) -> None:
+async def test_rows_are_copied_once_all_workers_are_connected(server: Server, workers: int) -> None:
     async with engine_of(server, workers) as engine:
         (image,) = await engine.submit(1)
         for _ in range(workers):
@@ -146,7 +146,7 @@ async def test_workers_have_the_rows_once_all_of_them_are_there(server: Server, 
         assert engine.staging.has_room(LIMIT * TOKENS * engine.client.description.row_bytes)
 
 
-async def test_rows_that_one_worker_cannot_copy_come_through_host_memory_to_all(server: Server) -> None:
+async def test_rows_that_one_worker_cannot_copy_come_through_host_memory(server: Server) -> None:
     async with engine_of(server, workers=2) as engine:
         (image,) = await engine.submit(1)
         engine.join()
@@ -186,7 +186,7 @@ async def test_a_worker_that_cannot_open_the_probe_is_never_sent_a_handle(
         assert not server.store.stats().promotions
 
 
-async def test_memory_that_cannot_be_opened_costs_no_image(
+async def test_an_image_in_memory_that_cannot_be_opened_comes_through_host_memory(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm.encoder_service")
@@ -202,7 +202,7 @@ async def test_memory_that_cannot_be_opened_costs_no_image(
         assert await engine.transport(image) == "device"
 
 
-async def test_rows_that_are_overwritten_under_the_worker_come_through_host_memory(
+async def test_overwritten_rows_come_through_host_memory(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that holds the rows ends unnoticed before they are copied, and other rows take their place."""
@@ -234,7 +234,7 @@ async def test_rows_that_are_overwritten_under_the_worker_come_through_host_memo
     await proxy.stop()
 
 
-async def test_a_worker_that_ends_during_a_copy_costs_no_image(server: Server) -> None:
+async def test_an_image_whose_worker_ends_comes_through_host_memory(server: Server) -> None:
     async with engine_of(server, workers=2) as engine:
         (image,) = await engine.submit(1)
         engine.join()
@@ -259,7 +259,7 @@ async def test_a_worker_that_ends_during_a_copy_costs_no_image(server: Server) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-async def test_processes_of_other_users_are_no_workers(server: Server) -> None:
+async def test_processes_of_other_users_cannot_connect(server: Server) -> None:
     async with engine_of(server) as engine:
         code = (
             "import os, socket, sys; os.setuid(65534); it = socket.socket(socket.AF_UNIX); "

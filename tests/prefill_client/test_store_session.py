@@ -56,7 +56,7 @@ def asked(memory: HostMemory, kind: RowKind, value: int) -> StoreQuery:
     return StoreQuery(an_image(value), "", TOKENS, extents)
 
 
-async def test_a_server_that_cannot_take_the_rows_is_refused_and_told_why(
+async def test_a_server_that_cannot_store_the_rows_is_refused_with_the_reason(
     config: Config, model: Model, kind: RowKind
 ) -> None:
     for accepts, rows, why in (
@@ -71,7 +71,7 @@ async def test_a_server_that_cannot_take_the_rows_is_refused_and_told_why(
             await ours.close()
 
 
-async def test_an_engine_starts_alone_joins_later_and_says_each_once(
+async def test_an_engine_starts_alone_joins_later_and_logs_each_once(
     config: Config, model: Model, kind: RowKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.encoder_service")
@@ -127,7 +127,7 @@ async def test_a_refusal_of_the_service_is_logged_once_and_retried(
     assert "--accept-put" in refused[0]
 
 
-async def test_put_rows_are_found_by_others_and_waits_can_be_given_up(
+async def test_put_rows_are_found_and_waits_can_be_cancelled(
     config: Config, model: Model, kind: RowKind
 ) -> None:
     async with server_of(config, model, accept_put="yes") as server:
@@ -152,7 +152,7 @@ async def test_put_rows_are_found_by_others_and_waits_can_be_given_up(
         await other.close()
 
 
-async def test_an_engine_that_is_later_than_its_lease_goes_on_sharing(
+async def test_an_expired_lease_does_not_end_sharing(
     config: Config, model: Model, kind: RowKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with server_of(config, model, accept_put="yes", put_lease_s=0.2) as server:
@@ -194,7 +194,7 @@ def test_a_key_covers_pixels_shapes_types_and_the_salt() -> None:
         image_key({"pixel_values": Field(b"1")}, "")
 
 
-async def test_an_image_of_more_rows_than_a_server_takes_leaves_the_engine_with_the_others(
+async def test_an_image_with_too_many_rows_does_not_end_sharing(
     config: Config, model: Model, kind: RowKind
 ) -> None:
     async with server_of(config, model, accept_put="yes") as server:

@@ -14,7 +14,7 @@ from prefill_client.engine.settings import ServiceSettings
 from tests.waiting import soon
 
 
-async def test_a_token_that_cannot_be_read_for_a_while_is_read_again(
+async def test_an_unreadable_token_file_is_read_again(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "FIRST_PROBE_S", 0.01)

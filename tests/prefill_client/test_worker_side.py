@@ -34,7 +34,7 @@ def filled(memory: HostMemory, rows: int, seed: int) -> tuple[Load, torch.Tensor
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_image_of_a_plan_is_copied_whole(memory: HostMemory, device: str) -> None:
+def test_every_image_of_a_plan_is_copied_completely(memory: HostMemory, device: str) -> None:
     loader, cache = RowLoader(WIDTH, "bfloat16", torch.device(device)), {}
     images = [filled(memory, 5, 1), filled(memory, 9, 2)]
     loader.load(memory.path, [load for load, _ in images], cache)

@@ -85,17 +85,17 @@ RELEASES = releases()
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_release_has_every_name_that_we_touch(release: str) -> None:
+def test_a_release_has_every_name_that_we_use(release: str) -> None:
     assert not missing_names(RELEASES[release], NAMES)
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_release_says_what_we_read(release: str) -> None:
+def test_a_release_has_the_source_text_that_we_rely_on(release: str) -> None:
     read = RELEASES[release]
     assert not [f"{path}: {text}" for path, text in TEXTS if text not in read(path)]
 
 
-def test_the_releases_that_pyproject_admits_are_read() -> None:
+def test_all_releases_in_pyproject_are_checked() -> None:
     if not FOLDER.exists():
         pytest.skip("make test-sglang installs them")
     assert {*RELEASES} >= {"site-packages", "newest", "0.5.22"}

@@ -30,14 +30,14 @@ def assert_equal(ours: Answer, own: Answer) -> None:
 
 
 @pytest.mark.parametrize("images", range(1, 9))
-def test_an_answer_is_that_of_the_engines_own_tower(engine: Engine, images: int) -> None:
+def test_answers_equal_those_of_the_own_tower(engine: Engine, images: int) -> None:
     for seed in range(4):
         parts = prompt(10 * images + seed, images)
         assert_equal(engine.ask(parts), engine.ask(parts, own=True))
     engine.assert_nothing_is_held()
 
 
-def test_sixteen_at_once_are_answered_as_each_alone(engine: Engine) -> None:
+def test_sixteen_concurrent_requests(engine: Engine) -> None:
     prompts = [prompt(200 + seed, 1 + seed % 8) for seed in range(16)]
     for parts in prompts:
         engine.submit(*(part for part in parts if isinstance(part, bytes)))
@@ -48,20 +48,20 @@ def test_sixteen_at_once_are_answered_as_each_alone(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_an_image_twice_in_a_prompt_and_again_in_the_next_turn(engine: Engine) -> None:
+def test_repeated_image_in_a_prompt_and_in_the_next_turn(engine: Engine) -> None:
     first, second = photo(200, 150, 1, "PNG"), photo(150, 260, 2, "PNG")
     for parts in (["a", first, "b", first], ["a", first, "b", first, "c", second, "d", first]):
         assert_equal(engine.ask(parts), engine.ask(parts, own=True))
 
 
-def test_an_rgb_png_that_names_a_transparent_colour(engine: Engine) -> None:
+def test_rgb_png_with_a_transparent_colour(engine: Engine) -> None:
     picture, colour = Image.fromarray(pixels(200, 150, 3)), (90, 20, 60)
     picture.paste(colour, (20, 20, 150, 120))
     parts: list[Part] = ["x", encoded(picture, "PNG", transparency=colour)]
     assert_equal(engine.ask(parts), engine.ask(parts, own=True))
 
 
-def test_a_prompt_out_of_the_prefix_cache_is_answered_alike(engine: Engine) -> None:
+def test_a_prefix_cache_hit_gives_the_same_answer(engine: Engine) -> None:
     parts = prompt(300, 4)
     engine.forget()
     cold = engine.ask(parts)

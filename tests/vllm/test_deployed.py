@@ -26,7 +26,9 @@ def parser() -> FlexibleArgumentParser:
 
 
 @pytest.mark.parametrize("file", LINES)
-def test_arguments_are_vllms_and_name_our_parts(file: str, parser: Any, checkpoint: Path) -> None:
+def test_vllm_parses_deployed_arguments_and_finds_our_classes(
+    file: str, parser: Any, checkpoint: Path
+) -> None:
     command, model, *arguments = LINES[file]
     assert (command, model) in {("serve", "/model"), ("serve", "FOLDER")}
     given = parser.parse_args(arguments)
@@ -46,7 +48,7 @@ def test_arguments_are_vllms_and_name_our_parts(file: str, parser: Any, checkpoi
     assert resolve_obj_by_qualname(manager.encoder_cache_manager_cls) is EncoderServiceCacheManager
 
 
-def test_a_flag_that_vllm_does_not_know_would_be_noticed(parser: Any) -> None:
+def test_unknown_vllm_flags_are_detected(parser: Any) -> None:
     _, *arguments = LINES["docker-compose.yml"]
     with pytest.raises(SystemExit):
         parser.parse_args([*arguments, "--ec-manager=x"])

@@ -54,21 +54,21 @@ def assert_all_equal(ours: list[Answer], right: list[Answer]) -> None:
     assert max(each.distance(own) for each, own in zip(ours, right, strict=True)) <= TOLERANCE
 
 
-def test_an_engine_answers_as_with_its_own_tower(
+def test_every_family_answers_as_with_its_own_tower(
     family: Path, served: ServerProcess, right: list[Answer]
 ) -> None:
     assert_all_equal(answers(family, served), right)
 
 
-def test_an_engine_whose_tower_is_left_out_answers_alike(
+def test_an_engine_without_a_tower_gives_the_same_answers(
     family: Path, served: ServerProcess, right: list[Answer]
 ) -> None:
     assert_all_equal(answers(family, served, limit_mm_per_prompt={"image": 0, "video": 0}), right)
 
 
-def test_two_ranks_answer_alike(family: Path, served: ServerProcess, right: list[Answer]) -> None:
+def test_two_ranks_give_the_same_answers(family: Path, served: ServerProcess, right: list[Answer]) -> None:
     assert_all_equal(answers(family, served, tensor_parallel_size=2), right)
 
 
-def test_rows_that_come_inline_answer_alike(family: Path, served: ServerProcess, right: list[Answer]) -> None:
+def test_inline_rows_give_the_same_answers(family: Path, served: ServerProcess, right: list[Answer]) -> None:
     assert_all_equal(answers(family, served, extra={"shared_memory": False}), right)

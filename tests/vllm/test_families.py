@@ -49,7 +49,7 @@ def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
     engine.close()
 
 
-def test_fed_by_the_service_an_engine_answers_as_with_its_own_tower(engine: Engine) -> None:
+def test_the_service_gives_the_answers_of_the_own_tower(engine: Engine) -> None:
     found = compare(engine)
     assert found.rows <= ROWS_TOLERANCE
     assert found.answers <= TOLERANCE
@@ -57,13 +57,13 @@ def test_fed_by_the_service_an_engine_answers_as_with_its_own_tower(engine: Engi
     engine.assert_nothing_is_held()
 
 
-def test_another_picture_of_the_same_size_is_answered_otherwise(engine: Engine) -> None:
+def test_another_picture_of_the_same_size_changes_the_answer(engine: Engine) -> None:
     other = photo(400, 250, 99, "PNG")
     one, two = engine.ask(["x", WIDE]), engine.ask(["x", other])
     assert one.distance(two) > 10 * TOLERANCE
 
 
-def test_preempted_at_any_step_a_request_is_answered_alike(engine: Engine) -> None:
+def test_preemption_at_any_step_does_not_change_the_answer(engine: Engine) -> None:
     own = engine.ask(PROMPTS[-1], own=True)
     for preempt_at in (1, 2, 4):
         engine.forget()

@@ -143,7 +143,7 @@ def calm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Calm]:
 
 @pytest.mark.parametrize("index", ["memory", "redis"])
 @pytest.mark.timeout(900 + 20 * DRILL_S)
-def test_no_request_fails_while_replicas_end_and_begin(checkpoint: Path, calm: Calm, index: str) -> None:
+def test_no_request_fails_while_replicas_restart(checkpoint: Path, calm: Calm, index: str) -> None:
     with redis_url() as redis:
         where = {"index": redis} if index == "redis" else {}
         with fleet(checkpoint, calm.endpoints, **where) as replicas:

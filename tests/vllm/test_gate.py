@@ -58,7 +58,9 @@ def test_tokens_before_a_missing_image_are_prefilled(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_gated_by_request_nothing_is_prefilled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_gating_prefills_nothing_before_all_images_arrive(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, prompt = two_images(501)
     monkeypatch.setattr(engine.side.gate, "_gating", "request")
     engine.forget()
@@ -69,7 +71,7 @@ def test_gated_by_request_nothing_is_prefilled(engine: Engine, monkeypatch: pyte
     engine.run(request_id)
 
 
-def test_others_go_on_while_one_is_parked(engine: Engine) -> None:
+def test_other_requests_run_while_one_is_parked(engine: Engine) -> None:
     parked = engine.start(["never ", photo(120, 90, 3, "PNG")])
     for number in range(3):
         parts = ["other ", photo(130, 90, 10 + number, "PNG")]
@@ -90,7 +92,7 @@ def test_images_of_later_steps_are_requested_ahead(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_raw_mixed_and_text_requests_are_the_engines_own(engine: Engine) -> None:
+def test_raw_and_text_requests_do_not_touch_the_table(engine: Engine) -> None:
     before = len(engine.side.table)
     first, second, _ = two_images(503)
     assert engine.ask(["x", first, second], own=True).reason == "length"
@@ -98,7 +100,7 @@ def test_raw_mixed_and_text_requests_are_the_engines_own(engine: Engine) -> None
     assert len(engine.side.table) == before == 0
 
 
-def test_preempted_in_every_state_a_request_is_answered_alike(engine: Engine) -> None:
+def test_preemption_in_any_state_does_not_change_the_answer(engine: Engine) -> None:
     images = [photo(200, 150, 20 + number, "PNG") for number in range(5)]
     parts = [part for image in images for part in ("word " * 5, image)]
     right = engine.ask(parts, own=True)
@@ -117,7 +119,7 @@ def test_preempted_in_every_state_a_request_is_answered_alike(engine: Engine) ->
         engine.assert_nothing_is_held()
 
 
-def test_an_aborted_request_leaves_nothing_behind(engine: Engine) -> None:
+def test_an_aborted_request_releases_everything(engine: Engine) -> None:
     images = [photo(200, 150, 30 + number, "PNG") for number in range(5)]
     for submitted in (0, 2, 5):
         for steps in (0, 1, 2, 4, 8, 30):
@@ -132,9 +134,7 @@ def test_an_aborted_request_leaves_nothing_behind(engine: Engine) -> None:
     assert engine.ask(images).distance(engine.ask(images, own=True)) <= TOLERANCE
 
 
-def test_more_requests_than_host_memory_holds_take_their_turns(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_queue_for_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = engine.side.gate
     monkeypatch.setattr(gate, "_capacity_rows", 200)
     monkeypatch.setattr(gate, "_free_rows", 200)
@@ -152,7 +152,7 @@ def test_more_requests_than_host_memory_holds_take_their_turns(
     assert gate._free_rows == 200
 
 
-def test_a_decode_step_touches_no_table(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_hold_no_images(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _, _ = two_images(504)
     engine.submit(first)
     request_id = engine.start(["a", first], tokens=20)
@@ -164,9 +164,7 @@ def test_a_decode_step_touches_no_table(engine: Engine, monkeypatch: pytest.Monk
     assert not asked
 
 
-def test_an_engine_with_nothing_else_to_do_rests_until_rows_arrive(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_pauses_until_rows_arrive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_side, "PAUSE_S", 100.0)
     late = photo(120, 90, 97, "PNG")
     request_id = engine.start(["a", late])
@@ -179,9 +177,7 @@ def test_an_engine_with_nothing_else_to_do_rests_until_rows_arrive(
     arriving.join()
 
 
-def test_an_engine_with_something_else_to_do_does_not_rest(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_engine_does_not_pause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     rested: list[float] = []
     monkeypatch.setattr(engine.side._fetcher, "wait", rested.append)
     parked = engine.start(["never ", photo(120, 90, 98, "PNG")])
@@ -194,7 +190,7 @@ def test_an_engine_with_something_else_to_do_does_not_rest(
     engine.abort(parked)
 
 
-def test_a_deadline_ends_a_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_fails_at_timeout_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher = engine.side._fetcher
     monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, timeout_s=0.3))
     request_id = engine.start(["a", photo(90, 90, 99, "PNG")])

@@ -118,7 +118,7 @@ HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", EMBEDDED)
-def test_tensors_of_a_caller_end_their_request_alone(engine: Engine, kind: str) -> None:
+def test_a_callers_tensors_fail_only_its_request(engine: Engine, kind: str) -> None:
     engine.forget()
     try:
         hostile = engine.start(["hostile ", *PLACE[kind.count("video")], EMBEDDED[kind]])
@@ -130,7 +130,7 @@ def test_tensors_of_a_caller_end_their_request_alone(engine: Engine, kind: str) 
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_request_ends_alone(engine: Engine, kind: str) -> None:
+def test_a_hostile_request_fails_alone(engine: Engine, kind: str) -> None:
     engine.submit(IMAGE, OTHER)
     engine.forget()
     good = engine.start(["good ", OTHER, IMAGE])
@@ -150,7 +150,7 @@ def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: Engine) -> N
     assert engine.ask([text, IMAGE, text]).distance(engine.ask([text, IMAGE, text], own=True)) <= TOLERANCE
 
 
-def test_the_names_of_an_image_differ_with_its_grid_and_producer(engine: Engine) -> None:
+def test_names_cover_digest_grid_and_producer(engine: Engine) -> None:
     image = engine.image(IMAGE)
     from prefill_client.vllm.image_name import ImageName, producer_of
 
@@ -173,7 +173,7 @@ def test_a_failure_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyP
     assert engine.ask(["x", late]).distance(engine.ask(["x", late], own=True)) <= TOLERANCE
 
 
-def test_an_image_that_fails_ends_the_requests_that_have_it_and_no_others(engine: Engine) -> None:
+def test_a_broken_image_fails_only_its_requests(engine: Engine) -> None:
     whole = photo(300, 200, 5, "PNG")
     broken = whole[: len(whole) // 2]  # its header is sound
     engine.client.submit([broken])

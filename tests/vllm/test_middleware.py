@@ -106,7 +106,7 @@ def ask_until_served(http: HttpEngine, parts: list[Any]) -> list[dict[str, float
     raise AssertionError(response.text)
 
 
-def test_raw_images_are_answered_as_by_the_engines_own_tower(
+def test_chats_with_images_answer_as_with_the_own_tower(
     http: HttpEngine, right: list[list[dict[str, float]]]
 ) -> None:
     for parts, theirs in zip(PROMPTS, right, strict=True):
@@ -119,7 +119,7 @@ def test_raw_images_are_answered_as_by_the_engines_own_tower(
     assert any('transport="shm"' in name for name in counted)
 
 
-def test_sixteen_callers_at_once(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
+def test_sixteen_concurrent_callers(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
     with ThreadPoolExecutor(16) as pool:
         for ours, theirs in zip(pool.map(lambda parts: ask(http, parts), PROMPTS), right, strict=True):
             assert_equal(ours, theirs)
@@ -182,7 +182,7 @@ def furthest(ours: list[list[float]], theirs: list[dict[str, float]]) -> float:
     )
 
 
-def test_responses_are_answered_as_by_the_engines_own_tower(
+def test_responses_answer_as_with_the_own_tower(
     http: HttpEngine, right: list[list[dict[str, float]]]
 ) -> None:
     for parts, theirs in zip(PROMPTS[:8], right, strict=False):
@@ -190,9 +190,7 @@ def test_responses_are_answered_as_by_the_engines_own_tower(
     assert furthest(answered(http, PROMPTS[0]), right[8]) > 100 * TOLERANCE, "of another prompt"
 
 
-def test_the_image_that_a_tool_returned_is_encoded_by_the_service(
-    http: HttpEngine, service: ServerProcess
-) -> None:
+def test_images_in_tool_output_are_encoded_by_the_service(http: HttpEngine, service: ServerProcess) -> None:
     encoded = service.encodes()
     call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
     found = {
@@ -205,7 +203,7 @@ def test_the_image_that_a_tool_returned_is_encoded_by_the_service(
     assert service.encodes() == encoded + 1
 
 
-def test_requests_of_another_cache_salt_share_no_embedding(
+def test_another_cache_salt_shares_no_embedding(
     http: HttpEngine, service: ServerProcess, right: list[list[dict[str, float]]]
 ) -> None:
     images = sum(isinstance(part, bytes) for part in PROMPTS[9])
@@ -217,7 +215,7 @@ def test_requests_of_another_cache_salt_share_no_embedding(
         assert service.encodes() == encoded + images, "once for this tenant"
 
 
-def test_text_alone_and_bodies_that_are_no_request_are_vllms_to_answer(http: HttpEngine) -> None:
+def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
     assert http.chat([{"type": "text", "text": "an image in words"}]).status_code == 200
     for body in (b'{"image"', b'["image"]', b'{"messages": "image"}'):
         response = httpx.post(
@@ -262,7 +260,7 @@ EMBEDDED = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]
     ],
     ids=["image", "escaped", "without a type", "video", "audio"],
 )
-def test_embeddings_of_a_caller_are_refused(http: HttpEngine, path: str, part: str) -> None:
+def test_embeddings_from_callers_are_refused(http: HttpEngine, path: str, part: str) -> None:
     body = f'{{"model": "tiny", "max_tokens": 2, "messages": [{{"role": "user", "content": [{part}]}}]}}'
     response = httpx.post(
         http.url + path, content=body, headers={"content-type": "application/json"}, timeout=120
@@ -271,7 +269,7 @@ def test_embeddings_of_a_caller_are_refused(http: HttpEngine, path: str, part: s
     assert "callers cannot send embeddings" in response.json()["error"]["message"]
 
 
-def test_images_of_an_invocation_are_encoded_by_the_service(http: HttpEngine, service: ServerProcess) -> None:
+def test_images_of_invocations_are_encoded_by_the_service(http: HttpEngine, service: ServerProcess) -> None:
     encoded = service.encodes()
     message = {"role": "user", "content": content(["x", photo(93, 94, 8200, "PNG")])}
     body = {"model": "tiny", "max_tokens": 2, "messages": [message]}
@@ -280,7 +278,7 @@ def test_images_of_an_invocation_are_encoded_by_the_service(http: HttpEngine, se
 
 
 @pytest.mark.parametrize("around", ["", '{"type": "image_url", "image_url": {"url": "x"}}'])
-def test_deeply_nested_json_is_the_callers_error(http: HttpEngine, around: str) -> None:
+def test_deeply_nested_json_gets_a_400(http: HttpEngine, around: str) -> None:
     nested = "[" * 100_000 + around + "]" * 100_000
     body = f'{{"model": "tiny", "messages": [{{"role": "user", "content": {nested}}}]}}'
     response = httpx.post(
@@ -298,7 +296,7 @@ def test_an_image_is_loaded_from_an_allowed_domain_at_any_port(http: HttpEngine,
 
 
 @pytest.mark.parametrize("path", ["/404", "/500", "/503", "/429", "/0"])
-def test_a_host_of_images_that_fails_is_the_callers_error(http: HttpEngine, album: str, path: str) -> None:
+def test_a_failing_image_host_gets_a_422(http: HttpEngine, album: str, path: str) -> None:
     """Stock vLLM answers 422 for a 404, too."""
     part = {"type": "image_url", "image_url": {"url": album + path}}
     response = http.chat([{"type": "text", "text": "x"}, part])
@@ -307,13 +305,13 @@ def test_a_host_of_images_that_fails_is_the_callers_error(http: HttpEngine, albu
     assert f"image 0: {album}{path} " in response.json()["error"]["message"]
 
 
-def test_a_host_of_images_that_does_not_exist_is_the_callers_error(http: HttpEngine) -> None:
+def test_an_unknown_image_host_gets_a_422(http: HttpEngine) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://nowhere.invalid/x.png"}}
     response = http.chat([{"type": "text", "text": "x"}, part])
     assert (response.status_code, response.json()["error"]["code"]) == (422, 422)
 
 
-def test_named_parts_on_other_routes_end_only_their_request(http: HttpEngine) -> None:
+def test_named_parts_on_other_routes_fail_only_their_request(http: HttpEngine) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     message = {"role": "user", "content": [part]}
     anthropic = {"model": "tiny", "max_tokens": 4, "messages": [message]}
@@ -329,7 +327,7 @@ def test_named_parts_on_other_routes_end_only_their_request(http: HttpEngine) ->
         ({"image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, 403, "embeddings"),
     ],
 )
-def test_a_response_that_cannot_be_made_is_refused_with_its_own_text(
+def test_unservable_images_of_responses_are_refused_with_their_own_error(
     http: HttpEngine, image: dict[str, Any], status: int, told: str
 ) -> None:
     part = {"type": "input_image", "detail": "auto", **image}
@@ -339,7 +337,7 @@ def test_a_response_that_cannot_be_made_is_refused_with_its_own_text(
     assert told in response.json()["error"]["message"]
 
 
-def test_an_image_that_turns_out_broken_ends_its_request_alone(http: HttpEngine) -> None:
+def test_an_image_that_fails_to_decode_fails_only_its_request(http: HttpEngine) -> None:
     whole = photo(300, 200, 5, "PNG")
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(ask, http, PROMPTS[5])
@@ -349,7 +347,7 @@ def test_an_image_that_turns_out_broken_ends_its_request_alone(http: HttpEngine)
         assert good.result()
 
 
-def test_hang_ups_do_not_harm_the_engine(http: HttpEngine) -> None:
+def test_the_engine_survives_disconnecting_callers(http: HttpEngine) -> None:
     def leave(number: int) -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": content(prompt(800 + number, 4))}]}
         with suppress(httpx.TimeoutException):
@@ -363,7 +361,7 @@ def test_hang_ups_do_not_harm_the_engine(http: HttpEngine) -> None:
     assert ask(http, PROMPTS[0])
 
 
-def test_requests_are_refused_without_the_service_and_served_with_it(
+def test_requests_get_503_until_the_service_is_back(
     checkpoint: Path, right: list[list[dict[str, float]]]
 ) -> None:
     with (

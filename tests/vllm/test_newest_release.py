@@ -54,9 +54,7 @@ def told(
 
 
 @pytest.mark.parametrize("runner", ["first_runner", "second_runner"])
-def test_prefill_stops_at_a_missing_image_and_rows_arrive_to_the_bit(
-    told: dict[str, Any], runner: str
-) -> None:
+def test_prefill_stops_at_a_missing_image_and_rows_are_bit_equal(told: dict[str, Any], runner: str) -> None:
     assert told[runner] == {
         "stops_at_the_missing_image": True,
         "inside_a_step": True,
@@ -65,10 +63,10 @@ def test_prefill_stops_at_a_missing_image_and_rows_arrive_to_the_bit(
     }
 
 
-def test_a_request_without_rows_ends_alone_and_nothing_is_held(told: dict[str, Any]) -> None:
+def test_a_request_without_rows_fails_alone_and_holds_nothing(told: dict[str, Any]) -> None:
     assert told["hostile"] == "FINISHED_ERROR"
     assert told["held"] == 0
 
 
-def test_it_is_the_newest_release_that_pyproject_admits(told: dict[str, Any]) -> None:
+def test_the_wheel_is_the_newest_release_in_pyproject(told: dict[str, Any]) -> None:
     assert told["version"].startswith("0.33.")

@@ -41,7 +41,7 @@ def asked(http: HttpEngine, times: int) -> float:
     return time.monotonic() - begun
 
 
-def test_an_engine_with_its_own_tower_runs_without_the_service(checkpoint: Path, tmp_path: Path) -> None:
+def test_own_tower_serves_while_the_service_is_down(checkpoint: Path, tmp_path: Path) -> None:
     service = Restartable(checkpoint)
     service.start()
     service.kill()

@@ -97,7 +97,7 @@ class Tower:
         return self._rows[nearest].to(own)
 
 
-def test_rows_are_near_those_of_the_own_tower_and_give_the_same_answers(
+def test_rows_are_close_to_the_own_towers_and_give_the_same_answers(
     engine: Engine, ours: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
@@ -121,7 +121,7 @@ def test_controls_differ(engine: Engine, ours: list[Answer]) -> None:
 # An engine that ends takes what others of this process run in with it: those below have engines of their own.
 
 
-def test_a_video_is_answered_as_by_the_engines_own_loader(
+def test_a_video_gets_the_answer_of_the_own_loader(
     model: Path, served: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with images: its own path, with the rows of the service in the place of its tower's."""
@@ -168,7 +168,7 @@ def test_a_video_is_answered_as_by_the_engines_own_loader(
     [{"limit_mm_per_prompt": {"image": 0, "video": 0}}, {"extra": {"shared_memory": False}}],
     ids=["its tower left out", "rows that come inline"],
 )
-def test_other_engines_answer_alike(
+def test_other_engines_give_the_same_answers(
     model: Path, served: ServerProcess, ours: list[Answer], options: dict[str, Any]
 ) -> None:
     engine = started(model, served, **options)

@@ -115,7 +115,7 @@ def wait_until_it_serves(engine: Engine, *, serves: bool = True) -> None:
         time.sleep(0.02)
 
 
-def test_rows_are_those_of_the_host(
+def test_device_rows_equal_host_rows(
     engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[torch.Tensor] = []
@@ -141,7 +141,7 @@ def test_rows_are_those_of_the_host(
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_the_server_is_killed_between_handle_and_copy(
+def test_a_server_killed_between_handle_and_copy_costs_no_request(
     engine: Engine,
     stage: StagingWorker,
     server: Restartable,
@@ -176,7 +176,7 @@ def test_the_server_is_killed_between_handle_and_copy(
     assert came == ["device" if opened else "shm"]
 
 
-def test_rows_are_overwritten_before_the_copy_ends(
+def test_overwritten_rows_are_fetched_through_the_host(
     engine: Engine, stage: StagingWorker, server: Restartable, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that holds them has ended unnoticed, and the server has other rows in their place."""
@@ -206,7 +206,7 @@ def test_rows_are_overwritten_before_the_copy_ends(
     assert came == ["shm"]
 
 
-def test_memory_that_the_worker_cannot_open(
+def test_rows_in_memory_that_the_worker_cannot_open_come_through_the_host(
     engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = photo(200, 150, 7400, "PNG")
@@ -226,7 +226,7 @@ def test_memory_that_the_worker_cannot_open(
     assert came == ["shm"]
 
 
-def test_the_workers_memory_for_rows_is_bounded(
+def test_the_workers_copies_are_bounded(
     engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt(7500 + seed, IMAGES) for seed in range(6)]
@@ -245,7 +245,7 @@ def test_the_workers_memory_for_rows_is_bounded(
     assert all(ended[each].distance(answer) <= TOLERANCE for each, answer in zip(started, right, strict=True))
 
 
-def test_two_ranks(checkpoint: Path) -> None:
+def test_two_ranks_copy_rows_from_the_device(checkpoint: Path) -> None:
     """In processes of their own; no step has an image that one of them lacks."""
     with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=TIER_GIB) as server:
         engine = Engine(checkpoint, server.endpoint, tensor_parallel_size=2)

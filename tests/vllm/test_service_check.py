@@ -35,7 +35,7 @@ def check(config: Any) -> None:
     check_service(Settings.read(config.ec_transfer_config.ec_connector_extra_config), config)
 
 
-def test_the_service_of_the_same_checkpoint_passes_and_the_log_names_it(
+def test_a_service_of_the_same_checkpoint_is_accepted_and_logged(
     checkpoint: Path, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -80,7 +80,7 @@ def test_another_dtype_is_refused(checkpoint: Path, service: ServerProcess) -> N
         check(config_of(checkpoint, service.endpoint, dtype="bfloat16"))
 
 
-def test_another_fingerprint_than_the_one_demanded_is_refused(
+def test_another_fingerprint_than_the_configured_one_is_refused(
     checkpoint: Path, service: ServerProcess
 ) -> None:
     with pytest.raises(ModelMismatchError):
@@ -110,7 +110,7 @@ def test_model_fingerprint_any_accepts_every_model_with_a_warning(
     assert any('"any"' in line for line in said)
 
 
-def test_a_checkpoint_of_other_language_weights_alone_passes(service: ServerProcess, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_language_weights_is_accepted(service: ServerProcess, tmp_path: Path) -> None:
     other = checkpoint_of("qwen3_vl", tmp_path)
     tensors = load_file(other / "model.safetensors")
     tensors["lm_head.weight"] += 1
@@ -118,13 +118,13 @@ def test_a_checkpoint_of_other_language_weights_alone_passes(service: ServerProc
     check(config_of(other, service.endpoint))
 
 
-def test_the_fp8_products_of_the_same_checkpoint_pass(checkpoint: Path) -> None:
+def test_an_fp8_tower_of_the_same_checkpoint_is_accepted(checkpoint: Path) -> None:
     precision = {"dtype": "bfloat16", "tower_precision": "fp8"}
     with running(checkpoint, executable=SERVICE, **{**SETTINGS, **precision}) as quantised:
         check(config_of(checkpoint, quantised.endpoint, dtype="bfloat16"))
 
 
-def test_a_service_that_only_stores_is_what_it_was_told(checkpoint: Path) -> None:
+def test_a_store_only_service_is_compared_by_its_model_fingerprint(checkpoint: Path) -> None:
     stores = {**SETTINGS, "store_only": "yes"}
     with (
         running(checkpoint, executable=SERVICE, **stores) as untold,
@@ -136,9 +136,7 @@ def test_a_service_that_only_stores_is_what_it_was_told(checkpoint: Path) -> Non
         check(config_of(checkpoint, told.endpoint))
 
 
-def test_weights_that_cannot_be_read_are_named_with_what_to_do(
-    service: ServerProcess, tmp_path: Path
-) -> None:
+def test_unreadable_weights_are_named_with_advice(service: ServerProcess, tmp_path: Path) -> None:
     other = checkpoint_of("qwen3_vl", tmp_path)
     (other / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"cannot be compared .*model\.safetensors.*\"any\""):
@@ -147,7 +145,7 @@ def test_weights_that_cannot_be_read_are_named_with_what_to_do(
         check(config_of(other, service.endpoint, load_format="dummy"))
 
 
-def test_a_model_of_the_hub_is_looked_up_where_vllm_keeps_it(
+def test_a_model_of_the_hub_is_found_in_vllms_cache(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -176,12 +174,12 @@ def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: 
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
 
 
-def test_an_engine_that_encodes_for_others_alone_is_refused(checkpoint: Path, service: ServerProcess) -> None:
+def test_the_role_ec_producer_is_refused(checkpoint: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="ec_role must be ec_consumer, or ec_both"):
         check(config_of(checkpoint, service.endpoint, transfer={"ec_role": "ec_producer"}))
 
 
-def test_an_engine_whose_images_pass_the_scheduler_by_cannot_share(checkpoint: Path) -> None:
+def test_the_processor_cache_shm_is_refused_with_ec_both(checkpoint: Path) -> None:
     both = {"ec_role": "ec_both"}
     config = config_of(checkpoint, "127.0.0.1:1", transfer=both, mm_processor_cache_type="shm")
     with pytest.raises(ValueError, match="--mm-processor-cache-type shm"):
@@ -206,7 +204,7 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], told: str) -> None:
         Settings.read({"endpoints": "127.0.0.1:1", **extra})
 
 
-def test_the_manager_without_the_connector_is_refused(checkpoint: Path) -> None:
+def test_the_cache_manager_without_the_connector_is_refused(checkpoint: Path) -> None:
     config = EngineArgs(str(checkpoint), max_model_len=1024).create_engine_config()
     with pytest.raises(ValueError, match="needs EncoderServiceConnector"):
         EncoderServiceCacheManager.create_manager(cache_size=1, vllm_config=config)

@@ -47,7 +47,9 @@ def submit(engine: Engine, files: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_the_service_may_restart_at_any_step(engine: Engine, server: Restartable, steps: int) -> None:
+def test_a_request_ends_if_the_service_restarts_at_any_step(
+    engine: Engine, server: Restartable, steps: int
+) -> None:
     files = images(4000 + steps)
     parts = ["x", *files]
     right = engine.ask(parts, own=True)
@@ -67,7 +69,7 @@ def test_the_service_may_restart_at_any_step(engine: Engine, server: Restartable
     engine.assert_nothing_is_held()
 
 
-def test_rows_that_are_here_need_no_service(engine: Engine, server: Restartable) -> None:
+def test_arrived_rows_need_no_service(engine: Engine, server: Restartable) -> None:
     files = images(5000)[:2]
     right = engine.ask(["x", *files], own=True)
     engine.forget()
@@ -80,7 +82,7 @@ def test_rows_that_are_here_need_no_service(engine: Engine, server: Restartable)
     server.start()
 
 
-def test_stopped_for_a_while_it_is_waited_for(engine: Engine, server: Restartable) -> None:
+def test_a_request_waits_for_a_service_that_pauses(engine: Engine, server: Restartable) -> None:
     files = images(6000)
     right = engine.ask(["x", *files], own=True)
     engine.forget()
@@ -96,7 +98,7 @@ def test_stopped_for_a_while_it_is_waited_for(engine: Engine, server: Restartabl
     engine.assert_nothing_is_held()
 
 
-def test_stopped_for_good_a_request_ends_at_its_deadline(engine: Engine, server: Restartable) -> None:
+def test_a_request_fails_at_timeout_s_if_the_service_hangs(engine: Engine, server: Restartable) -> None:
     files = images(7000)
     submit(engine, images(7100))
     server.signal(signal.SIGSTOP)

@@ -65,7 +65,7 @@ def assert_all_equal(ours: list[Answer], right: list[Answer]) -> None:
     assert max(each.distance(own) for each, own in zip(ours, right, strict=True)) <= TOLERANCE
 
 
-def test_two_ranks_put_once_and_load_alike(checkpoint: Path, right: list[Answer]) -> None:
+def test_two_ranks_put_each_image_once(checkpoint: Path, right: list[Answer]) -> None:
     # Two processes, on as many cores as there are: a step may take them longer than a lease should last.
     with running(checkpoint, executable=SERVICE, accept_put="yes", put_lease_s=HANG_S, **SETTINGS) as server:
         engine = SharingEngine(checkpoint, server.endpoint, tensor_parallel_size=2)
@@ -113,7 +113,7 @@ def other(engine: SharingEngine, store: Restartable) -> Iterator[OtherEngine]:
     other.close()
 
 
-def test_an_image_of_another_engine_is_awaited_while_others_run(
+def test_a_request_waits_for_another_engines_image_while_others_run(
     engine: SharingEngine, other: OtherEngine
 ) -> None:
     parts: list[Part] = ["a", photo(200, 150, 8200, "PNG")]
@@ -131,7 +131,7 @@ def test_an_image_of_another_engine_is_awaited_while_others_run(
     engine.assert_nothing_is_held()
 
 
-def test_another_engine_computes_when_the_first_is_killed(
+def test_a_waiting_engine_encodes_when_the_first_is_killed(
     engine: SharingEngine, checkpoint: Path, store: Restartable
 ) -> None:
     command = [sys.executable, "-m", "tests.vllm.stuck_engine", str(checkpoint), store.endpoint, "8400"]
@@ -155,7 +155,7 @@ def test_another_engine_computes_when_the_first_is_killed(
     engine.assert_nothing_is_held()
 
 
-def test_a_hang_up_frees_the_lease(engine: SharingEngine, other: OtherEngine) -> None:
+def test_an_aborted_request_abandons_its_lease(engine: SharingEngine, other: OtherEngine) -> None:
     theirs, ours = photo(200, 150, 8500, "PNG"), photo(200, 150, 8501, "PNG")
     engine.forget()
     before = engine.encoded
@@ -170,7 +170,9 @@ def test_a_hang_up_frees_the_lease(engine: SharingEngine, other: OtherEngine) ->
     assert engine.encoded == before
 
 
-def test_two_engines_that_wait_for_each_other_go_on(engine: SharingEngine, other: OtherEngine) -> None:
+def test_two_engines_that_wait_for_each_other_make_progress(
+    engine: SharingEngine, other: OtherEngine
+) -> None:
     theirs, ours = photo(200, 150, 8510, "PNG"), photo(200, 150, 8511, "PNG")
     engine.forget()
     before = engine.encoded
@@ -188,7 +190,7 @@ def test_two_engines_that_wait_for_each_other_go_on(engine: SharingEngine, other
     engine.assert_nothing_is_held()
 
 
-def test_aborted_at_any_step_nothing_is_left(engine: SharingEngine) -> None:
+def test_abort_at_any_step_releases_everything(engine: SharingEngine) -> None:
     for steps in range(12):
         engine.forget()
         fresh = [photo(200, 150, 8600 + 10 * steps + number, "PNG") for number in range(3)]
@@ -199,7 +201,7 @@ def test_aborted_at_any_step_nothing_is_left(engine: SharingEngine) -> None:
         engine.assert_nothing_is_held()
 
 
-def test_preempted_at_any_step_a_request_is_answered_alike(
+def test_preemption_at_any_step_does_not_change_the_answer(
     engine: SharingEngine, right: list[Answer]
 ) -> None:
     parts, own = PROMPTS[-1], right[-1]

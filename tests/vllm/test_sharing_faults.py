@@ -34,7 +34,7 @@ def other(engine: SharingEngine, store: Restartable) -> Iterator[OtherEngine]:
     other.close()
 
 
-def test_a_part_without_pixels_ends_its_request_alone(engine: SharingEngine) -> None:
+def test_a_part_without_pixels_fails_only_its_request(engine: SharingEngine) -> None:
     hostile = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, 8]}, "uuid": "x"}
     request_id = engine.start(["x", hostile])
     assert engine.run(request_id)[request_id].reason == "error"
@@ -51,7 +51,7 @@ def parked_with(engine: SharingEngine, other: OtherEngine, seed: int, uuid: str)
     return parked, named
 
 
-def test_one_uuid_for_two_images_harms_no_other_engine(engine: SharingEngine, other: OtherEngine) -> None:
+def test_one_uuid_for_two_images_puts_no_wrong_rows(engine: SharingEngine, other: OtherEngine) -> None:
     parked, named = parked_with(engine, other, 8700, "mine")
     another = photo(200, 150, 8702, "PNG")
     # The store was asked about the one; the other is encoded under its name.
@@ -63,7 +63,7 @@ def test_one_uuid_for_two_images_harms_no_other_engine(engine: SharingEngine, ot
     assert engine.encoded_by(["x", named]) == 1, "no rows were put under its name"
 
 
-def test_a_name_for_images_of_two_sizes_ends_the_request_alone(
+def test_one_uuid_for_images_of_two_sizes_fails_only_its_request(
     engine: SharingEngine, other: OtherEngine
 ) -> None:
     parked, _ = parked_with(engine, other, 8800, "two")
@@ -74,7 +74,7 @@ def test_a_name_for_images_of_two_sizes_ends_the_request_alone(
     engine.assert_nothing_is_held()
 
 
-def test_without_room_for_its_rows_an_engine_encodes_for_itself(
+def test_without_outgoing_memory_an_engine_encodes_for_itself(
     engine: SharingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.side._outgoing, "_free", [])
@@ -88,7 +88,7 @@ def test_without_room_for_its_rows_an_engine_encodes_for_itself(
 
 
 @pytest.mark.parametrize("steps", range(0, 8, 2))
-def test_an_engine_survives_the_store_killed_at_any_step(
+def test_an_engine_survives_a_store_killed_at_any_step(
     engine: SharingEngine, store: Restartable, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     said: list[str] = []
@@ -117,9 +117,7 @@ def test_an_engine_survives_the_store_killed_at_any_step(
     assert engine.encoded_by(["y", fresh]) == 0
 
 
-def test_an_image_in_vllms_encoder_cache_is_left_to_other_engines(
-    engine: SharingEngine, store: Restartable
-) -> None:
+def test_an_image_in_vllms_encoder_cache_takes_no_lease(engine: SharingEngine, store: Restartable) -> None:
     cached, theirs = photo(200, 150, 9650, "PNG"), photo(200, 150, 9651, "PNG")
     engine.forget()
     store.kill()

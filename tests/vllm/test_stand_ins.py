@@ -44,7 +44,7 @@ def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
     engine.close()
 
 
-def test_a_false_or_borrowed_name_ends_its_request_alone(engine: Engine) -> None:
+def test_a_forged_or_reused_name_fails_only_its_request(engine: Engine) -> None:
     engine.submit(WIDE, SQUARE)
     name = engine.named(WIDE)["uuid"]
     for hostile in ({**raw(SQUARE), "uuid": name}, {**raw(WIDE), "uuid": name[:-1] + "x"}):
@@ -59,7 +59,7 @@ def break_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
 
 
-def test_a_step_that_would_read_a_stand_in_ends_the_engine_before_its_tower_runs(
+def test_a_step_that_reads_a_stand_in_ends_the_engine_before_the_tower_runs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = tower_output(engine)
@@ -84,7 +84,7 @@ def test_a_worker_whose_tower_encoded_a_stand_in_ends_before_any_answer(
     assert len(encoded) == 1, "a blank"
 
 
-def test_without_both_guards_an_answer_is_silently_that_of_a_blank(
+def test_without_both_guards_the_answer_is_that_of_a_blank(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = engine.ask(["x", WIDE], own=True)
@@ -98,7 +98,7 @@ def test_without_both_guards_an_answer_is_silently_that_of_a_blank(
     assert answer.distance(right) > 10 * TOLERANCE
 
 
-def test_another_checkpoint_or_processor_is_refused_and_the_same_passes(
+def test_another_checkpoint_or_processor_is_refused(
     model: Path, service: ServerProcess, tmp_path: Path
 ) -> None:
     check(config_of(model, service.endpoint))
@@ -112,7 +112,7 @@ def test_another_checkpoint_or_processor_is_refused_and_the_same_passes(
         check(config_of(other, service.endpoint))
 
 
-def test_an_engine_that_takes_no_image_cannot_lay_one_out(model: Path, service: ServerProcess) -> None:
+def test_an_image_limit_of_0_is_refused_with_stand_ins(model: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="raise the limit; the tower stays loaded"):
         check(config_of(model, service.endpoint, limit_mm_per_prompt={"image": 0}))
 
@@ -133,7 +133,7 @@ def respond(http: HttpEngine, image: bytes) -> httpx.Response:
     return httpx.post(http.url + "/v1/responses", json=body, timeout=600)
 
 
-def test_callers_of_vllm_serve_send_what_they_always_did(
+def test_vllm_serve_answers_chats_and_responses_with_stand_ins(
     model: Path, service: ServerProcess, right: list[dict[str, float]]
 ) -> None:
     flags = ["--max-num-batched-tokens", str(OPTIONS["max_num_batched_tokens"])]

@@ -86,7 +86,7 @@ def settle(engine: Engine) -> None:
         time.sleep(0.001)
 
 
-def test_stored_images_take_as_many_steps_as_the_own_tower(engine: Engine) -> None:
+def test_stored_images_take_as_many_steps_as_with_the_own_tower(engine: Engine) -> None:
     encode(engine, images_of(SPACED))
     engine.forget()
     own = steps_to_prefill(engine, SPACED, own=True)
@@ -97,7 +97,7 @@ def test_stored_images_take_as_many_steps_as_the_own_tower(engine: Engine) -> No
     assert len(ours) > 6
 
 
-def test_images_close_together_take_no_more_steps_than_with_the_own_tower(engine: Engine) -> None:
+def test_adjacent_images_take_no_more_steps_than_with_the_own_tower(engine: Engine) -> None:
     encode(engine, images_of(DENSE))
     engine.forget()
     own = steps_to_prefill(engine, DENSE, own=True)
@@ -107,7 +107,7 @@ def test_images_close_together_take_no_more_steps_than_with_the_own_tower(engine
     assert len(ours) <= len(own)
 
 
-def test_a_round_of_a_chat_prefills_what_is_new_alone(engine: Engine) -> None:
+def test_a_chat_turn_prefills_only_its_new_tokens(engine: Engine) -> None:
     """With a new image that nobody has encoded, the text before it may take a step, while it is encoded."""
     engine.forget()
     parts: list[Part] = []
@@ -126,7 +126,7 @@ def test_a_round_of_a_chat_prefills_what_is_new_alone(engine: Engine) -> None:
         assert len(again) == ceil(sum(again) / CHUNK_TOKENS)
 
 
-def test_after_a_preemption_images_that_were_prefilled_once_cost_no_step(engine: Engine) -> None:
+def test_images_prefilled_before_a_preemption_cost_no_step(engine: Engine) -> None:
     encode(engine, images_of(SPACED))
     engine._stored.clear()  # as when they were encoded after they had been submitted
     engine.forget()
@@ -141,7 +141,7 @@ def test_after_a_preemption_images_that_were_prefilled_once_cost_no_step(engine:
     engine.assert_nothing_is_held()
 
 
-def test_the_middleware_says_which_images_are_stored(engine: Engine) -> None:
+def test_the_middleware_lists_stored_images(engine: Engine) -> None:
     known, new = photo(160, 120, 7300, "PNG"), photo(160, 120, 7301 + engine.side.gate.exact, "PNG")
     encode(engine, [known])
     status, body = behind_middleware(engine, [raw(new), raw(known)])

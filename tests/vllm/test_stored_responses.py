@@ -86,7 +86,7 @@ def restart(http: HttpEngine, server: Restartable) -> None:
     server.start()
 
 
-def test_a_conversation_goes_on_though_the_service_has_lost_its_images(
+def test_a_conversation_continues_after_the_service_lost_its_images(
     http: HttpEngine, server: Restartable
 ) -> None:
     turns = [user("look", photo(150, 110, 9100, "PNG")), user("and?"), user("this", photo(90, 130, 9101))]
@@ -127,7 +127,7 @@ def test_a_conversation_that_changes_its_cache_salt_is_refused(http: HttpEngine)
     assert "cache_salt" in refused.json()["error"]["message"]
 
 
-def test_the_own_tower_encodes_images_of_background_responses(http: HttpEngine, server: Restartable) -> None:
+def test_background_responses_use_the_own_tower(http: HttpEngine, server: Restartable) -> None:
     assert server.server is not None
     encoded = server.server.encodes()
     asked = user("look", photo(150, 110, 9130, "PNG"))

@@ -28,7 +28,7 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]
         engine.close()
 
 
-def test_five_hundred_requests(engine: Engine) -> None:
+def test_five_hundred_random_requests(engine: Engine) -> None:
     draw = random.Random(7)
     pool = [
         photo(

@@ -29,7 +29,7 @@ def chosen_by_vllm(video: VideoInfo, loading: dict[str, Any], processing: dict[s
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_frames_are_those_of_vllm(seed: int) -> None:
+def test_frames_equal_vllms_choice(seed: int) -> None:
     draw = random.Random(seed)
     settings = VideoSettings(writes_time=True, mean=(0.5,) * 3, std=(0.5,) * 3, **SETTINGS)
     for _ in range(500):

@@ -131,7 +131,7 @@ def http(folder: Path, service_of_videos: ServerProcess, right: object) -> Itera
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_videos_are_answered_as_by_vllms_own_loader_and_tower(
+def test_videos_answer_as_with_vllms_own_loader_and_tower(
     http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]], name: str
 ) -> None:
     content, body = QUESTIONS[name]
@@ -140,7 +140,7 @@ def test_videos_are_answered_as_by_vllms_own_loader_and_tower(
     assert_equal(answer, right[name][1], TOLERANCE)
 
 
-def test_another_video_is_told_from_it(
+def test_another_video_changes_the_answer(
     http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]]
 ) -> None:
     """The control: answers about other frames are further apart than those of two towers."""
@@ -162,7 +162,7 @@ def test_a_second_question_about_a_video_encodes_nothing(
     assert service_of_videos.encodes() == encoded + 5
 
 
-def test_what_two_requests_have_in_common_is_encoded_once(
+def test_shared_pairs_of_two_requests_are_encoded_once(
     http: HttpEngine, service_of_videos: ServerProcess
 ) -> None:
     one, other = (clip("mp4", frames=20, fps=10.0, seed=seed) for seed in (11, 12))
@@ -174,7 +174,7 @@ def test_what_two_requests_have_in_common_is_encoded_once(
     assert service_of_videos.encodes() == encoded + 4
 
 
-def test_callers_at_once_share_the_pairs_of_a_video(
+def test_concurrent_callers_share_the_pairs_of_a_video(
     http: HttpEngine, service_of_videos: ServerProcess
 ) -> None:
     data = clip("mp4", frames=45, fps=10.0, seed=13)
@@ -216,7 +216,7 @@ def test_unservable_videos_are_refused_with_their_own_error(
     assert told in response.json()["error"]["message"]
 
 
-def test_a_video_that_turns_out_broken_ends_its_request_alone(
+def test_a_video_that_fails_to_decode_fails_only_its_request(
     http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]]
 ) -> None:
     data = bytearray(with_index_first(clip("mp4", frames=45, fps=10.0, seed=9)))
@@ -254,9 +254,7 @@ def counting(folder: Path, service_of_videos: ServerProcess) -> Iterator[Engine]
     engine.close()
 
 
-def test_a_prefill_step_waits_for_the_pairs_that_it_reads_and_for_no_other(
-    counting: Engine, folder: Path
-) -> None:
+def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: Engine, folder: Path) -> None:
     """The last two pairs are of a file that the service gets later: whoever has a file can encode all its pairs."""
     settings = VideoSettings.from_folder(folder)
     chosen = settings.clip(VideoInfo(45, 45, 10.0, 160, 96))
@@ -290,19 +288,19 @@ def refusal(engine: Engine, *parts: dict[str, Any], **body: Any) -> tuple[int, A
     return status, given and given["messages"][0]["content"]
 
 
-def test_the_operators_limits_count_videos_and_their_pairs(counting: Engine) -> None:
+def test_limit_mm_per_prompt_counts_videos_and_their_pairs(counting: Engine) -> None:
     assert refusal(counting, video(CLIP))[0] == 200
     assert refusal(counting, video(SHORT), video(SHORT)) == (400, None), "one video, as vLLM says it"
     assert refusal(counting, raw(photo(90, 90, 1)), video(CLIP)) == (400, None), "six images"
 
 
-def test_options_of_requests_need_the_operators_trust(counting: Engine) -> None:
+def test_video_options_need_trust_request_mm_kwargs(counting: Engine) -> None:
     assert refusal(counting, video(SHORT))[0] == 200
     assert refusal(counting, video(SHORT), **loading(fps=1)) == (400, None), "as vLLM"
 
 
 @pytest.mark.parametrize("without_service", ["refuse", "own_tower"])
-def test_videos_of_a_family_that_vllm_takes_no_times_for_are_refused_or_its_own(
+def test_videos_of_families_without_times_are_refused_or_left_to_the_own_tower(
     tmp_path: Path, without_service: str
 ) -> None:
     folder = checkpoint_of("qwen2_5_vl", tmp_path)

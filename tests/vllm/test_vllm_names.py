@@ -135,13 +135,13 @@ RELEASES = releases()
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_release_has_every_name_that_we_touch(release: str) -> None:
+def test_a_release_has_every_name_that_we_use(release: str) -> None:
     read, _ = RELEASES[release]
     assert not missing_names(read, NAMES)
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_release_says_what_we_read(release: str) -> None:
+def test_a_release_has_the_source_text_that_we_rely_on(release: str) -> None:
     read, files = RELEASES[release]
     missing = []
     for path, text in TEXTS:
@@ -150,7 +150,7 @@ def test_a_release_says_what_we_read(release: str) -> None:
     assert not missing
 
 
-def test_the_releases_that_pyproject_admits_are_read() -> None:
+def test_all_releases_in_pyproject_are_checked() -> None:
     if not WHEELS.exists():
         pytest.skip("make test-vllm fetches the wheels")
     assert {name.rpartition("-")[2] for name in RELEASES} >= {"0.31.0", "0.33.0"}

@@ -61,7 +61,7 @@ def assert_dies_of(hostile: str, engine: Engine) -> None:
 # 1. A grid without rows, or with other rows than it says.
 
 
-def test_an_image_without_rows_that_is_let_pass_ends_the_engine(
+def test_without_the_check_an_image_without_rows_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedGate, "_fail", lambda *_: None)
@@ -94,7 +94,7 @@ def test_a_request_that_does_not_wait_ends_the_engine(
         engine.run(request_id, steps=50)
 
 
-def test_saying_that_rows_are_here_when_they_are_not_ends_the_engine(
+def test_a_false_claim_that_rows_are_here_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
@@ -122,7 +122,7 @@ def test_without_the_check_a_grid_poisons_the_prefix_cache(
 # 3. Embeddings that callers name themselves; more of it, and 4, in test_without_middleware_cures.py.
 
 
-def test_a_name_whose_signature_is_not_checked_gives_anyone_the_rows(
+def test_without_signatures_a_forged_name_gets_the_rows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_name, "compare_digest", lambda *_: True)
@@ -135,7 +135,7 @@ def test_a_name_whose_signature_is_not_checked_gives_anyone_the_rows(
 # 5. Rows are held from the gate until they have been read, and wanted again after a preemption.
 
 
-def test_rows_let_go_between_gate_and_step_end_the_engine(
+def test_rows_released_between_gate_and_step_end_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_prefill = NamedGate.may_prefill
@@ -153,7 +153,7 @@ def test_rows_let_go_between_gate_and_step_end_the_engine(
         engine.run(request_id, steps=PATIENCE_STEPS)
 
 
-def test_rows_let_go_before_they_are_read_are_anothers(
+def test_rows_released_before_they_are_read_are_overwritten(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host memory is not given to another image while a step reads it: without that, answers are wrong."""
@@ -172,7 +172,7 @@ def test_rows_let_go_before_they_are_read_are_anothers(
     assert engine.ask(["y", IMAGE]).distance(right) > 100 * TOLERANCE
 
 
-def test_rows_asked_for_only_once_are_missed_after_a_preemption(
+def test_rows_held_only_once_are_missing_after_a_preemption(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold, asked = NamedGate._hold, set()
@@ -191,7 +191,7 @@ def test_rows_asked_for_only_once_are_missed_after_a_preemption(
         engine.run(request_id, steps=PATIENCE_STEPS)
 
 
-def test_without_its_end_noted_a_request_holds_its_rows_forever(
+def test_without_request_finished_rows_are_never_released(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))
@@ -207,9 +207,7 @@ def test_without_its_end_noted_a_request_holds_its_rows_forever(
 # 6. Failures are not remembered.
 
 
-def test_a_failure_that_is_remembered_is_waited_for_in_vain(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remembered_failure_blocks_later_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher, late = engine.side._fetcher, photo(210, 120, 8004, "PNG")
 
     def remembering(table: FetchTable, rows: Entry[FetchQuery]) -> None:
@@ -284,7 +282,7 @@ def test_without_the_width_check_other_rows_give_wrong_text(
 # 9. DeepStack stays where the tower is left out.
 
 
-def test_wide_rows_end_an_engine_whose_deepstack_went_with_its_tower(
+def test_wide_rows_end_an_engine_without_deepstack(
     checkpoint: Path, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepstack, "_set_deepstack", lambda *_: None)

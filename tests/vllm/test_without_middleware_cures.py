@@ -11,16 +11,14 @@ from prefill_client.vllm import middleware, request_images
 from testing.vllm_engine import Engine, raw
 
 
-def test_a_middleware_that_does_not_look_for_embeddings_lets_them_through(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_check_embeddings_reach_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     assert through_middleware(engine, part) == (403, None)
     monkeypatch.setattr(request_images, "_EMBEDDED", set())
     assert through_middleware(engine, part) == (200, part)
 
 
-def test_a_refusal_that_the_middleware_keeps_to_itself_is_a_bare_error(
+def test_without_the_check_a_failed_image_is_a_bare_500(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = raw(b"no image at all")

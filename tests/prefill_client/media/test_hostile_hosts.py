@@ -119,7 +119,7 @@ def loader_of(host: Host) -> tuple[ImageLoader, str]:
     return ImageLoader(rules, max_bytes=1 << 20, timeout_s=2 * PATIENCE_S), port
 
 
-async def test_names_that_resolve_slowly_hold_up_no_other(host: Host, names: Names) -> None:
+async def test_slow_names_do_not_delay_others(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     slow = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(5)]
     await soon(lambda: len(names.asked) >= 4)
@@ -130,7 +130,7 @@ async def test_names_that_resolve_slowly_hold_up_no_other(host: Host, names: Nam
     assert await asyncio.gather(*slow) == [BODY] * 5
 
 
-async def test_a_request_looks_up_few_names_at_a_time_and_each_once(host: Host, names: Names) -> None:
+async def test_lookups_of_a_request_are_bounded_and_shared(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     urls = [f"http://{n}.slow.test:{port}/{path}" for path in "ab" for n in range(50)]
     asking = asyncio.create_task(loader.load_all(urls))
@@ -155,7 +155,7 @@ async def test_lookups_without_waiters_are_not_started(host: Host, names: Names)
     assert len(names.asked) == THREADS + 1
 
 
-async def test_a_slow_name_takes_a_single_resolver_thread(host: Host, names: Names) -> None:
+async def test_a_slow_name_uses_one_resolver_thread(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     for number in range(5):
         with suppress(TimeoutError, EncoderError):

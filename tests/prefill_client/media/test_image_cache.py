@@ -61,7 +61,7 @@ async def test_a_download_without_waiters_ends(host: Host) -> None:
     assert await loader.load(f"http://{host.name}/a") == BODY
 
 
-async def test_a_stale_image_is_asked_about_and_not_sent_again(host: Host) -> None:
+async def test_a_stale_image_is_revalidated(host: Host) -> None:
     host.headers, host.etag, loader = "Cache-Control: no-cache", '"1"', host.loader()
     for _ in range(3):
         assert await loader.load(f"http://{host.name}/a") == BODY
@@ -70,7 +70,7 @@ async def test_a_stale_image_is_asked_about_and_not_sent_again(host: Host) -> No
     assert await loader.load(f"http://{host.name}/a") == b"another"
 
 
-async def test_an_answer_without_lifetime_is_fresh_for_the_set_time(host: Host) -> None:
+async def test_a_response_without_lifetime_is_fresh_for_the_default(host: Host) -> None:
     host.headers = "X-Says: nothing"
     for seconds, requests in ((3600.0, 1), (0.0, 3)):
         host.asked.clear()
@@ -80,7 +80,7 @@ async def test_an_answer_without_lifetime_is_fresh_for_the_set_time(host: Host) 
         assert len(host.asked) == min(requests, 2)
 
 
-async def test_memory_for_images_is_bounded(host: Host) -> None:
+async def test_the_image_cache_is_bounded(host: Host) -> None:
     host.body = bytes(1000)
     loader = host.loader(cache_bytes=2500)
     for number in (1, 2, 3, 1, 3):
@@ -91,7 +91,7 @@ async def test_memory_for_images_is_bounded(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("forbids", "requests"), [("max-age=3600", 2), ("no-store", 4), ("private", 4)])
-async def test_a_redirected_image_is_kept_only_if_the_redirect_may_be(
+async def test_a_redirected_image_is_cached_only_if_the_redirect_allows_it(
     host: Host, forbids: str, requests: int
 ) -> None:
     host.moved["/a"], host.moved_headers = "/b", f"Cache-Control: {forbids}"
@@ -101,7 +101,7 @@ async def test_a_redirected_image_is_kept_only_if_the_redirect_may_be(
     assert len(host.asked) == requests
 
 
-async def test_a_failure_is_not_kept(host: Host) -> None:
+async def test_a_failure_is_not_cached(host: Host) -> None:
     loader = host.loader()
     host.body, good = bytes(2 << 20), host.body
     with pytest.raises(ImageLimitError):
@@ -110,7 +110,7 @@ async def test_a_failure_is_not_kept(host: Host) -> None:
     assert await loader.load(f"http://{host.name}/a") == BODY
 
 
-async def test_a_compressed_body_is_not_unpacked(host: Host) -> None:
+async def test_a_compressed_body_is_refused(host: Host) -> None:
     host.body = gzip.compress(bytes(50 << 20))
     host.headers = "Content-Encoding: gzip"
     with pytest.raises(InvalidImageError, match="compressed"):

@@ -61,7 +61,7 @@ def album() -> Iterator[str]:
     server.server_close()
 
 
-async def test_http_images_come_only_from_allowed_hosts_and_within_bounds(album: str) -> None:
+async def test_only_allowed_hosts_and_sizes_are_loaded(album: str) -> None:
     loader = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=PATIENCE_S)
     assert await loader.load(f"http://{album}/photo") == FIRST
     refusals = {
@@ -112,7 +112,7 @@ DRIPPING = {
 
 
 @pytest.mark.parametrize("what", DRIPPING)
-async def test_a_slow_host_has_one_time_limit_for_everything(what: str) -> None:
+async def test_a_slow_host_is_bounded_by_one_time_limit(what: str) -> None:
     with dripping_host(DRIPPING[what]) as host:
         loader = ImageLoader(Destinations([host]), max_bytes=1 << 20, timeout_s=0.5)
         with pytest.raises(ImageHostError):
@@ -150,7 +150,7 @@ async def test_text_is_answered_while_image_hosts_drip(client: EncoderClient, ch
             await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_a_url_that_is_none_is_the_callers_fault(album: str) -> None:
+async def test_an_invalid_url_is_the_callers_error(album: str) -> None:
     loader = ImageLoader(Destinations([album]), max_bytes=1 << 20, timeout_s=20)
     for url in (f"http://{album}/a b", "http://127.0.0.1:http/", "http://[/", f"ftp://{album}/photo"):
         with pytest.raises(InvalidImageError):

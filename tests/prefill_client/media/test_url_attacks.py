@@ -120,7 +120,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-async def test_an_inside_address_is_refused_however_it_is_written(written: str, inside: Inside) -> None:
+async def test_an_internal_address_is_refused_in_every_notation(written: str, inside: Inside) -> None:
     """Also by rules that let every host through: `public`, and any port of the inside host's."""
     url = written.format(port=inside.port)
     asked: list[str] = []
@@ -142,7 +142,7 @@ async def test_an_inside_address_is_refused_however_it_is_written(written: str, 
 
 
 @pytest.mark.parametrize("zone", ["lo", "25lo", "25a;b"])
-def test_a_zone_is_refused_at_a_public_address_too(zone: str) -> None:
+def test_a_zone_is_refused_at_a_public_address(zone: str) -> None:
     assert ImageUrl.parse("http://[2606:4700::1111]/a.jpg")
     with pytest.raises(InvalidImageError):
         ImageUrl.parse(f"http://[2606:4700::1111%{zone}]/a.jpg")
@@ -186,7 +186,7 @@ INSIDE_ADDRESSES = [
 
 
 @pytest.mark.parametrize("address", INSIDE_ADDRESSES)
-async def test_a_name_with_an_inside_address_is_refused(address: str) -> None:
+async def test_a_name_with_an_internal_address_is_refused(address: str) -> None:
     async def resolve(_host: str, _port: int) -> list[str]:
         return [address]
 
@@ -269,9 +269,7 @@ async def test_a_few_redirects_are_followed_on_allowed_hosts(outside: str) -> No
         await loader.load(f"http://{outside}/302//{hops}photo")
 
 
-async def test_a_name_that_changes_between_two_questions_reaches_nothing_inside(
-    inside: Inside, outside: str
-) -> None:
+async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside: str) -> None:
     """Rebinding: every question is answered anew, and what was answered is what is connected to."""
     host, _, port = outside.rpartition(":")
     answers = [[host], ["127.0.0.1"], [host, "127.0.0.1"], ["127.0.0.1", host]]
@@ -293,7 +291,7 @@ async def test_a_name_that_changes_between_two_questions_reaches_nothing_inside(
     assert inside.reached == []
 
 
-async def test_no_proxy_and_no_credentials_of_the_environment_are_used(
+async def test_proxies_and_credentials_of_the_environment_are_ignored(
     inside: Inside, outside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):

@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, fed by a real server: stepped by hand where a test needs to know the step."""
+"""A real vLLM engine in this process, with rows from a real server. Tests can step it by hand."""
 
 import os
 import time
@@ -30,7 +30,7 @@ MANAGER = {"encoder_cache_manager_cls": "prefill_client.vllm.cache_manager.Encod
 
 
 class Engine:
-    """An engine of `vllm`, and how to talk to it in both ways: images through the service, or through its own tower."""
+    """An engine of `vllm`. Images go through the service, or through the engine's own tower."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        given = {
+        arguments = {
             "dtype": "float32",
             "enforce_eager": True,
             "max_model_len": 4096,
@@ -56,11 +56,11 @@ class Engine:
         }
         settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 30.0, **(extra or {})}
         if exact:
-            given["ec_manager_config"] = MANAGER
+            arguments["ec_manager_config"] = MANAGER
         self.llm = LLM(
             str(model),
             ec_transfer_config={**CONNECTOR, "ec_role": role, "ec_connector_extra_config": settings},
-            **given,
+            **arguments,
         )
         self.config = self.llm.llm_engine.vllm_config
         if self.config.parallel_config.world_size > 1:
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Any:
-        """The real one."""
+        """The scheduler of vLLM."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
@@ -88,15 +88,15 @@ class Engine:
         return self.scheduler.ec_connector._scheduler
 
     def image(self, data: bytes) -> Image:
-        """What the header of an image file says."""
+        """Return an image as the client reads it from its header."""
         (image,) = read_images([data], self.client.description.geometry)
         assert isinstance(image, Image)
         return image
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
-        """The part that the middleware would put in the place of an image; nothing is submitted.
+        """Return the part with which the middleware would replace an image; submit nothing.
 
-        Where only the server counts rows, the image has been submitted before.
+        If only the server can count rows, the image must have been submitted before.
         """
         digest = content_digest(data)
         if self.client.description.geometry is None:
@@ -123,53 +123,55 @@ class Engine:
         return [arrays[index] for index in range(len(images))]
 
     def start(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> str:
-        """Hand a request to the engine, its images named (or raw, with `own`); return its id."""
+        """Add a request to the engine, with named images (raw ones with `own`); return its id."""
         content = [self._part(part, own=own) for part in parts]
         images = [content_digest(part) for part in parts if isinstance(part, bytes) and not own]
         info = RequestInfo(
             stored=tuple(index for index, digest in enumerate(images) if digest in self._stored)
         )
-        asked = sampling(tokens)
-        asked.extra_args = {}
-        info.write(asked.extra_args)  # as the middleware does
-        (request_id,) = self.llm.enqueue_chat([{"role": "user", "content": content}], asked, use_tqdm=False)
-        return str(request_id).partition("-")[0]  # the name that its outputs have
+        parameters = sampling(tokens)
+        parameters.extra_args = {}
+        info.write(parameters.extra_args)  # as the middleware does
+        (request_id,) = self.llm.enqueue_chat(
+            [{"role": "user", "content": content}], parameters, use_tqdm=False
+        )
+        return str(request_id).partition("-")[0]  # as its outputs call it
 
     def step(self) -> dict[str, Answer]:
-        """Make one step; return what ended in it."""
+        """Run one step; return the answers that ended in it."""
         outputs = self.llm.llm_engine.step()
         return {output.request_id: _answer(output) for output in outputs if output.finished}
 
     def run(self, *wanted: str, steps: int = 100_000) -> dict[str, Answer]:
-        """Step until these have ended; raises `TimeoutError` when they have not after so many steps."""
+        """Step until these requests have ended; return all answers. Raises `TimeoutError` after `steps`."""
         ended: dict[str, Answer] = {}
         for _ in range(steps):
             if set(wanted) <= ended.keys():
                 return ended
             ended |= self.step()
-        raise TimeoutError(f"after {steps} steps {set(wanted) - ended.keys()} run still")
+        raise TimeoutError(f"after {steps} steps {set(wanted) - ended.keys()} still run")
 
     def run_until(self, reached: Callable[[], bool], steps: int = 100_000) -> None:
-        """Step until something is so."""
+        """Step until a condition holds."""
         for _ in range(steps):
             if reached():
                 return
             self.step()
-        raise AssertionError(f"not so after {steps} steps")
+        raise AssertionError(f"the condition does not hold after {steps} steps")
 
     def abort(self, request_id: str) -> None:
-        """What a caller who hangs up does."""
+        """Abort a request, as vLLM does when its caller disconnects."""
         self.llm.llm_engine.abort_request([request_id])
 
     def ask(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> Answer:
-        """Submit the images of a prompt, ask, and return the answer."""
+        """Submit the images of a prompt, run the request, and return the answer."""
         if not own:
             self.submit(*(part for part in parts if isinstance(part, bytes)))
         request_id = self.start(parts, own=own, tokens=tokens)
         return self.run(request_id)[request_id]
 
     def computed(self, request_id: str) -> int:
-        """How many tokens of a request have been prefilled, or are being."""
+        """Return how many tokens of a request are prefilled, or planned in the last step."""
         return next(
             int(request.num_computed_tokens)
             for known, request in self.scheduler.requests.items()
@@ -177,18 +179,18 @@ class Engine:
         )
 
     def forget(self) -> None:
-        """Empty the caches that one test would hand to the next."""
+        """Empty vLLM's prefix cache and encoder cache."""
         self.llm.reset_prefix_cache()
         self.scheduler.reset_encoder_cache()
 
     def assert_nothing_is_held(self) -> None:
-        """No rows, no reservation, no request is left."""
+        """Check that no rows, reservations or requests are left."""
         side = self.side
         deadline = time.monotonic() + 30
         staged = side._staging._staged
         while (
             len(side.table) or staged
-        ) and time.monotonic() < deadline:  # what was given up ends when its call has
+        ) and time.monotonic() < deadline:  # cancelled queries end with their calls
             side.gate.failed()
         assert len(side.table) == len(staged) == 0
         assert side.gate._free_rows == side.gate._capacity_rows
@@ -197,14 +199,14 @@ class Engine:
         assert not side.gate._queue
 
     def close(self) -> None:
-        """End it, so that another can be made in this process."""
+        """End the engine, so that this process can start another."""
         self.client.close()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()
 
     def _leave_cores(self) -> None:
-        """Give the workers of several ranks one core together, and so the server the others.
+        """Pin the workers of all ranks to one core, and leave the other cores to the server.
 
         Between steps each calls `sched_yield` in a loop. Where two cores run such a loop each, Linux 6.18 leaves other
         processes no time on them, for up to a minute.
@@ -222,12 +224,12 @@ class Engine:
 
 
 def tower_output(engine: Engine) -> list[torch.Tensor]:
-    """Return a list that gets the rows [rows, width] of each image that the engine's own tower encodes from now on."""
+    """Return a list to which the engine's own tower adds the rows [rows, width] of each image that it encodes."""
     encode = engine.model.embed_multimodal
     encoded: list[torch.Tensor] = []
 
-    def noted(**given: Any) -> Any:
-        rows = encode(**given)
+    def noted(**inputs: Any) -> Any:
+        rows = encode(**inputs)
         encoded.extend(each.clone() for each in rows)
         return rows
 
@@ -236,17 +238,17 @@ def tower_output(engine: Engine) -> list[torch.Tensor]:
 
 
 def raw(data: bytes) -> dict[str, Any]:
-    """An image as callers send it."""
+    """Return an image as callers send it."""
     return {"type": "image_url", "image_url": {"url": data_url(data)}}
 
 
 def sampling(tokens: int) -> SamplingParams:
-    """Greedy, with the five likeliest."""
+    """Return greedy sampling with the five likeliest tokens of each step."""
     return SamplingParams(max_tokens=tokens, temperature=0, logprobs=5, ignore_eos=True)
 
 
 def grid_of(image: Image) -> Grid:
-    """The grid of an image, whose format is not rare."""
+    """Return the grid of an image whose format is not rare."""
     assert image.grid is not None
     return image.grid
 

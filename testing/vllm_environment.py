@@ -1,9 +1,9 @@
-"""What vLLM on a CPU needs in its environment before torch and vLLM are imported, in tests and benchmarks."""
+"""Environment variables that vLLM on a CPU needs before torch and vLLM are imported, in tests and benchmarks."""
 
 from pathlib import Path
 
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
-"""The interpreter that has vLLM; `make test-vllm` makes it."""
+"""The interpreter with vLLM, which `make test-vllm` installs."""
 
 # One process, nothing from the network, and one thread: with two threads on two cores a step takes twenty times as
 # long.

@@ -14,7 +14,7 @@ from testing.vllm_engine import Engine, Part, tower_output
 
 @dataclass(frozen=True)
 class SmallFamily:
-    """A family as vLLM loads it: its checkpoint, and what its chat template writes in the place of an image."""
+    """A family as vLLM loads it: its checkpoint, and the text that its chat template writes for an image."""
 
     checkpoint: FamilyCheckpoint
     place: str
@@ -66,20 +66,20 @@ SMALL = {
         processor_settings={"image_seq_len": 16},
     ),
 }
-"""By model type; in none of them does vLLM accept an image without pixels."""
+"""By model type. vLLM accepts no image without pixels for any of them."""
 
 OPTIONS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 4}, "max_num_batched_tokens": 512}
-"""Of engines: Gemma's rows attend to each other in both directions, so one step prefills those of an image."""
+"""Options of engines. One step must prefill an image: Gemma's rows attend to each other in both directions."""
 
 
 WIDE, TALL, SQUARE = (photo(*size, 1, "PNG") for size in ((400, 250), (120, 333), (224, 224)))
 PROMPTS: list[list[Part]] = [["a", WIDE, "b", TALL, "c"], [SQUARE, "d"], ["e", TALL, "f" * 60, WIDE, TALL]]
-"""What engines are asked to compare the service with their own tower."""
+"""The prompts that compare the service with an engine's own tower."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs when the service encodes instead of the engine's own tower.
+    """The differences between the service's rows and those of the engine's own tower.
 
     `rows` is the largest difference of a row from that of `embed_multimodal`, relative to the row. `answers` is the
     largest difference of a log-probability, infinite for another answer. `encoded` is the number of images that the
@@ -92,12 +92,12 @@ class Comparison:
 
 
 def compare(engine: Engine) -> Comparison:
-    """Ask `PROMPTS` of the engine's own tower one by one, and then fed by the service, all at once."""
+    """Run `PROMPTS` one by one with the engine's own tower, and then all at once with the service."""
     encoded = tower_output(engine)
     engine.forget()
     own = [engine.ask(parts, own=True) for parts in PROMPTS]
     images = dict.fromkeys(part for parts in PROMPTS for part in parts if isinstance(part, bytes))
-    theirs = encoded[: len(images)]
+    expected = encoded[: len(images)]
     encoded.clear()
     engine.forget()
     engine.submit(*images)
@@ -106,22 +106,22 @@ def compare(engine: Engine) -> Comparison:
     with_service = len(encoded)
     ours = [torch.from_numpy(rows) for rows in engine.rows(*images)]
     return Comparison(
-        rows=max(_row_error(*pair) for pair in zip(ours, theirs, strict=True)),
+        rows=max(_row_error(*pair) for pair in zip(ours, expected, strict=True)),
         answers=max(ended[each].distance(right) for each, right in zip(started, own, strict=True)),
         encoded=with_service,
     )
 
 
 def _restore_names(weights: Path) -> None:
-    """Restore a part of the names in published checkpoints that `transformers` has dropped, and vLLM has not."""
+    """Restore a part of the names in published checkpoints that vLLM expects and `transformers` has dropped."""
     old, new = "vision_tower.", "vision_tower.vision_model."
     tensors = {name.replace(old, new): tensor for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, {"format": "pt"})
 
 
-def _row_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
-    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max())
+def _row_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    assert ours.shape == expected.shape, (ours.shape, expected.shape)
+    return float(((ours - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
 def write_small_family(folder: Path, model_type: str, *, seed: int = 0) -> Path:

@@ -1,4 +1,4 @@
-"""A real vLLM engine that encodes itself and shares what its tower makes: how often that runs, what was put."""
+"""A real vLLM engine that encodes images itself and shares the rows of its tower."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,33 +20,33 @@ class SharingEngine(Engine):
     def __init__(
         self, model: Path, endpoint: str, *, extra: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        given = {"submit_timeout_s": 30.0, **(extra or {})}
-        super().__init__(model, endpoint, role="ec_both", extra=given, **options)
+        settings = {"submit_timeout_s": 30.0, **(extra or {})}
+        super().__init__(model, endpoint, role="ec_both", extra=settings, **options)
         self._encoded = [] if self.config.parallel_config.world_size > 1 else tower_output(self)
 
     @property
     def encoded(self) -> int:
-        """How many images the tower of this process has encoded."""
+        """The number of images that the tower of this process has encoded."""
         return len(self._encoded)
 
     def has_lease(self) -> bool:
-        """Whether the store waits for rows of an image that no step makes yet."""
+        """Whether this engine has the lease of an image that no step encodes yet."""
         return bool(self.side.table._leases)
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Take in what the store says, without a step, until something is so."""
+        """Process the store's answers, without a step, until a condition holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
-            assert time.monotonic() < deadline, "not so in time"
+            assert time.monotonic() < deadline, "the condition does not hold in time"
             self.side.table.collect()
             time.sleep(0.005)
 
     def until_all_is_put(self) -> None:
-        """Return when the table holds nothing: what was made has been put, or could not be."""
+        """Wait until the table is empty: all puts have ended."""
         self.until(lambda: not len(self.side.table))
 
     def assert_nothing_is_held(self) -> None:
-        """No rows, no lease, no request is left."""
+        """Check that no rows, leases or requests are left."""
         self.until_all_is_put()
         side = self.side
         assert side._incoming.free_bytes == side._incoming.size_bytes
@@ -56,11 +56,11 @@ class SharingEngine(Engine):
         assert not side.store._expected
 
     def start_all(self, *prompts: Sequence[Part]) -> list[str]:
-        """Hand requests with raw images to the engine."""
+        """Add requests with raw images to the engine; return their ids."""
         return [self.start(parts, own=True) for parts in prompts]
 
     def encoded_by(self, *prompts: Sequence[Part]) -> int:
-        """How often the tower runs for prompts that are asked at once, and answered."""
+        """Run prompts concurrently; return how many images the tower encodes for them."""
         before = self.encoded
         ended = self.run(*self.start_all(*prompts))
         assert {answer.reason for answer in ended.values()} == {"length"}
@@ -68,7 +68,7 @@ class SharingEngine(Engine):
         return self.encoded - before
 
     def feature(self, parts: Sequence[Part]) -> Any:
-        """What the engine knows of the first image of a prompt, which is asked for and given up."""
+        """Return the feature of the first image of a prompt, from a request that is aborted at once."""
         (request_id,) = self.start_all(parts)
         (request,) = (each for name, each in self.scheduler.requests.items() if name.startswith(request_id))
         self.abort(request_id)
@@ -76,7 +76,7 @@ class SharingEngine(Engine):
 
 
 class OtherEngine:
-    """Another engine, as far as the store can tell: the same producer, and leases."""
+    """A client that the store takes for another engine: it has the same producer, and leases."""
 
     def __init__(self, engine: SharingEngine, endpoint: str) -> None:
         self._engine = engine
@@ -91,6 +91,6 @@ class OtherEngine:
         return answer
 
     def close(self) -> None:
-        """End, and with it every lease."""
+        """Close the client, which ends its leases."""
         self._put.close()
         self._client.close()

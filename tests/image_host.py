@@ -20,7 +20,7 @@ class Host:
         self.moved: dict[str, str] = {}
         """Paths and where they have moved to; `moved_headers` go with that answer."""
         self.moved_headers = "Cache-Control: max-age=3600"
-        self.asked: list[bytes] = []
+        self.requests: list[bytes] = []
         self.answering = asyncio.Event()
         self.answering.set()
         self.ended = asyncio.Event()
@@ -29,7 +29,7 @@ class Host:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             request = await reader.readuntil(b"\r\n\r\n")
-            self.asked.append(request)
+            self.requests.append(request)
             hung_up, answering = (
                 asyncio.ensure_future(each) for each in (reader.read(), self.answering.wait())
             )

@@ -1,4 +1,4 @@
-"""A request at vLLM whose images are kept: what the caller hears when they are lost, and when they are not."""
+"""A request to vLLM whose images stay submitted: the caller's answer when images are lost, broken or fine."""
 
 import asyncio
 from collections.abc import MutableMapping, Sequence
@@ -16,7 +16,7 @@ from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
 PHOTO = photo(90, 90, 41)
-HEARD = [
+ANSWER = [
     {"type": "http.response.start", "status": 200, "headers": []},
     {"type": "http.response.body", "body": b"one"},
     {"type": "http.response.body", "body": b"two"},
@@ -24,22 +24,22 @@ HEARD = [
 
 
 class Caller:
-    """Who stays on the line and listens."""
+    """A caller that keeps its connection and records the answer."""
 
     def __init__(self) -> None:
-        self.heard: list[MutableMapping[str, Any]] = []
+        self.received: list[MutableMapping[str, Any]] = []
 
     async def receive(self) -> MutableMapping[str, Any]:
         await asyncio.Event().wait()
-        raise AssertionError("it never speaks")
+        raise AssertionError("unreachable")
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
 
-async def until_it_leaves(_: object, receive: Receive, send: Send) -> None:
-    """As vLLM: it works until it has an answer or the caller has left; here it never has one."""
-    assert (await receive())["body"] == b"asked"
+async def never_answer(_: object, receive: Receive, send: Send) -> None:
+    """Run as vLLM does until the caller disconnects, without an answer."""
+    assert (await receive())["body"] == b"the body"
     while (await receive())["type"] != "http.disconnect":
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -47,7 +47,7 @@ async def until_it_leaves(_: object, receive: Receive, send: Send) -> None:
 
 
 async def never() -> None:
-    raise AssertionError("no image is suspected")
+    raise AssertionError("no image should be checked")
 
 
 async def lose(server: Server) -> None:
@@ -61,12 +61,12 @@ async def test_lost_images_end_a_request_before_its_answer_begins(server: Server
         await client.keep([PHOTO], again_s=0.2) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
-        exchange = Exchange(b"asked", kept, never, caller.receive, caller.send)
-        running = asyncio.create_task(exchange.run(until_it_leaves, {}))
+        exchange = Exchange(b"the body", kept, never, caller.receive, caller.send)
+        running = asyncio.create_task(exchange.run(never_answer, {}))
         await asyncio.sleep(0)
         await lose(server)
         assert isinstance(await running, UnavailableError)
-    assert not caller.heard
+    assert not caller.received
 
 
 def finding(client: EncoderClient, answers: Sequence[Submitted]) -> FindFailed:
@@ -75,7 +75,7 @@ def finding(client: EncoderClient, answers: Sequence[Submitted]) -> FindFailed:
 
 
 async def fails(_: object, __: Receive, send: Send) -> None:
-    """As vLLM for a request that its connector ends."""
+    """Answer as vLLM does for a request that its connector ends."""
     await send({"type": "http.response.start", "status": 500, "headers": []})
     await send({"type": "http.response.body", "body": b"an error"})
 
@@ -84,19 +84,19 @@ async def fails(_: object, __: Receive, send: Send) -> None:
 async def test_an_error_for_a_broken_image_names_the_image(server: Server, broken: list[int]) -> None:
     caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (42, 43, 44)]
     for index in broken:
-        files[index] = files[index][: len(files[index]) // 2]  # its header is sound
+        files[index] = files[index][: len(files[index]) // 2]  # its header is valid
     async with (
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep(files) as kept,
     ):
         find = finding(client, kept.answers)
-        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
+        error = await Exchange(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     if broken:
         assert isinstance(error, InvalidImageError)
         assert any(error.message.startswith(f"image {index}: ") for index in broken), error.message
     else:
         assert error is None
-    assert len(caller.heard) == (0 if broken else 2)
+    assert len(caller.received) == (0 if broken else 2)
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -112,7 +112,7 @@ async def test_a_lost_image_of_an_earlier_response_is_an_error_with_advice(
             await client.submit([other])
         answers = [Submitted(content_digest(other)), *kept.answers]
         find = finding(client, answers)
-        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
+        error = await Exchange(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     assert error is None if sent else isinstance(error, UnknownImageError)
     assert sent or "image 0, of an earlier response, is no longer kept: send" in error.message
 
@@ -129,30 +129,30 @@ async def test_vllms_errors_are_forwarded_unless_images_are_lost(server: Server,
             await lose(server)
             await soon(lambda: kept.error is not None)
         find = finding(client, kept.answers)
-        error = await Exchange(b"asked", kept, find, caller.receive, caller.send).run(fails, {})
+        error = await Exchange(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     assert isinstance(error, UnavailableError) == lost
-    assert len(caller.heard) == (0 if lost else 2)
+    assert len(caller.received) == (0 if lost else 2)
 
 
 async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: Server) -> None:
-    caller, goes_on = Caller(), asyncio.Event()
+    caller, may_continue = Caller(), asyncio.Event()
 
     async def answers(_: object, __: Receive, send: Send) -> None:
-        for message in HEARD[:2]:
+        for message in ANSWER[:2]:
             await send(message)
-        await goes_on.wait()
-        await send(HEARD[2])
+        await may_continue.wait()
+        await send(ANSWER[2])
 
     async with (
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO], again_s=0.2) as kept,
     ):
         running = asyncio.create_task(
-            Exchange(b"asked", kept, never, caller.receive, caller.send).run(answers, {})
+            Exchange(b"the body", kept, never, caller.receive, caller.send).run(answers, {})
         )
-        await soon(lambda: len(caller.heard) == 2)
+        await soon(lambda: len(caller.received) == 2)
         await lose(server)
         await kept.lost()
-        goes_on.set()
+        may_continue.set()
         assert await running is None
-    assert caller.heard == HEARD
+    assert caller.received == ANSWER

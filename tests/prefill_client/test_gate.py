@@ -1,4 +1,4 @@
-"""Which images a gate holds for a request, without an engine: what a preemption needs again comes again."""
+"""Which images a gate holds for a request, without an engine: images are held again after a preemption."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -29,7 +29,7 @@ ROWS = 64  # of the smallest image, which all of these are
 WINDOW = 2 * ROWS
 # One step touches three images at most, and as many again are fetched ahead: host memory has room for no more.
 ROOM_ROWS = 6 * ROWS
-# Not a part of an image, nor of a window: steps begin and end anywhere.
+# Divides neither an image nor a window: steps begin and end anywhere.
 STEP = ROWS + 7
 # I: an image, t: ten tokens of text, T: more text than two steps prefill.
 LAYOUTS = ("IIIIIIIIII", "tIITIIIIIIII", "tIItITIIIIT", "ITITITI")
@@ -37,8 +37,8 @@ TEXT = {"t": 10, "T": 6 * ROWS}
 
 
 @dataclass
-class Place:
-    """Where an image lies, as vLLM says it."""
+class FakePosition:
+    """A replacement for vLLM's `PlaceholderRange`."""
 
     offset: int
     length: int = ROWS
@@ -48,27 +48,27 @@ class Place:
 
 
 @dataclass
-class Named:
-    """An image of a request, as vLLM says it."""
+class FakeFeature:
+    """A replacement for vLLM's `MultiModalFeatureSpec`."""
 
     identifier: str
     data: Any
-    mm_position: Place
+    mm_position: FakePosition
     modality: str = "image"
 
 
 @dataclass
-class Asking:
-    """A request, as vLLM says it."""
+class FakeRequest:
+    """A replacement for vLLM's `Request`."""
 
     request_id: str
-    mm_features: list[Named] = field(default_factory=list)
+    mm_features: list[FakeFeature] = field(default_factory=list)
     ec_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
 
 
 class Prefill:
-    """A gate, and what a scheduler does with it; the table, the memory, the thread and the server are real."""
+    """Uses a gate as a scheduler does, with a real table, memory, thread and server."""
 
     def __init__(self, fetcher: RowFetcher, memory: HostMemory, row_bytes: int) -> None:
         self._fetcher, self._memory = fetcher, memory
@@ -87,9 +87,9 @@ class Prefill:
             tower=TowerInput(fetcher.description.geometry.merge_size),
         )
 
-    def request(self, request_id: str, layout: str, images: Sequence[Submitted]) -> tuple[Asking, int]:
-        """Return a request of this layout, and how many tokens it has."""
-        asking, tokens, left = Asking(request_id), 0, iter(images)
+    def request(self, request_id: str, layout: str, images: Sequence[Submitted]) -> tuple[FakeRequest, int]:
+        """Return a request of this layout, and its number of tokens."""
+        request, tokens, left = FakeRequest(request_id), 0, iter(images)
         producer = producer_of(self._fetcher.description, "")
         for part in layout:
             if part == "I":
@@ -97,24 +97,24 @@ class Prefill:
                 assert image.grid
                 name = self.signer.identifier(ImageName(image.digest, image.grid, producer))
                 grid = SimpleNamespace(data=torch.tensor(image.grid))
-                asking.mm_features.append(Named(name, {"image_grid_thw": grid}, Place(tokens)))
+                request.mm_features.append(FakeFeature(name, {"image_grid_thw": grid}, FakePosition(tokens)))
             tokens += TEXT.get(part, ROWS)
-        return asking, tokens
+        return request, tokens
 
-    async def run(self, asking: Asking, begin: int, end: int) -> None:
+    async def run(self, request: FakeRequest, begin: int, end: int) -> None:
         """Prefill from token `begin` to `end`, each step as soon as the gate lets it."""
         for computed in range(begin, end, STEP):
-            while not self.gate.may_prefill(asking, computed):
+            while not self.gate.may_prefill(request, computed):
                 assert not self.gate.failed()
-                assert self.table.has_running, f"parked at token {computed}, and nothing is on its way"
+                assert self.table.has_running, f"parked at token {computed}, and no query runs"
                 await asyncio.to_thread(self._fetcher.wait, PATIENCE_S)
-            for index, image in enumerate(asking.mm_features):
+            for index, image in enumerate(request.mm_features):
                 if image.mm_position.offset + ROWS <= min(computed + STEP, end):
-                    self.gate.prefilled(asking.request_id, index)
+                    self.gate.prefilled(request.request_id, index)
 
-    async def end(self, asking: Asking) -> None:
-        """End the request; whatever it held is free once what was under way has an outcome."""
-        self.gate.finished(asking.request_id)
+    async def end(self, request: FakeRequest) -> None:
+        """End the request, and check that it holds nothing once its queries have ended."""
+        self.gate.finished(request.request_id)
         assert not self.gate.failed()
         while self.table.has_running:
             await asyncio.to_thread(self._fetcher.wait, PATIENCE_S)
@@ -126,7 +126,7 @@ class Prefill:
 
 @pytest.fixture
 async def images(client: EncoderClient) -> list[Submitted]:
-    """Ten images of as many rows."""
+    """Ten images with the same number of rows."""
     submitted = await client.submit([photo(64, 64, seed) for seed in range(10)])
     assert {image.tokens for image in submitted} == {ROWS}
     return submitted
@@ -134,7 +134,7 @@ async def images(client: EncoderClient) -> list[Submitted]:
 
 @pytest.fixture
 async def prefill(server: Server, client: EncoderClient) -> AsyncIterator[Prefill]:
-    """A gate whose host memory is full with what a request may hold."""
+    """A gate with just enough host memory for one request."""
     width, dtype = client.description.width, client.description.dtype
     row_bytes = width * element_type(dtype).itemsize
     memory = HostMemory(ROOM_ROWS * row_bytes)
@@ -148,9 +148,9 @@ async def prefill(server: Server, client: EncoderClient) -> AsyncIterator[Prefil
 async def test_each_image_is_fetched_once_without_preemption(
     prefill: Prefill, images: list[Submitted], layout: str
 ) -> None:
-    asking, tokens = prefill.request("a", layout, images)
-    await prefill.run(asking, 0, tokens)
-    await prefill.end(asking)
+    request, tokens = prefill.request("a", layout, images)
+    await prefill.run(request, 0, tokens)
+    await prefill.end(request)
     assert sum(prefill.counts.take()[IMAGES].values()) == layout.count("I")
 
 
@@ -161,22 +161,22 @@ async def test_a_request_continues_after_any_preemption_and_cached_prefix(
     _, tokens = prefill.request("", layout, images)
     for preempted_at in range(STEP, tokens, STEP):
         for cached in {0, preempted_at // 3, preempted_at // 2}:
-            asking, _ = prefill.request(f"{preempted_at} {cached}", layout, images)
-            await prefill.run(asking, 0, preempted_at)
-            prefill.gate.may_prefill(asking, preempted_at)  # holds what lies ahead
-            await prefill.run(asking, cached, tokens)
-            await prefill.end(asking)
+            request, _ = prefill.request(f"{preempted_at} {cached}", layout, images)
+            await prefill.run(request, 0, preempted_at)
+            prefill.gate.may_prefill(request, preempted_at)  # holds what lies ahead
+            await prefill.run(request, cached, tokens)
+            await prefill.end(request)
 
 
 async def test_later_images_release_their_memory_to_earlier_ones(
     prefill: Prefill, images: list[Submitted]
 ) -> None:
-    """The server never has the images behind: only letting go of them frees their memory."""
+    """The server never gets the later images, so only their release frees their memory."""
     known, unknown = images[:2], [Submitted(bytes([n]) * 32, images[0].grid, ROWS) for n in range(8)]
-    asking, _ = prefill.request("a", "tIITIIIIIIII", [*known, *unknown])
+    request, _ = prefill.request("a", "tIITIIIIIIII", [*known, *unknown])
     behind = 10 + 2 * ROWS
-    await prefill.run(asking, 0, behind)
-    assert prefill.gate.may_prefill(asking, behind)
-    assert len(prefill.table) == ROOM_ROWS // ROWS, "all the memory is set apart for images behind"
-    await prefill.run(asking, 0, behind)
-    await prefill.end(asking)
+    await prefill.run(request, 0, behind)
+    assert prefill.gate.may_prefill(request, behind)
+    assert len(prefill.table) == ROOM_ROWS // ROWS, "all memory is reserved for later images"
+    await prefill.run(request, 0, behind)
+    await prefill.end(request)

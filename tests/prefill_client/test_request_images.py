@@ -1,4 +1,4 @@
-"""The images and videos of a request's JSON, and what is refused in their place."""
+"""The images and videos in a request's JSON, and which requests are refused."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_a_video_is_found_by_its_type_or_its_key(part: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "part", "options", "told"),
+    ("form", "part", "options", "message"),
     [
         (RESPONSES, video("b"), {}, "/v1/chat/completions"),
         (CHAT, video("data:video/jpeg;base64,AA,BB"), {}, "send a video file"),
@@ -74,14 +74,14 @@ def test_a_video_is_found_by_its_type_or_its_key(part: dict[str, Any]) -> None:
     ],
 )
 def test_unsupported_videos_are_refused(
-    form: Form, part: dict[str, Any], options: dict[str, Any], told: str
+    form: Form, part: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=told):
+    with pytest.raises(InvalidRequestError, match=message):
         RequestImages(request(form, "content", part) | options, form).video_urls()
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"media_io_kwargs": {"image": {"image_mode": "RGBA"}}}, "media_io_kwargs.image is not supported"),
         ({"media_io_kwargs": {"video": {"max_frames": 9}}}, "media_io_kwargs.video.max_frames is not"),
@@ -98,6 +98,6 @@ def test_unsupported_videos_are_refused(
         ({"mm_processor_kwargs": {"num_frames": 4, "fps": 2}}, "fps or num_frames, not both"),
     ],
 )
-def test_unsupported_options_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidRequestError, match=told):
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         RequestImages(request(CHAT, "content", video("b")) | options, CHAT)

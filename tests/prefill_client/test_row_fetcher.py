@@ -1,4 +1,4 @@
-"""Rows fetched into an engine's host memory, on a thread that never makes its scheduler wait."""
+"""Rows fetched into an engine's host memory, on a thread, so that its scheduler never waits."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ from tests.servers import server_of
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
-NOBODYS = ImageName(bytes(32), Grid(1, 4, 4), b"")
+UNKNOWN = ImageName(bytes(32), Grid(1, 4, 4), b"")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def memory() -> HostMemory:
 
 @pytest.fixture
 async def fetcher(server: Server, client: EncoderClient, memory: HostMemory) -> AsyncIterator[RowFetcher]:
-    """One that waits for an image that nobody submits for as long as a test takes."""
+    """A fetcher that waits for unknown images longer than a test takes."""
     settings, described = Settings((server.endpoint,), grace_s=20.0), client.description
     fetcher = await asyncio.to_thread(
         RowFetcher, settings, memory, width=described.width, dtype=described.dtype
@@ -50,8 +50,8 @@ def port_of(server: Server) -> int:
 
 async def outcome(fetcher: RowFetcher) -> Outcome:
     await asyncio.to_thread(fetcher.wait, PATIENCE_S)
-    (told,) = fetcher.outcomes()
-    return told
+    (ended,) = fetcher.outcomes()
+    return ended
 
 
 async def test_rows_are_in_their_extents_when_the_outcome_arrives(
@@ -64,14 +64,14 @@ async def test_rows_are_in_their_extents_when_the_outcome_arrives(
         name, image.tokens, RequestInfo("a request"), extents=memory.allocate(image.tokens * row_bytes)
     )
     fetcher.start(query)
-    told = await outcome(fetcher)
-    assert (told.query, told.state) == (query, "here")
+    ended = await outcome(fetcher)
+    assert (ended.query, ended.state) == (query, "here")
     assert memory.read(query.extents).tobytes() == (await fetched(client, image.digest)).array.tobytes()
-    assert list(fetcher.outcomes()) == [], "each is told once"
+    assert list(fetcher.outcomes()) == [], "each outcome is returned once"
 
 
 async def test_a_cancelled_query_has_an_outcome(fetcher: RowFetcher) -> None:
-    query = FetchQuery(NOBODYS, 4, RequestInfo())
+    query = FetchQuery(UNKNOWN, 4, RequestInfo())
     fetcher.start(query)
     fetcher.cancel(query)
     assert (await outcome(fetcher)).state == "cancelled"
@@ -82,10 +82,10 @@ async def test_close_cancels_queries_and_ends_the_thread(fetcher: RowFetcher) ->
         return [each for each in threading.enumerate() if each.name == "encoder-rows"]
 
     assert len(threads()) == 1
-    fetcher.start(FetchQuery(NOBODYS, 4, RequestInfo()))
+    fetcher.start(FetchQuery(UNKNOWN, 4, RequestInfo()))
     await asyncio.to_thread(fetcher.close)
     assert threads() == []
-    assert [told.state for told in fetcher.outcomes()] == ["cancelled"]
+    assert [ended.state for ended in fetcher.outcomes()] == ["cancelled"]
 
 
 async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
@@ -96,7 +96,7 @@ async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
     memory: HostMemory,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It starts without a service, refuses the wrong one once in the log, and joins the right one when it is there."""
+    """The fetcher starts without a service, logs the wrong one once, and joins the right one later."""
     right = client.description
     checks = 0
 

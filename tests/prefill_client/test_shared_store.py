@@ -1,4 +1,4 @@
-"""The thread between an engine and the store that it shares: whoever expects an answer gets one."""
+"""The thread between an engine and its shared store: every query and every save has an outcome."""
 
 import asyncio
 import os
@@ -20,21 +20,21 @@ from tests.waiting import soon
 
 
 class Field:
-    """What vLLM has of an image under one name."""
+    """One named input of a tower, as vLLM passes it."""
 
     data = torch.zeros(96, 12)
 
 
-async def first(told: Callable[[], Iterable[Any]]) -> Any:
-    """Return the first thing that is told."""
-    taken: list[Any] = []
+async def first(outcomes: Callable[[], Iterable[Any]]) -> Any:
+    """Return the first outcome."""
+    collected: list[Any] = []
 
     def some() -> bool:
-        taken.extend(told())
-        return bool(taken)
+        collected.extend(outcomes())
+        return bool(collected)
 
     await soon(some)
-    return taken[0]
+    return collected[0]
 
 
 async def test_a_failed_save_frees_its_lease(config: Config, model: Model) -> None:

@@ -1,4 +1,4 @@
-"""Rows that workers copy from a server's GPU; a memory file stands in for the GPU's memory."""
+"""Rows that workers copy from a server's GPU; a memory file replaces the GPU's memory."""
 
 import asyncio
 import os
@@ -28,9 +28,9 @@ from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 TOKENS = 64  # of a photo of 256x256
-IMAGES = 12  # for which the device tier has room
-LIMIT = 3  # images of which the workers may have copies
-UNREACHABLE = b"file:4194305:3:1"  # of a process that does not exist, as of one in another namespace
+IMAGES = 12  # that fit into the device tier
+LIMIT = 3  # images that fit into the workers' limit
+UNREACHABLE = b"file:4194305:3:1"  # of a process that does not exist, like one in another namespace
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def server(config: Config, model: Model) -> AsyncIterator[Server]:
 
 
 class Engine:
-    """What an engine has of it: a table's side with host memory, and workers with their own copies."""
+    """The parts of an engine: the scheduler's side with host memory, and workers with their own copies."""
 
     def __init__(
         self, client: EncoderClient, fetcher: RowFetcher, staging: Staging, memory: HostMemory
@@ -67,21 +67,21 @@ class Engine:
         return images
 
     async def fetch(self, image: Submitted) -> tuple[FetchQuery, Outcome]:
-        """Fetch the rows of an image as a scheduler does, and compare them with those that come inline."""
+        """Fetch the rows of an image as a scheduler does, and compare them with inline rows."""
         assert image.grid is not None
         size = image.tokens * self.client.description.row_bytes
         name = ImageName(image.digest, image.grid, b"")
-        wanted = FetchQuery(name, image.tokens, RequestInfo(), extents=self.memory.allocate(size) or ())
-        self.fetcher.start(wanted)
+        query = FetchQuery(name, image.tokens, RequestInfo(), extents=self.memory.allocate(size) or ())
+        self.fetcher.start(query)
         outcome = await self.outcome()
-        assert (outcome.query, outcome.error) == (wanted, None)
+        assert (outcome.query, outcome.error) == (query, None)
         right = (await fetched(self.client, image.digest)).array.tobytes()
-        if wanted.staged:
-            copies = [stage.rows(wanted.staged).view(torch.uint8).numpy().tobytes() for stage in self.stages]
+        if query.staged:
+            copies = [stage.rows(query.staged).view(torch.uint8).numpy().tobytes() for stage in self.stages]
             assert copies == [right] * len(self.stages)
         else:
-            assert self.memory.read(wanted.extents).tobytes() == right
-        return wanted, outcome
+            assert self.memory.read(query.extents).tobytes() == right
+        return query, outcome
 
     async def outcome(self) -> Outcome:
         await asyncio.to_thread(self.fetcher.wait, PATIENCE_S)
@@ -89,14 +89,14 @@ class Engine:
         return outcome
 
     async def transport(self, image: Submitted) -> str:
-        """Fetch rows and drop them; return how they came."""
-        wanted, outcome = await self.fetch(image)
-        self.fetcher.release(wanted)
-        self.memory.release(wanted.extents)
+        """Fetch rows and release them; return their transport."""
+        query, outcome = await self.fetch(image)
+        self.fetcher.release(query)
+        self.memory.release(query.extents)
         return outcome.transport
 
     async def ready(self, image: Submitted) -> None:
-        """Fetch until the workers are there and have opened the probe."""
+        """Fetch until the workers are connected and have opened the probe."""
         for _ in range(200):
             if await self.transport(image) == "device":
                 return
@@ -104,22 +104,22 @@ class Engine:
         raise AssertionError("no rows come from the device")
 
     def copies(self) -> list[int]:
-        """How many copies each worker has."""
+        """Return the number of copies of each worker."""
         return [len(stage._rows) for stage in self.stages]
 
 
 @asynccontextmanager
 async def engine_of(server: Server, workers: int = 1, endpoint: str = "") -> AsyncIterator[Engine]:
     async with await EncoderClient.connect(server.endpoint) as client:
-        said = client.description
+        description = client.description
         memory = HostMemory(1 << 24)
-        staging = Staging(workers, LIMIT * TOKENS * said.row_bytes)
+        staging = Staging(workers, LIMIT * TOKENS * description.row_bytes)
         fetcher = await asyncio.to_thread(
             RowFetcher,
             Settings((endpoint or server.endpoint,), grace_s=20.0),
             memory,
-            width=said.width,
-            dtype=said.dtype,
+            width=description.width,
+            dtype=description.dtype,
             staging=staging,
         )
         try:
@@ -137,11 +137,11 @@ async def test_rows_are_copied_once_all_workers_are_connected(server: Server, wo
             assert await engine.transport(image) == "shm"
             engine.join()
         await engine.ready(image)
-        wanted, outcome = await engine.fetch(image)
+        query, outcome = await engine.fetch(image)
         assert outcome.transport == "device"
         assert engine.copies() == [1] * workers
-        await soon(lambda: server.store.stats().pins == 0)  # its call has ended
-        engine.fetcher.release(wanted)
+        await soon(lambda: server.store.stats().pins == 0)  # the call has ended
+        engine.fetcher.release(query)
         await soon(lambda: engine.copies() == [0] * workers)
         assert engine.staging.has_room(LIMIT * TOKENS * engine.client.description.row_bytes)
 
@@ -164,10 +164,10 @@ async def test_copies_are_bounded(server: Server) -> None:
         await engine.ready(images[-1])
         kept = []
         for image in images[::-1]:
-            wanted, _ = await engine.fetch(image)
-            kept.append(wanted)
+            query, _ = await engine.fetch(image)
+            kept.append(query)
             assert engine.copies()[0] <= LIMIT
-        assert [bool(wanted.staged) for wanted in kept] == [True] * LIMIT + [False]
+        assert [bool(query.staged) for query in kept] == [True] * LIMIT + [False]
         engine.fetcher.release(kept[0])
         assert await engine.transport(images[0]) == "device"
 
@@ -205,7 +205,7 @@ async def test_an_image_in_memory_that_cannot_be_opened_comes_through_host_memor
 async def test_overwritten_rows_come_through_host_memory(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that holds the rows ends unnoticed before they are copied, and other rows take their place."""
+    """The call that holds the rows ends unnoticed before they are copied, and the server overwrites them."""
     proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
     async with engine_of(server, endpoint=f"127.0.0.1:{proxy.port}") as engine:
         (image,) = await engine.submit(1)
@@ -220,16 +220,16 @@ async def test_overwritten_rows_come_through_host_memory(
             await engine.submit(*range(100, 100 + 2 * IMAGES))
             proxy.mend()
 
-        def late(*given: Any) -> torch.Tensor:
+        def late(*arguments: Any) -> torch.Tensor:
             if not copied:
                 asyncio.run_coroutine_threadsafe(lose(), loop).result(PATIENCE_S)
-            copied.append(copy(*given))
+            copied.append(copy(*arguments))
             return copied[-1]
 
         monkeypatch.setattr(transport, "device_copy", late)
-        wanted, outcome = await engine.fetch(image)  # it compares the rows
+        query, outcome = await engine.fetch(image)  # this compares the rows
         assert copied[0].view(torch.uint8).numpy().tobytes() != right
-        assert (wanted.staged, outcome.transport) == (0, "shm")
+        assert (query.staged, outcome.transport) == (0, "shm")
         assert engine.copies() == [0]
     await proxy.stop()
 

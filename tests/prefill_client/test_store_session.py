@@ -1,4 +1,4 @@
-"""What an engine that shares its rows says to a store, without the engine: it joins, goes alone, joins again."""
+"""An engine's session with the shared store, without the engine: it joins, works alone, and joins again."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ TOKENS = 24
 
 @dataclass
 class Field:
-    """What vLLM has of an image under one name."""
+    """One named input of a tower, as vLLM passes it."""
 
     data: Any
 
@@ -40,17 +40,17 @@ def an_image(value: int) -> dict[str, Field]:
 
 @pytest.fixture
 def kind(model: Model) -> RowKind:
-    """The rows of the server of these tests."""
+    """The rows of these tests' server."""
     return RowKind(model.tower.width, model.recipe.dtype)
 
 
 def session(endpoint: str, kind: RowKind, **settings: Any) -> tuple[StoreSession, HostMemory]:
     memory = HostMemory(1 << 20)
-    given = Settings((endpoint,), **{"submit_timeout_s": 20.0, **settings})
-    return StoreSession(given, PRODUCER, kind, memory), memory
+    all_settings = Settings((endpoint,), **{"submit_timeout_s": 20.0, **settings})
+    return StoreSession(all_settings, PRODUCER, kind, memory), memory
 
 
-def asked(memory: HostMemory, kind: RowKind, value: int) -> StoreQuery:
+def query_of(memory: HostMemory, kind: RowKind, value: int) -> StoreQuery:
     extents = memory.allocate(TOKENS * kind.width * element_type(kind.dtype).itemsize)
     assert extents is not None
     return StoreQuery(an_image(value), "", TOKENS, extents)
@@ -75,21 +75,21 @@ async def test_an_engine_starts_alone_joins_later_and_logs_each_once(
     config: Config, model: Model, kind: RowKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.encoder_service")
-    endpoint = f"127.0.0.1:{free_port()}"  # where nobody is yet
+    endpoint = f"127.0.0.1:{free_port()}"  # where no server listens yet
     ours, memory = session(endpoint, kind)
     await ours.start()
     assert ours.alone
     for value in range(3):
-        found = await ours.find(asked(memory, kind, value))
-        assert (found.state, found.lease) == ("own", None), "nothing is asked of a store that is gone"
+        found = await ours.find(query_of(memory, kind, value))
+        assert (found.state, found.lease) == ("own", None), "it does not query a store that is down"
     async with server_of(config, model, accept_put="yes", listen=endpoint):
         await soon(lambda: not ours.alone)
-        found = await ours.find(asked(memory, kind, 9))
+        found = await ours.find(query_of(memory, kind, 9))
         assert found.lease is not None
         await ours.abandon(found.lease)
         await ours.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
-    assert ["is unavailable" in line for line in said] == [True, False], said
+    logged = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
+    assert ["is unavailable" in line for line in logged] == [True, False], logged
 
 
 async def test_a_refusal_of_the_service_is_logged_once_and_retried(
@@ -101,7 +101,7 @@ async def test_a_refusal_of_the_service_is_logged_once_and_retried(
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.encoder_service")
     monkeypatch.setattr(shared_store, "_REJOIN_S", 0.02)
-    endpoint = f"127.0.0.1:{free_port()}"  # where nobody is yet
+    endpoint = f"127.0.0.1:{free_port()}"  # where no server listens yet
     ours, _ = session(endpoint, kind)
     await ours.start()
     refusals, join = [], ours._join
@@ -121,9 +121,9 @@ async def test_a_refusal_of_the_service_is_logged_once_and_retried(
     async with server_of(config, model, accept_put="yes", listen=endpoint):
         await soon(lambda: not ours.alone)
         await ours.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
-    refused = [line for line in said if "answers but cannot be used" in line]
-    assert len(refused) == 1, said
+    logged = [record.getMessage() for record in caplog.records if record.name == "vllm.encoder_service"]
+    refused = [line for line in logged if "answers but cannot be used" in line]
+    assert len(refused) == 1, logged
     assert "--accept-put" in refused[0]
 
 
@@ -134,9 +134,9 @@ async def test_put_rows_are_found_and_waits_can_be_cancelled(
         (one, one_memory), (other, memory) = session(server.endpoint, kind), session(server.endpoint, kind)
         await one.start()
         await other.start()
-        first = await one.find(asked(one_memory, kind, 1))
+        first = await one.find(query_of(one_memory, kind, 1))
         assert first.lease is not None
-        waiting = asked(memory, kind, 1)
+        waiting = query_of(memory, kind, 1)
         task = asyncio.create_task(other.find(waiting))
         await soon(lambda: waiting.fetch_task is not None)
         waiting.cancel()
@@ -144,7 +144,7 @@ async def test_put_rows_are_found_and_waits_can_be_cancelled(
         rows = memory.read(waiting.extents).copy()
         rows[:] = 7
         assert await one.put(first.lease, rows) is None
-        found = asked(memory, kind, 1)
+        found = query_of(memory, kind, 1)
         assert (await other.find(found)).state == "here"
         assert (memory.read(found.extents) == 7).all()
         assert not other.alone
@@ -158,14 +158,14 @@ async def test_an_expired_lease_does_not_end_sharing(
     async with server_of(config, model, accept_put="yes", put_lease_s=0.2) as server:
         ours, memory = session(server.endpoint, kind)
         await ours.start()
-        image = asked(memory, kind, 1)
+        image = query_of(memory, kind, 1)
         late = (await ours.find(image)).lease
         assert late is not None
         await soon(lambda: not len(server.leases))
         assert isinstance(await ours.put(late, memory.read(image.extents)), DeadlineError)
         assert not ours.alone
-        said = [record for record in caplog.records if record.name == "vllm.encoder_service"]
-        assert not said, "the store is there"
+        logged = [record for record in caplog.records if record.name == "vllm.encoder_service"]
+        assert not logged, "the store is available"
         assert (await ours.find(image)).lease is not None
         await ours.close()
 
@@ -203,5 +203,5 @@ async def test_an_image_with_too_many_rows_does_not_end_sharing(
         found = await ours.find(StoreQuery(an_image(1), "", 1 << 20))
         assert (found.state, found.lease) == ("own", None)
         assert not ours.alone
-        assert (await ours.find(asked(memory, kind, 2))).lease is not None
+        assert (await ours.find(query_of(memory, kind, 2))).lease is not None
         await ours.close()

@@ -1,4 +1,4 @@
-"""The trace context that a caller of vLLM sends: only a well-formed one goes on to the encoder service."""
+"""The trace context of a caller of vLLM: only a well-formed one is passed to the encoder service."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The service as an engine watches it: down for a while, and back without a restart of the engine."""
+"""An engine's client of a service that is down for a while: it works again without a restart of the engine."""
 
 import logging
 from pathlib import Path

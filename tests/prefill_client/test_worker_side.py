@@ -1,4 +1,4 @@
-"""A worker's copies of rows out of the host memory that the scheduler's process fills."""
+"""A worker's copies of rows from the host memory that the scheduler's process fills."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def memory() -> Iterator[HostMemory]:
 
 
 def filled(memory: HostMemory, rows: int, seed: int) -> tuple[Load, torch.Tensor]:
-    """Rows in the memory, in two extents, and the same rows."""
+    """Write rows into the memory, in two extents; return their load and the same rows."""
     extents = [memory.allocate(part * ROW_BYTES) for part in (rows - 1, 1)]
     joined = tuple(extent for part in extents for extent in part)
     content = np.random.default_rng(seed).integers(0, 255, rows * ROW_BYTES, np.uint8)
@@ -41,14 +41,14 @@ def test_every_image_of_a_plan_is_copied_completely(memory: HostMemory, device: 
     if device == "cuda":
         assert loader._registered
         torch.cuda.synchronize()
-    memory.write([(0, memory.size_bytes)], np.zeros(memory.size_bytes, np.uint8))  # they are copies
+    memory.write([(0, memory.size_bytes)], np.zeros(memory.size_bytes, np.uint8))  # the cache has copies
     for load, rows in images:
         assert cache[load.identifier].cpu().view(torch.int16).equal(rows.view(torch.int16))
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What is asked of CUDA's runtime, and what it answers; `copies` says of each whether the thread goes on."""
+    """A fake of CUDA's runtime that records calls; `copies` has `non_blocking` of each copy."""
     found = SimpleNamespace(error=0, registered=[], copies=[])
 
     @contextmanager

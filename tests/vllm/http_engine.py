@@ -1,4 +1,4 @@
-"""An unmodified `vllm serve` as a process of its own, with the three flags or as its makers ship it."""
+"""An unmodified `vllm serve` in its own process, with or without our three flags."""
 
 import json
 import socket
@@ -15,17 +15,17 @@ from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
 
 
 class HttpEngine(EngineProcess):
-    """One engine behind HTTP; what it says is in `log`."""
+    """One engine behind HTTP; its output is in `log`."""
 
     def __init__(
         self, model: Path, endpoint: str | list[str], *flags: str, exact: bool = True, **extra: Any
     ) -> None:
-        """Without an `endpoint` it has none of our flags, and its own tower encodes."""
+        """Without an `endpoint`, the engine gets none of our flags, and its own tower encodes."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 5.0, **extra}
-        ours = [
+        our_flags = [
             "--middleware", "prefill_client.vllm.middleware.EncoderServiceMiddleware",
             "--ec-transfer-config", json.dumps({**CONNECTOR, "ec_connector_extra_config": settings}),
             *(["--ec-manager-config", json.dumps(MANAGER)] if exact else []),
@@ -35,14 +35,14 @@ class HttpEngine(EngineProcess):
             "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
             "--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK_TOKENS), "--block-size", "32",
             "--limit-mm-per-prompt", '{"image": 16, "video": 0}',
-            *(ours if endpoint else []), *flags,
+            *(our_flags if endpoint else []), *flags,
         ]  # fmt: skip
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         super().__init__(f"http://127.0.0.1:{port}", command, environment)
 
     def chat(self, content: list[dict[str, Any]], **body: Any) -> httpx.Response:
-        """Ask; return the response, whatever it is."""
-        given = {
+        """Send a chat; return the response, whatever its status."""
+        request = {
             "model": "tiny",
             "messages": [{"role": "user", "content": content}],
             "max_tokens": 8,
@@ -53,10 +53,10 @@ class HttpEngine(EngineProcess):
             "return_tokens_as_token_ids": True,
             **body,
         }
-        return httpx.post(self.url + "/v1/chat/completions", json=given, timeout=600)
+        return httpx.post(self.url + "/v1/chat/completions", json=request, timeout=600)
 
     def metrics(self) -> dict[str, float]:
-        """Its counters that are ours, by name and labels as they stand."""
+        """Return our counters on its /metrics, by name and labels."""
         lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
         ours = (line.rpartition(" ") for line in lines if line.startswith("vllm:encoder_service_"))
         return {name: float(value) for name, _, value in ours}
@@ -64,7 +64,7 @@ class HttpEngine(EngineProcess):
 
 @contextmanager
 def serving(model: Path, endpoint: str | list[str], *flags: str, **options: Any) -> Iterator[HttpEngine]:
-    """Run one for the length of a `with` block."""
+    """Run an engine for the duration of a `with` block."""
     engine = HttpEngine(model, endpoint, *flags, **options)
     try:
         engine.wait_until_it_answers()

@@ -46,7 +46,7 @@ Wrapper = Callable[[Any], AbstractContextManager[Any]]
 
 
 class Parts:
-    """What an engine's processes have of it, one process for all."""
+    """The parts of an engine that run without it, all in one process."""
 
     def __init__(self, config: VllmConfig, endpoint: str) -> None:
         self.config = config
@@ -69,7 +69,7 @@ class Parts:
         return request
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
-        """The part that the middleware would make of an image."""
+        """Return the part with which the middleware would replace an image."""
         (image,) = read_images([data], self.client.description.geometry)
         assert isinstance(image, Image)
         name = ImageName(content_digest(data), image.grid, producer_of(self.client.description, ""))
@@ -93,7 +93,7 @@ class Parts:
         self.scheduler.update_from_output(planned, output)
 
     def fetched(self, data: bytes) -> torch.Tensor:
-        """The rows of an image, by another client."""
+        """Fetch the rows of an image by another client."""
         with self.client.fetch([RowRequest(content_digest(data))]) as outcomes:
             (rows,) = outcomes
             return torch.from_numpy(rows.array.copy())
@@ -108,27 +108,27 @@ def second_runner(cache: Cache, config: VllmConfig, planned: Any) -> Iterator[An
 
 def by_device(parts: Parts, wrapper: Wrapper) -> int:
     """Prefill images until the rows of one come from the service's device; return how many there were before."""
-    came: list[str] = []
+    transports: list[str] = []
     counts = parts.scheduler.ec_connector._scheduler.counts
     fetched = counts.ended
 
     def noted(outcome: Outcome, size_bytes: int) -> None:
-        came.append(outcome.transport)
+        transports.append(outcome.transport)
         fetched(outcome, size_bytes)
 
     counts.ended = noted
-    while "device" not in came and len(came) < 100:
-        image = photo(100, 90, 9100 + len(came), "PNG")
+    while "device" not in transports and len(transports) < 100:
+        image = photo(100, 90, 9100 + len(transports), "PNG")
         parts.client.submit([image])
-        request = parts.start(f"device {len(came)}", [parts.named(image)])
+        request = parts.start(f"device {len(transports)}", [parts.named(image)])
         while not request.is_finished():
             parts.step(wrapper)
     counts.ended = fetched
-    return came.index("device")
+    return transports.index("device")
 
 
 def prefilled(parts: Parts, cache: Cache, wrapper: Wrapper, seed: int) -> dict[str, Any]:
-    """Prefill up to a missing image, submit it, and go on; return what was seen."""
+    """Prefill up to a missing image, submit it, and continue; return a report."""
     first, second = photo(200, 150, seed, "PNG"), photo(190, 160, seed + 1, "PNG")
     text = {"type": "text", "text": "b" * 300}
     parts.client.submit([first])
@@ -166,7 +166,7 @@ def refused(parts: Parts, wrapper: Wrapper) -> str:
 
 
 def main() -> None:
-    """Do it with both wrappers."""
+    """Run everything with the wrappers of both model runners."""
     model, endpoint, tier = sys.argv[1:]
     extra = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 30.0}
     config = EngineArgs(
@@ -183,8 +183,8 @@ def main() -> None:
     def first_runner(planned: Any) -> AbstractContextManager[Any]:
         return ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(planned, cache)
 
-    told: dict[str, Any] = {} if tier == "host" else {"host_images": by_device(parts, first_runner)}
-    told |= {
+    report: dict[str, Any] = {} if tier == "host" else {"host_images": by_device(parts, first_runner)}
+    report |= {
         "version": vllm.__version__,
         "from": str(Path(vllm.__file__).parent),
         "first_runner": prefilled(parts, cache, first_runner, 9000),
@@ -195,7 +195,7 @@ def main() -> None:
     parts.scheduler.shutdown()
     get_ec_transfer().shutdown()
     parts.client.close()
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Redis of the service's environment, which this one lacks: `python -m tests.vllm.redis_process` runs one."""
+"""Runs a Redis from the service's environment, since vLLM's has none: `python -m tests.vllm.redis_process`."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tests.vllm.service import ROOT, SERVICE
 
 @contextmanager
 def redis_url() -> Iterator[str]:
-    """Run one for the length of a `with` block; give its URL."""
+    """Run a Redis for the duration of a `with` block; yield its URL."""
     command = [SERVICE.with_name("python"), "-m", "tests.vllm.redis_process"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -22,7 +22,7 @@ def redis_url() -> Iterator[str]:
 
 
 def main() -> None:
-    """Say where it is, and end it with standard input."""
+    """Print its URL, and end it when standard input closes."""
     from testing.redis_servers import redis_server
 
     with redis_server() as server:

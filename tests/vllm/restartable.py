@@ -1,4 +1,4 @@
-"""A server at one address that tests kill, stop and start anew."""
+"""A server at a fixed address that tests kill, stop and restart."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from tests.vllm.service import SERVICE, SETTINGS
 
 
 class Restartable:
-    """A server at one address, of which there may be several in turn."""
+    """A server at a fixed address; one process after another may serve it."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
         self._model = model
@@ -25,7 +25,7 @@ class Restartable:
         self.endpoint = self.server.endpoint
 
     def drain(self) -> None:
-        """End it by SIGTERM, as a rolling restart does."""
+        """Send SIGTERM, as a rolling restart does."""
         assert self.server is not None
         self.server.terminate()
 

@@ -1,4 +1,4 @@
-"""An engine as a process of its own whose tower never ends: python -m tests.vllm.stuck_engine MODEL ENDPOINT SEED."""
+"""An engine process whose tower never returns: python -m tests.vllm.stuck_engine MODEL ENDPOINT SEED."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from tests.vllm.test_answers import prompt
 
 
 def main(model: str, endpoint: str, seed: str) -> None:
-    """Ask for a prompt, say when the tower is asked, and stay there."""
+    """Run a prompt, print a line when the tower is called, and hang there."""
     engine = SharingEngine(Path(model), endpoint)
 
     def stuck(**_: Any) -> None:

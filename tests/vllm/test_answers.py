@@ -1,4 +1,4 @@
-"""Fed by the service, an engine answers as with its own tower; a control that must differ does."""
+"""An engine gives the same answers with the service's rows as with its own tower's. A control shows a difference."""
 
 import random
 
@@ -12,7 +12,7 @@ TOLERANCE = 1e-5  # of a log-probability
 
 
 def prompt(seed: int, images: int) -> list[Part]:
-    """Text and images of mixed sizes and formats, in seeded order."""
+    """Return text and images of mixed sizes and formats, by seed."""
     draw = random.Random(seed)
     parts: list[Part] = [f"prompt {seed}: "]
     for number in range(images):

@@ -18,7 +18,7 @@ from tests.vllm.test_middleware import assert_equal, content, top
 
 CALLERS = 60
 PHOTOS = 6
-# However slow this machine is: the client asks again for as long as the queue is full.
+# Long enough for a slow machine: the client retries while the queue is full.
 PATIENT = {"submit_timeout_s": 300.0, "timeout_s": 600.0}
 
 
@@ -29,7 +29,7 @@ def photo_of_noise(seed: int) -> bytes:
 
 
 def numbered(photo: bytes, number: int) -> bytes:
-    """Return another file of the same pixels: its comment is `number`."""
+    """Return a file with the same pixels and `number` as its comment."""
     return photo[:2] + b"\xff\xfe\x00\x06" + number.to_bytes(4) + photo[2:]
 
 
@@ -55,7 +55,7 @@ def test_no_request_of_a_burst_fails(checkpoint: Path) -> None:
 
 
 def ask(http: HttpEngine, photos: list[bytes], number: int, answers: Counter[int]) -> list[dict[str, float]]:
-    """Ask about files that no other caller has; come back when the queue is full, as the refusal says."""
+    """Ask about files that no other caller has; retry after each 503 that says that the queue is full."""
     parts = ["what are these?", *(numbered(photo, number) for photo in photos)]
     while True:
         response = http.chat(content(parts))

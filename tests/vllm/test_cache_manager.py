@@ -1,4 +1,4 @@
-"""With the cache manager, prefill runs exactly up to the first image that is not here, and goes on when it is."""
+"""With the cache manager, prefill runs exactly up to the first missing image, and continues when it arrives."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.vllm.test_gate import TOLERANCE, begin_of_first, begin_of_second, ste
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
-    """An engine with the manager."""
+    """An engine with the cache manager."""
     engine = Engine(checkpoint, service.endpoint, exact=True)
     yield engine
     engine.close()
@@ -27,7 +27,7 @@ def test_prefill_runs_exactly_up_to_a_missing_image(engine: Engine) -> None:
     engine.step()
     begin = begin_of_second(engine)
     engine.run_until(lambda: engine.computed(request_id) > begin_of_first(engine))  # it has arrived
-    assert begin % CHUNK_TOKENS, "or gating by step would end there too"
+    assert begin % CHUNK_TOKENS, "gating by step must not end there, too"
     assert step_until_parked(engine, request_id) == begin
     engine.submit(second)
     assert engine.run(request_id)[request_id].distance(engine.ask(prompt, own=True)) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""What deploy/ and docs/vllm.md give to `vllm` is read by vLLM's own parser, and by ours what vLLM hands on."""
+"""vLLM's own parser accepts the arguments in deploy/ and docs/vllm.md, and our settings accept their JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ LINES = command_lines()
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
-    """That of `vllm serve`."""
+    """The parser of `vllm serve`."""
     return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
 
 
@@ -31,10 +31,10 @@ def test_vllm_parses_deployed_arguments_and_finds_our_classes(
 ) -> None:
     command, model, *arguments = LINES[file]
     assert (command, model) in {("serve", "/model"), ("serve", "FOLDER")}
-    given = parser.parse_args(arguments)
-    assert all(name and "$" not in name for name in given.served_model_name or ())
-    given.model = str(checkpoint)
-    config = EngineArgs.from_cli_args(given).create_engine_config()
+    parsed = parser.parse_args(arguments)
+    assert all(name and "$" not in name for name in parsed.served_model_name or ())
+    parsed.model = str(checkpoint)
+    config = EngineArgs.from_cli_args(parsed).create_engine_config()
     with_tower = config.model_config.multimodal_config.get_limit_per_prompt("image") > 0
     assert with_tower == (file in ("vllm.md", SHARING))
     transfer, manager = config.ec_transfer_config, config.ec_manager_config
@@ -42,9 +42,9 @@ def test_vllm_parses_deployed_arguments_and_finds_our_classes(
     assert Settings.read(transfer.ec_connector_extra_config).endpoints
     assert transfer.ec_role == ("ec_both" if file == SHARING else "ec_consumer")
     if file == SHARING:  # images reach the engine as they are
-        assert not given.middleware
+        assert not parsed.middleware
         return
-    assert [resolve_obj_by_qualname(each) for each in given.middleware] == [EncoderServiceMiddleware]
+    assert [resolve_obj_by_qualname(each) for each in parsed.middleware] == [EncoderServiceMiddleware]
     assert resolve_obj_by_qualname(manager.encoder_cache_manager_cls) is EncoderServiceCacheManager
 
 

@@ -1,4 +1,4 @@
-"""Other engines than the plain one answer alike: another family, two ranks, no tower, rows that come inline."""
+"""Other kinds of engines give the same answers: another family, two ranks, no tower, inline rows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +24,19 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def served(family: Path) -> Iterator[ServerProcess]:
-    """A server of it."""
+    """A server of that checkpoint."""
     with running(family, executable=SERVICE, **SETTINGS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def right(family: Path, served: ServerProcess) -> list[Answer]:
-    """The answers of the engine's own tower, and, beside them, those of the service."""
+    """The answers of the engine's own tower."""
     return answers(family, served, own=True)
 
 
 def answers(model: Path, server: ServerProcess, *, own: bool = False, **options: Any) -> list[Answer]:
-    """Ask all prompts, of an engine with these options, at once."""
+    """Send all prompts at once to an engine with these options."""
     engine = Engine(model, server.endpoint, **options)
     try:
         if not own:

@@ -1,4 +1,4 @@
-"""Families whose images vLLM lays out itself: fed by the service, engines answer as with their own tower."""
+"""Families whose images vLLM lays out itself: the service's rows give the answers of the engine's own tower."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +14,9 @@ from tests.vllm.service import SERVICE, SETTINGS
 
 USUAL = ("gemma3", "idefics3")
 ROWS_TOLERANCE = 1e-5
-"""Of a row against that of vLLM's own tower: another implementation of the same layers."""
+"""Relative difference of a row from that of vLLM's own tower, another implementation of the same layers."""
 TOLERANCE = 1e-5
-"""Of a log-probability: what such rows make of it."""
+"""Difference of a log-probability that follows from such rows."""
 
 
 @pytest.fixture(
@@ -43,7 +43,7 @@ def service(model: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
-    """An engine of it."""
+    """An engine of that checkpoint."""
     engine = Engine(model, service.endpoint, **OPTIONS)
     yield engine
     engine.close()

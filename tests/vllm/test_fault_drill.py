@@ -1,6 +1,6 @@
-"""Replicas are killed, drained and started anew under forty callers: every request is answered, and rightly.
+"""Replicas are killed, drained and restarted under forty callers: every request gets the right answer.
 
-DRILL_S is how long each drill goes on, in seconds; DRILL_SEED, which replicas end when. For a minute each:
+DRILL_S is the duration of each drill in seconds; DRILL_SEED decides which replicas end when. For a minute each:
 
     DRILL_S=60 ENCODER_SERVICE=.venv/bin/encoder-service .venv-vllm/bin/python -m pytest -o addopts=-q \\
       --confcutdir tests/vllm tests/vllm/test_fault_drill.py -s
@@ -27,7 +27,7 @@ from tests.vllm.test_answers import prompt
 from tests.vllm.test_middleware import assert_equal, content, top
 
 CALLERS = 40
-# Answered before the next replica ends: however long one takes to begin, requests go on.
+# Answers before the next replica ends, so that requests are answered however long a replica takes to start.
 ANSWERS_BETWEEN = CALLERS // 4
 DRILL_S = float(os.environ.get("DRILL_S", "12"))
 SEED = int(os.environ.get("DRILL_SEED", "5"))
@@ -41,7 +41,7 @@ FLEET: dict[str, Any] = {
 
 
 class Drill:
-    """Forty callers at an engine, while replicas of its service end and begin."""
+    """Forty callers of an engine, while replicas of its service end and restart."""
 
     def __init__(self, http: HttpEngine, replicas: list[Restartable], right: list[Any]) -> None:
         self._http = http
@@ -52,7 +52,7 @@ class Drill:
         self.ended: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Go on for `DRILL_S`, and until a replica has ended and as many requests as callers were answered."""
+        """Run for `DRILL_S`, and until a replica has ended and there were as many answers as callers."""
         with ThreadPoolExecutor(CALLERS + 1) as pool:
             callers = [pool.submit(self._call, number) for number in range(CALLERS)]
             chaos = pool.submit(self._end_and_begin)
@@ -70,19 +70,19 @@ class Drill:
 
     def _call(self, number: int) -> None:
         draw = random.Random(1000 * SEED + number)
-        asked = 0
+        count = 0
         while not self._over.is_set():
-            asked += 1
+            count += 1
             kind = draw.randrange(len(PROMPTS))
             # Of its own salt: no rows and no prefix of another request serve this one.
             response = self._http.chat(
-                content(PROMPTS[kind]), cache_salt=f"{SEED}-{number}-{asked}-{time.time_ns()}"
+                content(PROMPTS[kind]), cache_salt=f"{SEED}-{number}-{count}-{time.time_ns()}"
             )
             self.answers[f"{response.status_code}"] += 1
             if response.status_code == 200:
                 assert_equal(top(response.json()["choices"][0]), self._right[kind])
                 continue
-            # Where no replica is left, it is told when to come back.
+            # While no replica runs, the answer says when to retry.
             may_be_refused = len(self._replicas) == 1 and response.status_code == 503
             assert may_be_refused, f"{response.status_code}: {response.text}"
             self._over.wait(float(response.headers["retry-after"]))
@@ -118,7 +118,7 @@ def fleet(checkpoint: Path, endpoints: list[str], **settings: Any) -> Iterator[l
 
 @dataclass
 class Calm:
-    """An engine, where the replicas of its service are to be, and what it answered before the first one ended."""
+    """An engine, the addresses of its service's replicas, and its answers before the first replica ended."""
 
     http: HttpEngine
     endpoints: list[str]
@@ -127,7 +127,7 @@ class Calm:
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=["one_replica", "two_replicas", "three_replicas"])
 def calm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Calm]:
-    """An engine for as many replicas, none of which runs."""
+    """An engine for this many replicas, none of which runs yet."""
     with fleet(checkpoint, ["127.0.0.1:0"] * request.param) as replicas:
         endpoints = [replica.endpoint for replica in replicas]
         http = HttpEngine(checkpoint, endpoints, timeout_s=300.0, submit_timeout_s=60.0, grace_s=1.0)

@@ -1,4 +1,4 @@
-"""A request waits for the images of its next step, not for those behind it; read from the engine's own steps."""
+"""A request waits for the images of its next step and not for later ones, as a real engine's steps show."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 
 def two_images(seed: int) -> tuple[bytes, bytes, list[Part]]:
-    """Two images that nobody knows, and a prompt with more than three steps between them."""
+    """Return two new images, and a prompt with more than three steps between them."""
     first, second = photo(200, 150, 2 * seed, "PNG"), photo(190, 160, 2 * seed + 1, "PNG")
     return first, second, ["a", first, "b" * 300, second, "c" * 50]
 
@@ -32,7 +32,7 @@ def begin_of_second(engine: Engine) -> int:
 
 
 def step_until_parked(engine: Engine, request_id: str) -> int:
-    """Step until nothing more is prefilled; return how many tokens are."""
+    """Step until the prefill stops; return how many tokens are prefilled."""
     before, same = -1, 0
     while same < 20:
         assert not engine.step()
@@ -51,7 +51,7 @@ def test_tokens_before_a_missing_image_are_prefilled(engine: Engine) -> None:
     begin = begin_of_second(engine)
     parked = step_until_parked(engine, request_id)
     assert parked % CHUNK_TOKENS == 0
-    assert parked <= begin < parked + CHUNK_TOKENS, "the step that would reach it, and no earlier one"
+    assert parked <= begin < parked + CHUNK_TOKENS, "it stops at the step that would reach the image"
     engine.submit(second)
     answer = engine.run(request_id)[request_id]
     assert answer.distance(engine.ask(prompt, own=True)) <= TOLERANCE
@@ -158,10 +158,10 @@ def test_decode_steps_hold_no_images(engine: Engine, monkeypatch: pytest.MonkeyP
     request_id = engine.start(["a", first], tokens=20)
     engine.run_until(lambda: engine.computed(request_id) > 60)
     engine.step()
-    asked = []
-    monkeypatch.setattr(engine.side.gate, "_hold", lambda *_: asked.append(1))
+    held = []
+    monkeypatch.setattr(engine.side.gate, "_hold", lambda *_: held.append(1))
     engine.run(request_id)
-    assert not asked
+    assert not held
 
 
 def test_an_idle_engine_pauses_until_rows_arrive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,20 +173,20 @@ def test_an_idle_engine_pauses_until_rows_arrive(engine: Engine, monkeypatch: py
     begun_s = time.monotonic()
     # Thousands of steps fit into half a second of polling.
     assert engine.run(request_id, steps=100)[request_id].reason == "length"
-    assert time.monotonic() - begun_s < 60, "or it would have slept through the arrival"
+    assert time.monotonic() - begun_s < 60, "the pause ends when rows arrive"
     arriving.join()
 
 
 def test_a_busy_engine_does_not_pause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    rested: list[float] = []
-    monkeypatch.setattr(engine.side._fetcher, "wait", rested.append)
+    pauses: list[float] = []
+    monkeypatch.setattr(engine.side._fetcher, "wait", pauses.append)
     parked = engine.start(["never ", photo(120, 90, 98, "PNG")])
     other = engine.start(["text"], tokens=50)
     engine.run(other)
-    assert not rested
+    assert not pauses
     for _ in range(10):
         engine.step()
-    assert rested
+    assert pauses
     engine.abort(parked)
 
 

@@ -1,4 +1,4 @@
-"""Requests that end or corrupt an engine with a careless consumer: each ends itself, and nothing else."""
+"""Requests that would end or corrupt an engine with a careless consumer: each fails alone."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ IMAGE, OTHER = photo(200, 120, 1, "PNG"), photo(130, 170, 2, "PNG")
 
 
 def grid_of(engine: Engine, height: int, width: int) -> dict[str, Any]:
-    """The right name with another grid."""
+    """Return the right name with another grid."""
     return engine.named(IMAGE, image_embeds={"image_grid_thw": [1, height, width]})
 
 
@@ -37,17 +37,17 @@ def of_another_engine(engine: Engine) -> dict[str, Any]:
 
 
 def of_another_tenant(engine: Engine) -> dict[str, Any]:
-    """What a request with another `cache_salt` was given."""
+    """Return the name that a request with another `cache_salt` got."""
     from prefill_client.vllm.image_name import ImageName, producer_of, salt_of
 
     image = engine.image(IMAGE)
-    producer = producer_of(engine.client.description, salt_of("", "theirs"))
+    producer = producer_of(engine.client.description, salt_of("", "another"))
     name = ImageName(image.digest, image.grid, producer)
     return engine.named(IMAGE, uuid=engine.signer.identifier(name))
 
 
 def signed_with_another_grid(engine: Engine) -> dict[str, Any]:
-    """What a broken middleware would send: the service says what the grid is."""
+    """Return what a broken middleware would send: a signed name with a grid that the service does not have."""
     from prefill_client.vllm.image_name import ImageName
 
     image = engine.image(IMAGE)
@@ -59,14 +59,14 @@ def signed_with_another_grid(engine: Engine) -> dict[str, Any]:
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> str:
-    """A tensor as a caller sends one."""
+    """Return a tensor as callers send it."""
     file = io.BytesIO()
     torch.save(torch.ones(shape, dtype=dtype), file)
     return base64.b64encode(file.getvalue()).decode()
 
 
 def embedded(modality: str, **data: Any) -> dict[str, Any]:
-    """A part that has this in the place of an image or a video."""
+    """Return a part with these tensors instead of an image or a video."""
     kind = f"{modality}_embeds"
     return {"type": kind, kind: data, "uuid": f"{modality} of a caller"}
 
@@ -105,7 +105,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 
 HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "no name": lambda engine: engine.named(IMAGE, uuid=None),
-    "a name that nobody knows": lambda engine: engine.named(IMAGE, uuid="my-image"),
+    "an unknown name": lambda engine: engine.named(IMAGE, uuid="my-image"),
     "a forged name": forged,
     "the name of another engine": of_another_engine,
     "the name of another tenant": of_another_tenant,
@@ -123,7 +123,7 @@ def test_a_callers_tensors_fail_only_its_request(engine: Engine, kind: str) -> N
     try:
         hostile = engine.start(["hostile ", *PLACE[kind.count("video")], EMBEDDED[kind]])
     except (ValueError, TypeError):
-        return  # vLLM refuses it before its engine hears of it
+        return  # vLLM refuses it before its engine gets it
     assert engine.run(hostile)[hostile].reason == "error"
     assert engine.ask(["good"]).reason == "length"
     engine.assert_nothing_is_held()
@@ -169,7 +169,7 @@ def test_a_failure_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         patched.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
         first = engine.start(["x", late])
-        assert engine.run(first)[first].reason == "error", "nobody has submitted it"
+        assert engine.run(first)[first].reason == "error", "it was not submitted"
     assert engine.ask(["x", late]).distance(engine.ask(["x", late], own=True)) <= TOLERANCE
 
 

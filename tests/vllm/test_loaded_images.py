@@ -1,4 +1,4 @@
-"""The service decodes an image file to the pixels that vLLM's own image loader makes of it."""
+"""The service decodes image files to the same pixels as vLLM's own image loader."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_decoded_pixels_equal_those_that_vllm_loads() -> None:
         header = read_header(image) if format_of(image) else read_rare_header(image, RARE_FORMATS)
         found = decode_file(Source(b"", image, header)) if isinstance(header, Header) else header
         try:
-            theirs = np.asarray(ImageMediaIO().load_bytes(image).media)
+            expected = np.asarray(ImageMediaIO().load_bytes(image).media)
         except ValueError as error:
             refused.add(what)
             if isinstance(found, np.ndarray):
@@ -29,7 +29,7 @@ def test_decoded_pixels_equal_those_that_vllm_loads() -> None:
             continue
         if not isinstance(found, np.ndarray):
             wrong[what] = found.message
-        elif not np.array_equal(found, theirs):
+        elif not np.array_equal(found, expected):
             wrong[what] = "other pixels"
     assert not wrong
     assert len(seen) >= LEAST_FILES

@@ -1,4 +1,4 @@
-"""An unmodified `vllm serve` with the middleware: callers send what they always did."""
+"""An unmodified `vllm serve` with the middleware: callers send the same requests as without it."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ PROMPTS = [prompt(700 + number, 1 + number % 8) for number in range(16)]
 
 @pytest.fixture(scope="module")
 def right(checkpoint: Path, service: ServerProcess) -> list[list[dict[str, float]]]:
-    """The log-probabilities of the engine's own tower, of each prompt."""
+    """The log-probabilities of each prompt with the engine's own tower."""
     engine = Engine(checkpoint, service.endpoint)
     answers = [engine.ask(parts, own=True) for parts in PROMPTS]
     engine.close()
@@ -43,11 +43,11 @@ def http(checkpoint: Path, service: ServerProcess, right: object) -> Iterator[Ht
 
 
 class Album(BaseHTTPRequestHandler):
-    """A host of images: one that is there, and paths that name the status of their answer."""
+    """An image host with one image; other paths name the status of their answer."""
 
     def do_GET(self) -> None:
         status = 200 if self.path == "/photo" else int(self.path[1:])
-        if not status:  # it hangs up
+        if not status:  # close the connection without an answer
             return
         body = photo(120, 80, 3, "PNG") if status == 200 else b""
         self.send_response(status)
@@ -61,7 +61,7 @@ class Album(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def album() -> Iterator[str]:
-    """A host of images at a port that the engine's `--allowed-media-domains` does not name."""
+    """The URL of an image host, at a port that the engine's `--allowed-media-domains` does not name."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Album) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -83,10 +83,10 @@ def assert_equal(
     ours: list[dict[str, float]], right: list[dict[str, float]], tolerance: float = TOLERANCE
 ) -> None:
     assert len(ours) == len(right) == 8
-    for mine, theirs in zip(ours, right, strict=True):
-        both = mine.keys() & theirs.keys()
+    for step, expected in zip(ours, right, strict=True):
+        both = step.keys() & expected.keys()
         assert len(both) >= 4
-        assert all(abs(mine[token] - theirs[token]) <= tolerance for token in both), (mine, theirs)
+        assert all(abs(step[token] - expected[token]) <= tolerance for token in both), (step, expected)
 
 
 def ask(http: HttpEngine, parts: list[Any], **body: Any) -> list[dict[str, float]]:
@@ -96,7 +96,7 @@ def ask(http: HttpEngine, parts: list[Any], **body: Any) -> list[dict[str, float
 
 
 def ask_until_served(http: HttpEngine, parts: list[Any]) -> list[dict[str, float]]:
-    """Ask again after each 503, as its Retry-After says."""
+    """Ask, and retry after each 503 as its Retry-After says."""
     for _ in range(60):
         response = http.chat(content(parts))
         if response.status_code == 200:
@@ -109,8 +109,8 @@ def ask_until_served(http: HttpEngine, parts: list[Any]) -> list[dict[str, float
 def test_chats_with_images_answer_as_with_the_own_tower(
     http: HttpEngine, right: list[list[dict[str, float]]]
 ) -> None:
-    for parts, theirs in zip(PROMPTS, right, strict=True):
-        assert_equal(ask(http, parts), theirs)
+    for parts, expected in zip(PROMPTS, right, strict=True):
+        assert_equal(ask(http, parts), expected)
     counted = http.metrics()
     assert (
         sum(value for name, value in counted.items() if name.startswith("vllm:encoder_service_images_total"))
@@ -121,8 +121,8 @@ def test_chats_with_images_answer_as_with_the_own_tower(
 
 def test_sixteen_concurrent_callers(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
     with ThreadPoolExecutor(16) as pool:
-        for ours, theirs in zip(pool.map(lambda parts: ask(http, parts), PROMPTS), right, strict=True):
-            assert_equal(ours, theirs)
+        for ours, expected in zip(pool.map(lambda parts: ask(http, parts), PROMPTS), right, strict=True):
+            assert_equal(ours, expected)
 
 
 def test_a_streamed_answer(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
@@ -139,9 +139,9 @@ def test_a_streamed_answer(http: HttpEngine, right: list[list[dict[str, float]]]
     assert_equal(steps, right[3])
 
 
-def answered(http: HttpEngine, parts: list[Any], **body: Any) -> list[list[float]]:
-    """Ask as a response; return the five largest log-probabilities of each token of the answer."""
-    given = {
+def respond(http: HttpEngine, parts: list[Any], **body: Any) -> list[list[float]]:
+    """Ask by the API of responses; return the five largest log-probabilities of each token of the answer."""
+    request = {
         "model": "tiny",
         "input": [{"role": "user", "content": response_content(parts)}],
         "max_output_tokens": 8,
@@ -152,7 +152,7 @@ def answered(http: HttpEngine, parts: list[Any], **body: Any) -> list[list[float
         "skip_special_tokens": False,  # an answer without text has no log-probabilities
         **body,
     }
-    response = httpx.post(http.url + "/v1/responses", json=given, timeout=120)
+    response = httpx.post(http.url + "/v1/responses", json=request, timeout=120)
     assert response.status_code == 200, response.text
     (message,) = (item for item in response.json()["output"] if item["type"] == "message")
     return [values(step["top_logprobs"]) for step in message["content"][0]["logprobs"]]
@@ -171,23 +171,23 @@ def values(likeliest: list[dict[str, Any]]) -> list[float]:
     return sorted((each["logprob"] for each in likeliest), reverse=True)
 
 
-def furthest(ours: list[list[float]], theirs: list[dict[str, float]]) -> float:
-    """The largest difference of a log-probability, by rank: tokens are told as text there."""
-    assert len(ours) == len(theirs) == 8
-    pairs = zip(ours, theirs, strict=True)
+def max_difference(ours: list[list[float]], expected: list[dict[str, float]]) -> float:
+    """Return the largest difference of a log-probability, by rank, since this API returns tokens as text."""
+    assert len(ours) == len(expected) == 8
+    pairs = zip(ours, expected, strict=True)
     return max(
-        abs(mine - other)
-        for step, dealt in pairs
-        for mine, other in zip(step, sorted(dealt.values(), reverse=True), strict=False)
+        abs(value - other)
+        for step, other_step in pairs
+        for value, other in zip(step, sorted(other_step.values(), reverse=True), strict=False)
     )
 
 
 def test_responses_answer_as_with_the_own_tower(
     http: HttpEngine, right: list[list[dict[str, float]]]
 ) -> None:
-    for parts, theirs in zip(PROMPTS[:8], right, strict=False):
-        assert furthest(answered(http, parts), theirs) <= TOLERANCE
-    assert furthest(answered(http, PROMPTS[0]), right[8]) > 100 * TOLERANCE, "of another prompt"
+    for parts, expected in zip(PROMPTS[:8], right, strict=False):
+        assert max_difference(respond(http, parts), expected) <= TOLERANCE
+    assert max_difference(respond(http, PROMPTS[0]), right[8]) > 100 * TOLERANCE, "of another prompt"
 
 
 def test_images_in_tool_output_are_encoded_by_the_service(http: HttpEngine, service: ServerProcess) -> None:
@@ -198,8 +198,8 @@ def test_images_in_tool_output_are_encoded_by_the_service(http: HttpEngine, serv
         "call_id": "1",
         "output": response_content([photo(91, 92, 8100, "PNG")]),
     }
-    asked = {"role": "user", "content": "look"}
-    assert len(answered(http, [], input=[asked, call, found])) == 8
+    question = {"role": "user", "content": "look"}
+    assert len(respond(http, [], input=[question, call, found])) == 8
     assert service.encodes() == encoded + 1
 
 
@@ -211,7 +211,7 @@ def test_another_cache_salt_shares_no_embedding(
     for salt in ("one", "two"):
         encoded = service.encodes()
         assert_equal(ask(http, PROMPTS[9], cache_salt=salt), right[9])
-        assert furthest(answered(http, PROMPTS[9], cache_salt=salt), right[9]) <= TOLERANCE
+        assert max_difference(respond(http, PROMPTS[9], cache_salt=salt), right[9]) <= TOLERANCE
         assert service.encodes() == encoded + images, "once for this tenant"
 
 
@@ -225,7 +225,7 @@ def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "body", "status", "told"),
+    ("part", "body", "status", "message"),
     [
         (raw(b"no image at all"), {}, 400, "image 0: "),
         (raw(photo(900, 4, 1, "PNG")), {}, 400, "aspect ratio"),
@@ -238,11 +238,11 @@ def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
     ],
 )  # fmt: skip
 def test_unservable_images_are_refused_with_their_own_error(
-    http: HttpEngine, part: dict[str, Any], body: dict[str, Any], status: int, told: str
+    http: HttpEngine, part: dict[str, Any], body: dict[str, Any], status: int, message: str
 ) -> None:
     response = http.chat([{"type": "text", "text": "x"}, part], **body)
     assert (response.status_code, response.json()["error"]["code"]) == (status, status)
-    assert told in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 EMBEDDED = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
@@ -297,7 +297,7 @@ def test_an_image_is_loaded_from_an_allowed_domain_at_any_port(http: HttpEngine,
 
 @pytest.mark.parametrize("path", ["/404", "/500", "/503", "/429", "/0"])
 def test_a_failing_image_host_gets_a_422(http: HttpEngine, album: str, path: str) -> None:
-    """Stock vLLM answers 422 for a 404, too."""
+    """Stock vLLM, too, answers 422 for a 404."""
     part = {"type": "image_url", "image_url": {"url": album + path}}
     response = http.chat([{"type": "text", "text": "x"}, part])
     assert response.status_code == 422
@@ -320,7 +320,7 @@ def test_named_parts_on_other_routes_fail_only_their_request(http: HttpEngine) -
 
 
 @pytest.mark.parametrize(
-    ("image", "status", "told"),
+    ("image", "status", "message"),
     [
         ({"image_url": data_url(b"no image")}, 400, "image 0: "),
         ({"file_id": "file-1"}, 400, "has no image_url"),
@@ -328,13 +328,13 @@ def test_named_parts_on_other_routes_fail_only_their_request(http: HttpEngine) -
     ],
 )
 def test_unservable_images_of_responses_are_refused_with_their_own_error(
-    http: HttpEngine, image: dict[str, Any], status: int, told: str
+    http: HttpEngine, image: dict[str, Any], status: int, message: str
 ) -> None:
     part = {"type": "input_image", "detail": "auto", **image}
-    given = {"model": "tiny", "input": [{"role": "user", "content": [part]}]}
-    response = httpx.post(http.url + "/v1/responses", json=given, timeout=60)
+    request = {"model": "tiny", "input": [{"role": "user", "content": [part]}]}
+    response = httpx.post(http.url + "/v1/responses", json=request, timeout=60)
     assert response.status_code == status
-    assert told in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 def test_an_image_that_fails_to_decode_fails_only_its_request(http: HttpEngine) -> None:

@@ -1,4 +1,4 @@
-"""The newest release's renderer, scheduler and worker wrappers do with our connector what an engine's do."""
+"""The newest release's renderer, scheduler and worker wrappers work with our connector."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module", params=["host", "device"])
 def tier(request: pytest.FixtureRequest) -> str:
-    """Where the service keeps rows; a memory file stands in for a GPU's memory."""
+    """The tier where the service keeps rows; a memory file replaces a GPU's memory."""
     return str(request.param)
 
 
@@ -33,10 +33,10 @@ def service(checkpoint: Path, tier: str) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def told(
+def report(
     checkpoint: Path, service: ServerProcess, tier: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What `newest_release` saw; its process has the Python files of that wheel, and no library built for CUDA."""
+    """The report of `newest_release`, which runs the Python files of that wheel without its CUDA libraries."""
     wheels = sorted(WHEELS.glob("vllm-*.whl"))
     if not wheels:
         pytest.skip("make test-vllm fetches the wheels")
@@ -54,8 +54,8 @@ def told(
 
 
 @pytest.mark.parametrize("runner", ["first_runner", "second_runner"])
-def test_prefill_stops_at_a_missing_image_and_rows_are_bit_equal(told: dict[str, Any], runner: str) -> None:
-    assert told[runner] == {
+def test_prefill_stops_at_a_missing_image_and_rows_are_bit_equal(report: dict[str, Any], runner: str) -> None:
+    assert report[runner] == {
         "stops_at_the_missing_image": True,
         "inside_a_step": True,
         "status": "FINISHED_LENGTH_CAPPED",
@@ -63,10 +63,10 @@ def test_prefill_stops_at_a_missing_image_and_rows_are_bit_equal(told: dict[str,
     }
 
 
-def test_a_request_without_rows_fails_alone_and_holds_nothing(told: dict[str, Any]) -> None:
-    assert told["hostile"] == "FINISHED_ERROR"
-    assert told["held"] == 0
+def test_a_request_without_rows_fails_alone_and_holds_nothing(report: dict[str, Any]) -> None:
+    assert report["hostile"] == "FINISHED_ERROR"
+    assert report["held"] == 0
 
 
-def test_the_wheel_is_the_newest_release_in_pyproject(told: dict[str, Any]) -> None:
-    assert told["version"].startswith("0.33.")
+def test_the_wheel_is_the_newest_release_in_pyproject(report: dict[str, Any]) -> None:
+    assert report["version"].startswith("0.33.")

@@ -1,4 +1,4 @@
-"""With `own_tower` an engine starts and goes on without its service, and requests do not wait for it."""
+"""With `own_tower`, an engine starts and continues without its service, and requests do not wait for it."""
 
 import signal
 import time
@@ -17,7 +17,7 @@ PATIENCE_S = 300.0
 
 
 def served_by(http: HttpEngine, service: Restartable) -> bool:
-    """Ask about images of its own salt; return whether the service encoded them. Raises for any other answer."""
+    """Ask about images with a new salt; return whether the service encoded them. Fails for any other answer."""
     assert service.server is not None
     before = service.server.encodes()
     response = http.chat(content(PARTS), cache_salt=str(time.time_ns()))
@@ -32,8 +32,8 @@ def until_served_by(http: HttpEngine, service: Restartable) -> None:
         time.sleep(0.2)
 
 
-def asked(http: HttpEngine, times: int) -> float:
-    """Ask that often; return how long that took, seconds."""
+def time_of(http: HttpEngine, times: int) -> float:
+    """Ask this many times; return how long that took, in seconds."""
     begun = time.monotonic()
     for _ in range(times):
         response = http.chat(content(PARTS), cache_salt=str(time.time_ns()))
@@ -56,13 +56,13 @@ def test_own_tower_serves_while_the_service_is_down(checkpoint: Path, tmp_path: 
         service.start()
         until_served_by(http, service)
         assert_equal(top(http.chat(content(PARTS)).json()["choices"][0]), own)
-        # One that hangs costs the first request its time, and no other.
+        # A service that hangs delays only the first request.
         service.signal(signal.SIGSTOP)
-        asked(http, 1)
-        assert asked(http, 5) < 5 * SUBMIT_TIMEOUT_S
+        time_of(http, 1)
+        assert time_of(http, 5) < 5 * SUBMIT_TIMEOUT_S
         service.signal(signal.SIGCONT)
         until_served_by(http, service)
-        # Nor does one of another model: its rows would be of another width.
+        # A service of another model delays none: its rows have another width.
         service.kill()
         other = Restartable(
             write_checkpoint(
@@ -71,7 +71,7 @@ def test_own_tower_serves_while_the_service_is_down(checkpoint: Path, tmp_path: 
         )
         other.endpoint = service.endpoint
         other.start()
-        assert asked(http, 5) < 5 * SUBMIT_TIMEOUT_S
+        assert time_of(http, 5) < 5 * SUBMIT_TIMEOUT_S
         assert not served_by(http, other)
         other.kill()
     finally:

@@ -32,7 +32,7 @@ COSINE = 0.999  # of a row of one tower and that of the other, both in bfloat16
 
 
 def prompt(seed: int, images: int) -> list[Part]:
-    """Images with so much text between that no step begins two: the engine encodes no more than fits into a step."""
+    """Images with enough text between them that no step begins two: the engine encodes only what fits into a step."""
     between = [(f"text {seed} " * 9, photo(250 - 9 * n, 250, 100 * seed + n, "PNG")) for n in range(images)]
     return [part for pair in between for part in pair]
 
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[ServerProcess]:
-    """A server of it."""
+    """A server of that checkpoint."""
     with running(model, executable=SERVICE, **{**SETTINGS, "dtype": "bfloat16"}) as server:
         yield server
 
@@ -70,12 +70,12 @@ def engine(model: Path, served: ServerProcess) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def ours(engine: Engine) -> list[Answer]:
-    """What it answers when the service encodes."""
+    """The engine's answers with the service's rows."""
     return [engine.ask(parts) for parts in PROMPTS]
 
 
 class Tower:
-    """The engine's own tower, whose every image comes out as the rows of the service that are nearest to its own."""
+    """The engine's own tower, with each image's rows replaced by the nearest rows of the service."""
 
     def __init__(self, encode: Any, rows: list[torch.Tensor]) -> None:
         self._encode = encode
@@ -83,7 +83,7 @@ class Tower:
         self.cosines: list[float] = []
 
     def embed(self, **pixels: Any) -> list[torch.Tensor]:
-        """Take the place of the model's `embed_multimodal`."""
+        """Replace the model's `embed_multimodal`."""
         return [self._nearest(own) for own in self._encode(**pixels)]
 
     def _nearest(self, own: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_controls_differ(engine: Engine, ours: list[Answer]) -> None:
 def test_a_video_gets_the_answer_of_the_own_loader(
     model: Path, served: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with images: its own path, with the rows of the service in the place of its tower's."""
+    """As with images: the engine's own path, with the service's rows instead of its tower's."""
     settings = VideoSettings.from_folder(model)
     engine = started(model, served, limit_mm_per_prompt={"image": 16, "video": 1})
     try:
@@ -181,7 +181,7 @@ def test_other_engines_give_the_same_answers(
 
 
 def test_prefill_runs_exactly_up_to_a_missing_image(model: Path, served: ServerProcess) -> None:
-    """Though where a step may end is the business of linear attention, too."""
+    """Although linear attention also restricts where a step may end."""
     engine = started(model, served, exact=True)
     try:
         first, second, parts = two_images(520)

@@ -1,6 +1,6 @@
-"""Rows that stay on the service's GPU until workers copy them; a memory file stands in for the GPU's memory.
+"""Rows that workers copy from the service's GPU; a memory file replaces the GPU's memory.
 
-`tests/prefill_client/test_staging.py` has what needs no engine.
+`tests/prefill_client/test_staging.py` has the tests that need no engine.
 """
 
 import itertools
@@ -34,7 +34,7 @@ IMAGES = 5
 
 
 class Proxy(TcpProxy):
-    """A proxy for plain threads."""
+    """A proxy with a thread-safe `cut`."""
 
     def __init__(self, to_port: int) -> None:
         super().__init__(to_port)
@@ -42,7 +42,7 @@ class Proxy(TcpProxy):
         self.loop.run(self.start())
 
     def cut(self) -> None:
-        """Break every connection, and every new one at once."""
+        """Break all connections, and refuse new ones."""
         self.loop.call(super().cut)
 
 
@@ -57,7 +57,7 @@ def server(checkpoint: Path) -> Iterator[Restartable]:
 
 @pytest.fixture(scope="module")
 def proxy(server: Restartable) -> Iterator[Proxy]:
-    """Between the engine and that server."""
+    """A proxy between the engine and that server."""
     proxy = Proxy(int(server.endpoint.rpartition(":")[2]))
     yield proxy
     proxy.loop.stop(proxy.stop())
@@ -65,7 +65,7 @@ def proxy(server: Restartable) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, proxy: Proxy) -> Iterator[Engine]:
-    """An engine of it."""
+    """An engine of that server."""
     engine = Engine(checkpoint, f"127.0.0.1:{proxy.port}", extra={"timeout_s": 300.0, "grace_s": 1.0})
     yield engine
     engine.close()
@@ -73,7 +73,7 @@ def engine(checkpoint: Path, proxy: Proxy) -> Iterator[Engine]:
 
 @pytest.fixture
 def stage(engine: Engine) -> Iterator[StagingWorker]:
-    """The copies of its worker, which has opened the memory."""
+    """The worker's side, which has opened the memory."""
     engine.ask(["before the first step no worker knows where to connect"])
     get_ready(engine)
     stage: StagingWorker = get_ec_transfer()._loader._staging
@@ -96,7 +96,7 @@ def get_ready(engine: Engine) -> None:
 
 @contextmanager
 def transports(engine: Engine) -> Iterator[list[str]]:
-    """Lend a list that gets the transport of each image whose rows come in the block."""
+    """Yield a list that gets the transport of each image whose rows arrive in the block."""
     came: list[str] = []
     fetched = engine.side.counts.ended
 
@@ -110,7 +110,7 @@ def transports(engine: Engine) -> Iterator[list[str]]:
 
 
 def wait_until_it_serves(engine: Engine, *, serves: bool = True) -> None:
-    """Return once the health check of the engine's client has noticed that the server serves, or does not."""
+    """Wait until the health check of the engine's client sees whether the server serves."""
     while engine.side._fetcher._client.any_serves != serves:
         time.sleep(0.02)
 
@@ -119,10 +119,10 @@ def test_device_rows_equal_host_rows(
     engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[torch.Tensor] = []
-    take = stage.rows
+    rows_of = stage.rows
 
     def noted(number: int) -> torch.Tensor:
-        loaded.append(take(number))
+        loaded.append(rows_of(number))
         return loaded[-1]
 
     monkeypatch.setattr(stage, "rows", noted)
@@ -149,7 +149,7 @@ def test_a_server_killed_between_handle_and_copy_costs_no_request(
     opened: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory that the worker has opened is still there; else the rows come from the server's successor."""
+    """Memory that the worker has opened remains readable; otherwise the rows come from the restarted server."""
     file = photo(200, 150, 7100 + opened, "PNG")
     right = engine.ask(["x", file], own=True)
     engine.forget()
@@ -179,20 +179,20 @@ def test_a_server_killed_between_handle_and_copy_costs_no_request(
 def test_overwritten_rows_are_fetched_through_the_host(
     engine: Engine, stage: StagingWorker, server: Restartable, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that holds them has ended unnoticed, and the server has other rows in their place."""
+    """The call that holds the rows ends unnoticed, and the server overwrites them."""
     file = photo(200, 150, 7200, "PNG")
     right = engine.ask(["x", file], own=True)
     engine.forget()
     copy, copied = device.device_copy, []
 
-    def late(*given: Any) -> torch.Tensor:
-        rows = copy(*given)
+    def late(*arguments: Any) -> torch.Tensor:
+        rows = copy(*arguments)
         if not copied:
             proxy.cut()
             wait_until_it_serves(engine, serves=False)
             others = (photo(256, 256, seed, "PNG") for seed in itertools.count(7300))
             with BlockingClient.connect(server.endpoint) as client:
-                while torch.equal(overwritten := copy(*given), rows):
+                while torch.equal(overwritten := copy(*arguments), rows):
                     client.submit([next(others) for _ in range(16)])
             copied.append(rows := overwritten)
             proxy.mend()
@@ -246,7 +246,7 @@ def test_the_workers_copies_are_bounded(
 
 
 def test_two_ranks_copy_rows_from_the_device(checkpoint: Path) -> None:
-    """In processes of their own; no step has an image that one of them lacks."""
+    """Each rank is a process; no step reads an image that one of them has not copied."""
     with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=TIER_GIB) as server:
         engine = Engine(checkpoint, server.endpoint, tensor_parallel_size=2)
         try:

@@ -1,4 +1,4 @@
-"""An engine refuses, before its weights load, a service that serves another model; both values are told."""
+"""An engine refuses a service of another model before its weights load, with both values in the message."""
 
 import shutil
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from tests.vllm.service import SERVICE, SETTINGS
 
 
 def config_of(model: Path, endpoint: str, **options: Any) -> Any:
-    """What `vllm serve` makes of these flags."""
+    """Return the configuration that `vllm serve` makes of these flags."""
     extra = {"endpoints": endpoint, **options.pop("extra", {})}
     transfer = {**CONNECTOR, "ec_connector_extra_config": extra, **options.pop("transfer", {})}
-    given = {"dtype": "float32", "max_model_len": 1024, **options}
-    return EngineArgs(str(model), ec_transfer_config=transfer, **given).create_engine_config()
+    arguments = {"dtype": "float32", "max_model_len": 1024, **options}
+    return EngineArgs(str(model), ec_transfer_config=transfer, **arguments).create_engine_config()
 
 
 def check(config: Any) -> None:
@@ -38,10 +38,10 @@ def check(config: Any) -> None:
 def test_a_service_of_the_same_checkpoint_is_accepted_and_logged(
     checkpoint: Path, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(service_check._log, "info", lambda text, *values: said.append(text % values))
+    logged: list[str] = []
+    monkeypatch.setattr(service_check._log, "info", lambda text, *values: logged.append(text % values))
     check(config_of(checkpoint, service.endpoint))
-    assert any(service.endpoint in line for line in said), "an engine that waits says for what"
+    assert any(service.endpoint in line for line in logged), "the log names the service"
 
 
 def other_levels(folder: Path) -> Path:
@@ -54,7 +54,7 @@ def other_pixels(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "messages"),
     [
         (
             lambda folder: checkpoint_of("qwen2_5_vl", folder),
@@ -68,11 +68,11 @@ def other_pixels(folder: Path) -> Path:
     ],
 )
 def test_another_model_is_refused_with_both_values(
-    made: Callable[[Path], Path], told: list[str], service: ServerProcess, tmp_path: Path
+    made: Callable[[Path], Path], messages: list[str], service: ServerProcess, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="serves another model") as refused:
         check(config_of(made(tmp_path), service.endpoint))
-    assert all(each in str(refused.value) for each in told)
+    assert all(each in str(refused.value) for each in messages)
 
 
 def test_another_dtype_is_refused(checkpoint: Path, service: ServerProcess) -> None:
@@ -104,10 +104,10 @@ def test_another_checkpoint_is_refused_with_both_fingerprints(
 def test_model_fingerprint_any_accepts_every_model_with_a_warning(
     service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(service_check._log, "warning", lambda text, *values: said.append(text % values))
+    logged: list[str] = []
+    monkeypatch.setattr(service_check._log, "warning", lambda text, *values: logged.append(text % values))
     check(config_of(other_weights(tmp_path), service.endpoint, extra={"model_fingerprint": "any"}))
-    assert any('"any"' in line for line in said)
+    assert any('"any"' in line for line in logged)
 
 
 def test_a_checkpoint_with_other_language_weights_is_accepted(service: ServerProcess, tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_an_fp8_tower_of_the_same_checkpoint_is_accepted(checkpoint: Path) -> No
 def test_a_store_only_service_is_compared_by_its_model_fingerprint(checkpoint: Path) -> None:
     stores = {**SETTINGS, "store_only": "yes"}
     with (
-        running(checkpoint, executable=SERVICE, **stores) as untold,
+        running(checkpoint, executable=SERVICE, **stores) as unnamed,
         pytest.raises(ValueError, match=r"of no weights \(--store-only"),
     ):
-        check(config_of(checkpoint, untold.endpoint))
+        check(config_of(checkpoint, unnamed.endpoint))
     fingerprint = model_fingerprint(checkpoint).hex()
-    with running(checkpoint, executable=SERVICE, **stores, model_fingerprint=fingerprint) as told:
-        check(config_of(checkpoint, told.endpoint))
+    with running(checkpoint, executable=SERVICE, **stores, model_fingerprint=fingerprint) as named:
+        check(config_of(checkpoint, named.endpoint))
 
 
 def test_unreadable_weights_are_named_with_advice(service: ServerProcess, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_processor_cache_shm_is_refused_with_ec_both(checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "message"),
     [
         ({"endpoint": "x"}, "unknown keys .'endpoint'"),
         ({"endpoints": []}, "endpoints is missing"),
@@ -199,8 +199,8 @@ def test_the_processor_cache_shm_is_refused_with_ec_both(checkpoint: Path) -> No
         ({"shared_memory": "yes"}, "shared_memory must be true or false"),
     ],
 )
-def test_a_wrong_setting_is_named(extra: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Settings.read({"endpoints": "127.0.0.1:1", **extra})
 
 

@@ -1,4 +1,4 @@
-"""The service is killed, stopped or started anew at every step of a request: it ends, in an answer or an error."""
+"""The service is killed, paused or restarted at every step of a request: the request gets an answer or an error."""
 
 import signal
 import time
@@ -27,7 +27,7 @@ def server(checkpoint: Path) -> Iterator[Restartable]:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, server: Restartable) -> Iterator[Engine]:
-    """An engine of that server, whose waits are short."""
+    """An engine of that server with short timeouts."""
     engine = Engine(checkpoint, server.endpoint, extra={"timeout_s": 8.0, "grace_s": 0.5})
     yield engine
     engine.close()
@@ -38,7 +38,7 @@ def images(seed: int) -> list[bytes]:
 
 
 def submit(engine: Engine, files: list[bytes]) -> None:
-    """Submit, as callers do who try again."""
+    """Submit, and retry until the service is back."""
     for _ in range(100):
         if all(answer.error is None for answer in engine.client.submit(files, timeout_s=10)):
             return

@@ -1,4 +1,4 @@
-"""Engines that encode themselves share one store: each image runs one tower once, and nothing else changes."""
+"""Engines with their own towers share one store: each image is encoded once, and answers do not change."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ IMAGES = sum(isinstance(part, bytes) for parts in PROMPTS for part in parts)
 
 
 def answers(engine: Engine) -> list[Answer]:
-    """Ask all prompts at once."""
+    """Send all prompts at once; return the answers."""
     started = [engine.start(parts, own=True) for parts in PROMPTS]
     ended = engine.run(*started)
     return [ended[request_id] for request_id in started]
@@ -32,7 +32,7 @@ def answers(engine: Engine) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def right(checkpoint: Path, service: Any) -> list[Answer]:
-    """The answers of an engine's own tower, with nothing shared."""
+    """The answers of an engine that shares nothing."""
     alone = Engine(checkpoint, service.endpoint)
     try:
         return answers(alone)
@@ -42,7 +42,7 @@ def right(checkpoint: Path, service: Any) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def first(checkpoint: Path, store: Restartable, right: list[Answer]) -> tuple[int, list[Answer]]:
-    """What an engine that shares has encoded and answered, before it ended."""
+    """The number of images that a first engine encoded, and its answers; it has ended."""
     engine = SharingEngine(checkpoint, store.endpoint)
     try:
         answered = answers(engine)
@@ -54,7 +54,7 @@ def first(checkpoint: Path, store: Restartable, right: list[Answer]) -> tuple[in
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, store: Restartable, first: tuple[int, list[Answer]]) -> Iterator[SharingEngine]:
-    """A second engine."""
+    """A second engine on the same store."""
     engine = SharingEngine(checkpoint, store.endpoint)
     yield engine
     engine.close()
@@ -66,7 +66,7 @@ def assert_all_equal(ours: list[Answer], right: list[Answer]) -> None:
 
 
 def test_two_ranks_put_each_image_once(checkpoint: Path, right: list[Answer]) -> None:
-    # Two processes, on as many cores as there are: a step may take them longer than a lease should last.
+    # Two processes on all cores: a step may take longer than a lease usually lasts.
     with running(checkpoint, executable=SERVICE, accept_put="yes", put_lease_s=HANG_S, **SETTINGS) as server:
         engine = SharingEngine(checkpoint, server.endpoint, tensor_parallel_size=2)
         try:
@@ -107,7 +107,7 @@ def test_tenants_of_an_engine_share_nothing(engine: SharingEngine) -> None:
 
 @pytest.fixture
 def other(engine: SharingEngine, store: Restartable) -> Iterator[OtherEngine]:
-    """One that ends with the test, if not before."""
+    """Another engine, closed at the latest when the test ends."""
     other = OtherEngine(engine, store.endpoint)
     yield other
     other.close()
@@ -125,7 +125,7 @@ def test_a_request_waits_for_another_engines_image_while_others_run(
     engine.run(others)
     assert engine.computed(parked) == 0
     assert engine.encoded == before + 1
-    other.close()  # and with it its lease
+    other.close()  # this ends its lease
     assert engine.run(parked)[parked].reason == "length"
     assert engine.encoded == before + 2
     engine.assert_nothing_is_held()
@@ -144,7 +144,7 @@ def test_a_waiting_engine_encodes_when_the_first_is_killed(
         for _ in range(50):
             ended |= engine.step()
         assert not ended
-        assert engine.encoded == before, "it waits for the one that computes"
+        assert engine.encoded == before, "it waits for the engine that encodes"
     finally:
         stuck.kill()
         stuck.wait()
@@ -156,16 +156,16 @@ def test_a_waiting_engine_encodes_when_the_first_is_killed(
 
 
 def test_an_aborted_request_abandons_its_lease(engine: SharingEngine, other: OtherEngine) -> None:
-    theirs, ours = photo(200, 150, 8500, "PNG"), photo(200, 150, 8501, "PNG")
+    other_image, own_image = photo(200, 150, 8500, "PNG"), photo(200, 150, 8501, "PNG")
     engine.forget()
     before = engine.encoded
-    assert other.name(["a", theirs]).state == "yours"
-    parked = engine.start(["a", theirs, ours], own=True)
+    assert other.name(["a", other_image]).state == "yours"
+    parked = engine.start(["a", other_image, own_image], own=True)
     engine.run_until(engine.has_lease)
     engine.abort(parked)
     engine.assert_nothing_is_held()
     deadline = time.monotonic() + LEASE_S / 2
-    while (answer := other.name(["a", ours])).state != "yours":
+    while (answer := other.name(["a", own_image])).state != "yours":
         assert time.monotonic() < deadline, answer
     assert engine.encoded == before
 
@@ -173,17 +173,17 @@ def test_an_aborted_request_abandons_its_lease(engine: SharingEngine, other: Oth
 def test_two_engines_that_wait_for_each_other_make_progress(
     engine: SharingEngine, other: OtherEngine
 ) -> None:
-    theirs, ours = photo(200, 150, 8510, "PNG"), photo(200, 150, 8511, "PNG")
+    other_image, own_image = photo(200, 150, 8510, "PNG"), photo(200, 150, 8511, "PNG")
     engine.forget()
     before = engine.encoded
-    assert other.name(["a", theirs]).state == "yours"
+    assert other.name(["a", other_image]).state == "yours"
     begun_s = time.monotonic()
-    parked = engine.start(["a", theirs, ours], own=True)
+    parked = engine.start(["a", other_image, own_image], own=True)
     engine.run_until(engine.has_lease)
     engine.run_until(lambda: not engine.has_lease())
     assert engine.computed(parked) == 0, "it still waits"
-    assert other.name(["a", ours]).state == "yours"
-    assert time.monotonic() - begun_s < LEASE_S, "the lease had not ended by itself"
+    assert other.name(["a", own_image]).state == "yours"
+    assert time.monotonic() - begun_s < LEASE_S, "the lease has not expired"
     other.close()
     assert engine.run(parked)[parked].reason == "length"
     assert engine.encoded == before + 2

@@ -1,4 +1,4 @@
-"""Engines of any family share a store of which only the width of a row is known: each image runs one tower once."""
+"""Engines of any family share a store that knows only the width of a row: each image is encoded once."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ WIDTH = 128
     params=[name if name in USUAL else pytest.param(name, marks=pytest.mark.families) for name in SMALL],
 )
 def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each family; nothing of it is where the store runs."""
+    """A checkpoint of each family. The store does not have it."""
     return write_small_family(tmp_path_factory.mktemp(request.param), request.param)
 
 

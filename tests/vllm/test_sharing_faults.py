@@ -1,4 +1,4 @@
-"""What a caller does and what the store does ends no engine that shares it, and poisons nobody."""
+"""Neither hostile callers nor store failures end an engine that shares, or give other engines wrong rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.vllm.test_service_check import config_of
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, store: Restartable) -> Iterator[SharingEngine]:
-    """One of that store, without the cache in which vLLM itself takes a `uuid` for what it first stood for."""
+    """An engine of that store, without vLLM's processor cache, which would reuse the first image of a `uuid`."""
     engine = SharingEngine(checkpoint, store.endpoint, mm_processor_cache_gb=0)
     yield engine
     engine.close()
@@ -28,7 +28,7 @@ def engine(checkpoint: Path, store: Restartable) -> Iterator[SharingEngine]:
 
 @pytest.fixture
 def other(engine: SharingEngine, store: Restartable) -> Iterator[OtherEngine]:
-    """Another, that ends with the test."""
+    """Another engine, closed when the test ends."""
     other = OtherEngine(engine, store.endpoint)
     yield other
     other.close()
@@ -42,20 +42,23 @@ def test_a_part_without_pixels_fails_only_its_request(engine: SharingEngine) -> 
 
 
 def parked_with(engine: SharingEngine, other: OtherEngine, seed: int, uuid: str) -> tuple[str, bytes]:
-    """Start a request that waits for another engine; of its image with that name, this engine makes the rows."""
-    theirs, named = photo(200, 150, seed, "PNG"), photo(200, 150, seed + 1, "PNG")
+    """Start a request that waits for another engine's image; return its id and its second image, named `uuid`.
+
+    This engine has the lease of the second image.
+    """
+    other_image, named = photo(200, 150, seed, "PNG"), photo(200, 150, seed + 1, "PNG")
     engine.forget()
-    assert other.name(["a", theirs]).state == "yours"
-    parked = engine.start(["a", raw(theirs), {**raw(named), "uuid": uuid}])
+    assert other.name(["a", other_image]).state == "yours"
+    parked = engine.start(["a", raw(other_image), {**raw(named), "uuid": uuid}])
     engine.run_until(engine.has_lease)
     return parked, named
 
 
 def test_one_uuid_for_two_images_puts_no_wrong_rows(engine: SharingEngine, other: OtherEngine) -> None:
-    parked, named = parked_with(engine, other, 8700, "mine")
+    parked, named = parked_with(engine, other, 8700, "same")
     another = photo(200, 150, 8702, "PNG")
-    # The store was asked about the one; the other is encoded under its name.
-    hostile = engine.start([{**raw(another), "uuid": "mine"}, "b"])
+    # The store was asked about one image, and another is encoded under its name.
+    hostile = engine.start([{**raw(another), "uuid": "same"}, "b"])
     assert engine.run(hostile)[hostile].reason == "length"
     engine.abort(parked)
     engine.assert_nothing_is_held()
@@ -84,15 +87,15 @@ def test_without_outgoing_memory_an_engine_encodes_for_itself(
     engine.until_all_is_put()
     monkeypatch.undo()
     engine.forget()
-    assert engine.encoded_by(["y", image]) == 1, "it was not put, and nobody waits for it"
+    assert engine.encoded_by(["y", image]) == 1, "the first rows were not put"
 
 
 @pytest.mark.parametrize("steps", range(0, 8, 2))
 def test_an_engine_survives_a_store_killed_at_any_step(
     engine: SharingEngine, store: Restartable, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(shared_store._log, "warning", lambda text, *values: said.append(text % values))
+    logged: list[str] = []
+    monkeypatch.setattr(shared_store._log, "warning", lambda text, *values: logged.append(text % values))
     images = [photo(200, 150, 9000 + 10 * steps + number, "PNG") for number in range(4)]
     engine.forget()
     before = engine.encoded
@@ -106,7 +109,7 @@ def test_an_engine_survives_a_store_killed_at_any_step(
     again = engine.ask(["x", *images], own=True)
     assert again.distance(ended[request_id]) <= TOLERANCE
     assert engine.encoded == before + 8, "nothing is shared, and nothing waits"
-    assert len([line for line in said if "is unavailable" in line]) == 1
+    assert len([line for line in logged if "is unavailable" in line]) == 1
     engine.assert_nothing_is_held()
     store.start()
     engine.until(lambda: not engine.side.store.alone)
@@ -118,7 +121,7 @@ def test_an_engine_survives_a_store_killed_at_any_step(
 
 
 def test_an_image_in_vllms_encoder_cache_takes_no_lease(engine: SharingEngine, store: Restartable) -> None:
-    cached, theirs = photo(200, 150, 9650, "PNG"), photo(200, 150, 9651, "PNG")
+    cached, other_image = photo(200, 150, 9650, "PNG"), photo(200, 150, 9651, "PNG")
     engine.forget()
     store.kill()
     assert engine.encoded_by(["x", cached]) == 1, "for itself"
@@ -126,9 +129,9 @@ def test_an_image_in_vllms_encoder_cache_takes_no_lease(engine: SharingEngine, s
     engine.until(lambda: not engine.side.store.alone)
     other = OtherEngine(engine, store.endpoint)
     try:
-        assert other.name(["a", theirs]).state == "yours"
+        assert other.name(["a", other_image]).state == "yours"
         before = engine.encoded
-        parked = engine.start(["b", cached, theirs], own=True)
+        parked = engine.start(["b", cached, other_image], own=True)
         (waits,) = held_until_named(engine)
         assert waits.query.fetch_task is not None, "it waits for the other engine"
         assert other.name(["c", cached]).state == "yours"
@@ -148,7 +151,7 @@ def test_another_cache_manager_is_refused(
 
 
 def held_until_named(engine: SharingEngine) -> list[Entry[StoreQuery]]:
-    """Step until the store has answered for all images that requests hold; return those."""
+    """Step until the store has answered for all images that requests hold; return their entries."""
     table = engine.side.table
     engine.run_until(
         lambda: (

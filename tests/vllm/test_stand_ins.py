@@ -1,4 +1,4 @@
-"""Stand-ins: no tower encodes one, whatever a caller or a broken rule does; wrong services are refused before that."""
+"""Stand-ins: no tower encodes one, even if a caller or a bug tries; services of other models are refused."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_forged_or_reused_name_fails_only_its_request(engine: Engine) -> None:
 
 
 def break_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the scheduler hand stand-ins to the tower."""
+    """Let the scheduler pass stand-ins to the tower."""
     monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
 
 
@@ -127,7 +127,7 @@ def right(model: Path, service: ServerProcess) -> list[dict[str, float]]:
 
 
 def respond(http: HttpEngine, image: bytes) -> httpx.Response:
-    """Ask about an image by the API of responses."""
+    """Ask about an image by the API of responses; return the response."""
     part = {"type": "input_image", "detail": "auto", "image_url": data_url(image)}
     body = {"model": "tiny", "input": [{"role": "user", "content": [part]}], "max_output_tokens": 4}
     return httpx.post(http.url + "/v1/responses", json=body, timeout=600)
@@ -151,5 +151,5 @@ def test_vllm_serve_answers_chats_and_responses_with_stand_ins(
 
 
 def fed(http: HttpEngine) -> int:
-    """How many images the service has fed to the engine."""
+    """Return how many images the engine got from the service."""
     return int(sum(value for name, value in http.metrics().items() if "images_total" in name))

@@ -1,4 +1,4 @@
-"""Images that the service has cost no step: a prompt is prefilled in as many as with the engine's own tower."""
+"""Stored images cost no extra step: a prompt takes as many prefill steps as with the engine's own tower."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tests.vllm.test_without_middleware_cures import behind_middleware
 SPACED: list[Part] = [
     part for n in range(6) for part in (photo(250, 250, 7000 + n, "PNG"), "text between " * 7)
 ]
-"""So much text between images that no step begins two: then the engine encodes no more than it may in one."""
+"""Enough text between images that no step begins two: the engine then encodes no more than fits into a step."""
 DENSE: list[Part] = ["a", *(photo(200, 150, 7100 + n, "PNG") for n in range(8))]
 
 
@@ -33,7 +33,7 @@ def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequ
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine, stored images are waited for."""
+    """Wait for stored images even on a slow machine."""
     monkeypatch.setattr(gate, "SOON_S", 1e6)
 
 
@@ -42,7 +42,7 @@ def images_of(parts: list[Part]) -> list[bytes]:
 
 
 def encode(engine: Engine, images: list[bytes]) -> None:
-    """Return when the service has their rows, and has said so."""
+    """Submit images until the service has stored their rows."""
     deadline = time.monotonic() + 60
     while not all(answer.cached for answer in engine.client.submit(images)):
         assert time.monotonic() < deadline
@@ -52,7 +52,7 @@ def encode(engine: Engine, images: list[bytes]) -> None:
 
 @contextmanager
 def counting(engine: Engine) -> Iterator[list[int]]:
-    """Note how many tokens each step prefills that prefills any."""
+    """Yield a list that gets the number of tokens of each step that prefills any."""
     schedule, planned = engine.scheduler.schedule, []
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -73,7 +73,7 @@ def steps_to_prefill(engine: Engine, parts: list[Part], *, own: bool = False) ->
 
 
 def run(engine: Engine, request_id: str) -> None:
-    """Step to the end of a request; between two steps, rows that have been asked for arrive."""
+    """Step to the end of a request; wait for all requested rows after each step."""
     while request_id not in engine.step():
         settle(engine)
 
@@ -82,7 +82,7 @@ def settle(engine: Engine) -> None:
     deadline = time.monotonic() + 60
     while engine.side.table.has_running:
         assert time.monotonic() < deadline
-        engine.side.gate.failed()  # takes in what has arrived
+        engine.side.gate.failed()  # processes arrived rows
         time.sleep(0.001)
 
 
@@ -108,7 +108,7 @@ def test_adjacent_images_take_no_more_steps_than_with_the_own_tower(engine: Engi
 
 
 def test_a_chat_turn_prefills_only_its_new_tokens(engine: Engine) -> None:
-    """With a new image that nobody has encoded, the text before it may take a step, while it is encoded."""
+    """While a new image is being encoded, the text before it may take an extra step."""
     engine.forget()
     parts: list[Part] = []
     for number in range(4):
@@ -128,7 +128,7 @@ def test_a_chat_turn_prefills_only_its_new_tokens(engine: Engine) -> None:
 
 def test_images_prefilled_before_a_preemption_cost_no_step(engine: Engine) -> None:
     encode(engine, images_of(SPACED))
-    engine._stored.clear()  # as when they were encoded after they had been submitted
+    engine._stored.clear()  # as if they were encoded after their Submit
     engine.forget()
     request_id = engine.start(SPACED, tokens=1)
     while engine.computed(request_id) < 600:

@@ -1,4 +1,4 @@
-"""Responses that vLLM stores: a conversation goes on from one whose images the service has lost since."""
+"""Responses that vLLM stores: a conversation continues although the service has lost its images."""
 
 import time
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ def http(checkpoint: Path, server: Restartable) -> Iterator[HttpEngine]:
 
 
 def respond(http: HttpEngine, messages: list[Any], **body: Any) -> httpx.Response:
-    """Ask; ask again while the service is said to be down, as it is for a moment after its restart."""
-    given = {
+    """Ask, and retry after a 503: the service counts as down for a moment after its restart."""
+    request = {
         "model": "tiny",
         "input": messages,
         "max_output_tokens": 8,
@@ -48,7 +48,7 @@ def respond(http: HttpEngine, messages: list[Any], **body: Any) -> httpx.Respons
         **body,
     }
     for _ in range(60):
-        response = httpx.post(http.url + "/v1/responses", json=given, timeout=300)
+        response = httpx.post(http.url + "/v1/responses", json=request, timeout=300)
         if response.status_code != 503:
             return response
         time.sleep(int(response.headers["retry-after"]))
@@ -59,8 +59,8 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": response_content(list(parts))}
 
 
-def said(response: httpx.Response) -> dict[str, Any]:
-    """What was said: its text, and the log-probabilities of each token."""
+def answer_of(response: httpx.Response) -> dict[str, Any]:
+    """Return the text of an answer, and the log-probabilities of each token."""
     assert response.status_code == 200, response.text
     (message,) = (item for item in response.json()["output"] if item["type"] == "message")
     (part,) = message["content"]
@@ -71,7 +71,7 @@ def assert_same(ours: dict[str, Any], right: dict[str, Any]) -> None:
     assert ours["text"] == right["text"]
     assert len(ours["likeliest"]) == len(right["likeliest"]) == 8
     pairs = zip(ours["likeliest"], right["likeliest"], strict=True)
-    assert max(abs(mine - theirs) for step in pairs for mine, theirs in zip(*step, strict=True)) <= TOLERANCE
+    assert max(abs(one - other) for step in pairs for one, other in zip(*step, strict=True)) <= TOLERANCE
 
 
 def assistant(answer: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def assistant(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def restart(http: HttpEngine, server: Restartable) -> None:
-    """Let the service lose all images, and the engine what it has of them in its own caches."""
+    """Let the service lose all images, and evict them from the engine's encoder cache."""
     for seed in (9140, 9141):  # the engine's encoder cache has room for one and a half
         assert respond(http, [user("x", photo(256, 256, seed))]).status_code == 200
     server.kill()
@@ -91,13 +91,14 @@ def test_a_conversation_continues_after_the_service_lost_its_images(
 ) -> None:
     turns = [user("look", photo(150, 110, 9100, "PNG")), user("and?"), user("this", photo(90, 130, 9101))]
     response = respond(http, turns[:1])
-    asked = turns[:1]
+    messages_so_far = turns[:1]
     for turn in turns[1:]:
-        asked = [*asked, assistant(said(response)), turn]
+        messages_so_far = [*messages_so_far, assistant(answer_of(response)), turn]
         restart(http, server)
-        system = {"instructions": f"turn {len(asked)}"}  # no prefix of an earlier turn is cached under it
+        # Another system prompt for each turn, so that no prefix of an earlier turn is cached.
+        system = {"instructions": f"turn {len(messages_so_far)}"}
         response = respond(http, [turn], previous_response_id=response.json()["id"], **system)
-        assert_same(said(response), said(respond(http, asked, store=False, **system)))
+        assert_same(answer_of(response), answer_of(respond(http, messages_so_far, store=False, **system)))
 
 
 def test_a_conversation_without_kept_images_is_refused_with_advice(
@@ -115,7 +116,7 @@ def test_a_conversation_without_kept_images_is_refused_with_advice(
     assert refused.status_code == 404, refused.text
     assert "send the conversation with its images" in refused.json()["error"]["message"]
     refused = respond(http, [user("this", photo(90, 130, 9112))], **earlier, instructions="once more")
-    assert refused.status_code == 404, "with an image of its own, too"
+    assert refused.status_code == 404, "also with a new image"
 
 
 def test_a_conversation_that_changes_its_cache_salt_is_refused(http: HttpEngine) -> None:
@@ -130,10 +131,10 @@ def test_a_conversation_that_changes_its_cache_salt_is_refused(http: HttpEngine)
 def test_background_responses_use_the_own_tower(http: HttpEngine, server: Restartable) -> None:
     assert server.server is not None
     encoded = server.server.encodes()
-    asked = user("look", photo(150, 110, 9130, "PNG"))
-    begun = respond(http, [asked], background=True).json()
+    question = user("look", photo(150, 110, 9130, "PNG"))
+    begun = respond(http, [question], background=True).json()
     while begun["status"] in ("queued", "in_progress"):
         time.sleep(0.1)
         begun = httpx.get(f"{http.url}/v1/responses/{begun['id']}").json()
-    assert begun["status"] == "incomplete", "it has its eight tokens"
+    assert begun["status"] == "incomplete", "it has generated its eight tokens"
     assert server.server.encodes() == encoded

@@ -1,4 +1,4 @@
-"""Five hundred requests, images arriving at random, hang-ups, preemptions: nothing hangs, leaks or is wrong."""
+"""Five hundred requests with late images, aborts and preemptions: none hangs, leaks or gets a wrong answer."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
     scope="module", params=[(False, 0.0), (True, 0.0), (True, 0.01)], ids=["by step", "exact", "device"]
 )
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine without the cache manager, one with it, and one whose worker has room for few rows of the device's."""
+    """An engine without the cache manager, one with it, and one whose worker can copy few rows from the device."""
     exact, tier_gib = request.param
     with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=tier_gib) as service:
         engine = Engine(checkpoint, service.endpoint, exact=exact, extra={"device_gib": 0.001})

@@ -1,4 +1,4 @@
-"""The frames of videos that the middleware chooses are those that vLLM's loader and the model's processor choose."""
+"""The middleware chooses the same frames of videos as vLLM's loader and the model's processor."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Videos at an unmodified `vllm serve`: shown as pairs of frames, and answered as by vLLM's own tower."""
+"""Videos at an unmodified `vllm serve`: pairs of frames get the answers of vLLM's own tower."""
 
 import base64
 import json
@@ -51,13 +51,13 @@ CUT = CUT[: len(CUT) * 2 // 3]
 
 
 def video(data: bytes) -> dict[str, Any]:
-    """A video as callers send it."""
+    """Return a video as callers send it."""
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
 
 
 def loading(**options: float) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def right(folder: Path) -> dict[str, tuple[int, list[dict[str, float]]]]:
-    """What vLLM answers with its own loader and tower."""
+    """The answers of vLLM with its own loader and tower."""
     with serving(folder, "", TRUST, "--limit-mm-per-prompt", '{"image": 16, "video": 2}') as stock:
         return {name: ask(stock, content, **body) for name, (content, body) in QUESTIONS.items()}
 
@@ -118,7 +118,7 @@ def service_of_videos(folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def http(folder: Path, service_of_videos: ServerProcess, right: object) -> Iterator[HttpEngine]:
-    """An engine without a tower, so that none of its own can have encoded a frame."""
+    """An engine without a tower, so that only the service can have encoded a frame."""
     flags = (
         TRUST,
         "--limit-mm-per-prompt",
@@ -143,7 +143,7 @@ def test_videos_answer_as_with_vllms_own_loader_and_tower(
 def test_another_video_changes_the_answer(
     http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]]
 ) -> None:
-    """The control: answers about other frames are further apart than those of two towers."""
+    """The control: answers about other frames differ more than those of two towers."""
     moved = clip("mp4", frames=45, fps=10.0, seed=8)
     _, answer = ask(http, [text("what happens"), video(moved)])
     with pytest.raises(AssertionError):
@@ -194,7 +194,7 @@ def test_another_salt_shares_no_pair(http: HttpEngine, service_of_videos: Server
 
 
 @pytest.mark.parametrize(
-    ("part", "body", "status", "told"),
+    ("part", "body", "status", "message"),
     [
         (video(b"no video at all"), {}, 400, "video 0: "),
         (video(CLIP[:500]), {}, 400, "video 0: "),
@@ -209,11 +209,11 @@ def test_another_salt_shares_no_pair(http: HttpEngine, service_of_videos: Server
     ],
 )  # fmt: skip
 def test_unservable_videos_are_refused_with_their_own_error(
-    http: HttpEngine, part: dict[str, Any], body: dict[str, Any], status: int, told: str
+    http: HttpEngine, part: dict[str, Any], body: dict[str, Any], status: int, message: str
 ) -> None:
     response = http.chat([text("x"), part], **body)
     assert (response.status_code, response.json()["error"]["code"]) == (status, status), response.text
-    assert told in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 def test_a_video_that_fails_to_decode_fails_only_its_request(
@@ -221,7 +221,7 @@ def test_a_video_that_fails_to_decode_fails_only_its_request(
 ) -> None:
     data = bytearray(with_index_first(clip("mp4", frames=45, fps=10.0, seed=9)))
     piece = len(data) // 20
-    data[-3 * piece : -2 * piece] = bytes(piece)  # the container says what it said before
+    data[-3 * piece : -2 * piece] = bytes(piece)  # the container's header is unchanged
     broken = http.chat([text("what happens"), video(bytes(data))])
     assert broken.status_code == 400, broken.text
     assert "video 0: frame" in broken.json()["error"]["message"]
@@ -255,7 +255,7 @@ def counting(folder: Path, service_of_videos: ServerProcess) -> Iterator[Engine]
 
 
 def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: Engine, folder: Path) -> None:
-    """The last two pairs are of a file that the service gets later: whoever has a file can encode all its pairs."""
+    """The last two pairs are of a file that the service gets later: a server with a file can encode all its pairs."""
     settings = VideoSettings.from_folder(folder)
     chosen = settings.clip(VideoInfo(45, 45, 10.0, 160, 96))
     pairs, parts = [], []
@@ -283,9 +283,9 @@ def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: Engine,
 
 
 def refusal(engine: Engine, *parts: dict[str, Any], **body: Any) -> tuple[int, Any]:
-    """Return the status of what the middleware answers, and the content that vLLM would be given."""
-    status, given = behind_middleware(engine, list(parts), **body)
-    return status, given and given["messages"][0]["content"]
+    """Return the status of the middleware's answer, and the content that vLLM would get."""
+    status, sent = behind_middleware(engine, list(parts), **body)
+    return status, sent and sent["messages"][0]["content"]
 
 
 def test_limit_mm_per_prompt_counts_videos_and_their_pairs(counting: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Every name of vLLM that we touch, in every release that pyproject admits: a release that moves one is named here."""
+"""Every name of vLLM that we use, in every release that pyproject.toml allows. A release that moves a name fails."""
 
 import os
 import zipfile
@@ -10,7 +10,7 @@ import vllm
 from testing.source_names import Names, Read, missing_names
 
 WHEELS = Path(os.environ.get("VLLM_WHEELS", Path(__file__).resolve().parents[2] / ".venv-vllm/wheels"))
-"""Releases to read and not to run: `make test-vllm` fetches them."""
+"""Releases that are read but not run; `make test-vllm` fetches them."""
 CONNECTOR = "distributed/ec_transfer/ec_connector"
 
 NAMES: list[Names] = [
@@ -105,7 +105,7 @@ TEXTS = [
     ("model_executor/models/qwen3_vl.py", "_expands_only_video_token"),
     ("envs.py", "VLLM_API_KEY"),
     ("envs.py", "VLLM_ENABLE_RESPONSES_API_STORE"),
-    # A part with a `uuid` is read by its keys, whatever its type: how named images stand in responses.
+    # vLLM reads a part with a `uuid` by its keys and ignores its type. Named images in responses rely on it.
     ("", "if part_type is None or uuid is not None:"),
     ("", 'if "image_embeds" in part:'),
     ("entrypoints/", "state.vllm_config = vllm_config"),

@@ -1,7 +1,7 @@
-"""Controls: without what keeps it safe, the same requests end an engine, corrupt its answers, or never end.
+"""Controls: without our checks, the same requests end an engine, corrupt its answers, or never end.
 
-Each test takes one cure away, a function of ours, and shows the harm; they are in the order of docs/vllm.md, "What a
-careless consumer would do".
+Each test removes one of our functions and shows the harm, in the order of docs/vllm.md, "What a careless consumer would
+do".
 """
 
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ from testing.vllm_engine import Engine
 from tests.vllm.conftest import SMALL
 from tests.vllm.test_hostile_requests import HOSTILE, IMAGE, TOLERANCE, forged
 
-PATIENCE_STEPS = 1000  # with a rest in each, seconds; an answer takes a hundredth of that
+PATIENCE_STEPS = 1000  # some seconds, with a pause in each; an answer takes a hundredth of that
 
 
 @pytest.fixture
 def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
-    """An engine of its own for each test: most do not survive it."""
+    """A new engine for each test: most end it."""
     engine = Engine(checkpoint, service.endpoint)
     yield engine
     engine.close()
@@ -58,7 +58,7 @@ def assert_dies_of(hostile: str, engine: Engine) -> None:
         engine.run(request_id, steps=PATIENCE_STEPS)
 
 
-# 1. A grid without rows, or with other rows than it says.
+# 1. A grid without rows, or with another number of rows.
 
 
 def test_without_the_check_an_image_without_rows_ends_the_engine(
@@ -119,7 +119,7 @@ def test_without_the_check_a_grid_poisons_the_prefix_cache(
     assert engine.ask(["", IMAGE, text]).distance(right) > 100 * TOLERANCE
 
 
-# 3. Embeddings that callers name themselves; more of it, and 4, in test_without_middleware_cures.py.
+# 3. Embeddings that callers name themselves. More on this, and 4, in test_without_middleware_cures.py.
 
 
 def test_without_signatures_a_forged_name_gets_the_rows(
@@ -132,7 +132,7 @@ def test_without_signatures_a_forged_name_gets_the_rows(
     assert engine.run(request_id)[request_id].distance(right) <= TOLERANCE
 
 
-# 5. Rows are held from the gate until they have been read, and wanted again after a preemption.
+# 5. Rows are held from the gate until they have been read, and again after a preemption.
 
 
 def test_rows_released_between_gate_and_step_end_the_engine(
@@ -156,7 +156,7 @@ def test_rows_released_between_gate_and_step_end_the_engine(
 def test_rows_released_before_they_are_read_are_overwritten(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host memory is not given to another image while a step reads it: without that, answers are wrong."""
+    """Host memory must not get another image's rows while a step reads it."""
     engine.submit(IMAGE)
     right = engine.ask(["y", IMAGE], own=True)
     table, memory = engine.side.table, engine.side._memory
@@ -175,11 +175,11 @@ def test_rows_released_before_they_are_read_are_overwritten(
 def test_rows_held_only_once_are_missing_after_a_preemption(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold, asked = NamedGate._hold, set()
+    hold, held = NamedGate._hold, set()
 
     def once(gate: NamedGate, request_id: str, prompt: NamedPrompt, computed: int) -> None:
-        if request_id not in asked:
-            asked.add(request_id)
+        if request_id not in held:
+            held.add(request_id)
             hold(gate, request_id, prompt, computed)
 
     monkeypatch.setattr(NamedGate, "_hold", once)
@@ -217,14 +217,14 @@ def test_a_remembered_failure_blocks_later_requests(engine: Engine, monkeypatch:
     monkeypatch.setattr(FetchTable, "_free", remembering)
     monkeypatch.setattr(FetchTable, "_remove_unheld", lambda *_: None)
     first = engine.start(["x", late])
-    assert engine.run(first)[first].reason == "error", "nobody has submitted it"
+    assert engine.run(first)[first].reason == "error", "it was not submitted"
     engine.submit(late)
     second = engine.start(["x", late])
     with pytest.raises(TimeoutError):
         engine.run(second, steps=PATIENCE_STEPS)
 
 
-# 7. A decode step has nothing to ask for.
+# 7. A decode step holds no images.
 
 
 def test_without_its_last_image_a_request_is_checked_at_every_decode_step(
@@ -234,15 +234,15 @@ def test_without_its_last_image_a_request_is_checked_at_every_decode_step(
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE], tokens=20)
     engine.run_until(lambda: engine.computed(request_id) > 60)
-    hold, asked = engine.side.gate._hold, []
+    hold, held = engine.side.gate._hold, []
 
     def counted(*arguments: Any) -> None:
-        asked.append(1)
+        held.append(1)
         hold(*arguments)
 
     monkeypatch.setattr(engine.side.gate, "_hold", counted)
     engine.run(request_id)
-    assert asked
+    assert held
 
 
 # 8. The service is checked before the weights load.
@@ -270,7 +270,7 @@ def test_without_the_width_check_other_rows_give_wrong_text(
     try:
         request_id = engine.start(["y", IMAGE])
         engine.submit(IMAGE)
-        assert engine.run(request_id)[request_id].reason == "error", "a second look, at the rows"
+        assert engine.run(request_id)[request_id].reason == "error", "the rows themselves are checked, too"
         right = engine.ask(["y", IMAGE], own=True)
         fetcher = engine.side._fetcher
         monkeypatch.setattr(fetcher, "_width", engine.client.description.width)
@@ -279,7 +279,7 @@ def test_without_the_width_check_other_rows_give_wrong_text(
         engine.close()
 
 
-# 9. DeepStack stays where the tower is left out.
+# 9. DeepStack remains in an engine without a tower.
 
 
 def test_wide_rows_end_an_engine_without_deepstack(

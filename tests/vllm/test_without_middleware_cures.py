@@ -1,4 +1,4 @@
-"""Controls of the middleware: without its refusals, callers name embeddings, and hear nothing of what was refused."""
+"""Controls of the middleware: without its checks, callers can name embeddings, and errors have no text."""
 
 import asyncio
 import json
@@ -24,12 +24,12 @@ def test_without_the_check_a_failed_image_is_a_bare_500(
     part = raw(b"no image at all")
     assert through_middleware(engine, part) == (400, None)
     monkeypatch.setattr(middleware, "raise_first", lambda *_: None)
-    with pytest.raises((AssertionError, IndexError)):  # of which a server makes a 500 without a word
+    with pytest.raises((AssertionError, IndexError)):  # which a server turns into a 500 without text
         through_middleware(engine, part)
 
 
 def through_middleware(engine: Engine, part: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """Send a chat with one part through the middleware; return the status and the part that vLLM would be given."""
+    """Send a chat with one part through the middleware; return the status and the part that vLLM would get."""
     status, body = behind_middleware(engine, [part])
     return status, body["messages"][0]["content"][0] if body else None
 
@@ -37,21 +37,21 @@ def through_middleware(engine: Engine, part: dict[str, Any]) -> tuple[int, dict[
 def behind_middleware(
     engine: Engine, parts: list[dict[str, Any]], **fields: Any
 ) -> tuple[int, dict[str, Any] | None]:
-    """Send a chat through the middleware; return the status and the body that vLLM would have been given.
+    """Send a chat through the middleware; return the status and the body that vLLM would get.
 
-    `fields` are further ones of the request.
+    `fields` are more fields of the request.
     """
-    given: list[dict[str, Any]] = []
-    said: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            given.append(json.loads((await receive())["body"]))
+            received.append(json.loads((await receive())["body"]))
             await send({"type": "http.response.start", "status": 200})
             await send({"type": "http.response.body", "body": b""})
 
     async def send(message: Any) -> None:
-        said.append(message)
+        sent.append(message)
 
     body = json.dumps({"messages": [{"role": "user", "content": parts}], **fields}).encode()
 
@@ -68,4 +68,4 @@ def behind_middleware(
             await ours({"type": "lifespan"}, receive, send)
 
     asyncio.run(call())
-    return said[0]["status"], given[0] if given else None
+    return sent[0]["status"], received[0] if received else None

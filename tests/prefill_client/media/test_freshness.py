@@ -1,4 +1,4 @@
-"""How long a web server's answer may be used again."""
+"""How long a web server's response may be reused."""
 
 import pytest
 

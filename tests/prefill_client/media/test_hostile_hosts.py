@@ -1,4 +1,4 @@
-"""Hosts that are allowed and hostile: they hold up neither the event loop nor the images of other hosts."""
+"""Allowed hosts that are hostile: they block neither the event loop nor the images of other hosts."""
 
 import asyncio
 import socket
@@ -26,7 +26,7 @@ FLOODS = {
 
 
 class Parsing:
-    """Counts the events of all downloads: in all, and the most between two passes of the event loop."""
+    """Counts the events of all downloads: the total, and the most between two passes of the event loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events = self.most = self._since = 0
@@ -91,15 +91,15 @@ async def test_an_image_in_chunks_of_usual_sizes_is_loaded() -> None:
 
 
 class Names:
-    """A resolver of ours: names of `slow.test` block their thread until they are let go."""
+    """A fake resolver: names of `slow.test` block their thread until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[str] = []
+        self.lookups: list[str] = []
         self.released = threading.Event()
         monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
 
     def _look_up(self, host: str, port: int, *_: object, **__: object) -> list[Any]:
-        self.asked.append(host)
+        self.lookups.append(host)
         if host.endswith(".slow.test"):
             self.released.wait()
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
@@ -122,7 +122,7 @@ def loader_of(host: Host) -> tuple[ImageLoader, str]:
 async def test_slow_names_do_not_delay_others(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     slow = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(5)]
-    await soon(lambda: len(names.asked) >= 4)
+    await soon(lambda: len(names.lookups) >= 4)
     async with asyncio.timeout(PATIENCE_S):
         assert await loader.load(f"http://good.test:{port}/") == BODY
     assert not any(task.done() for task in slow)
@@ -136,7 +136,7 @@ async def test_lookups_of_a_request_are_bounded_and_shared(host: Host, names: Na
     asking = asyncio.create_task(loader.load_all(urls))
     async with asyncio.timeout(PATIENCE_S):
         assert await loader.load_all([f"http://good.test:{port}/"]) == [BODY]
-    assert len(names.asked) <= 5
+    assert len(names.lookups) <= 5
     names.released.set()
     assert await asking == [BODY] * 100
 
@@ -144,7 +144,7 @@ async def test_lookups_of_a_request_are_bounded_and_shared(host: Host, names: Na
 async def test_lookups_without_waiters_are_not_started(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     asking = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(200)]
-    await soon(lambda: len(names.asked) == THREADS)
+    await soon(lambda: len(names.lookups) == THREADS)
     async with asyncio.timeout(PATIENCE_S):
         assert await loader.load(f"http://{host.name}/") == BODY, "an address needs no lookup"
     for task in asking:
@@ -152,7 +152,7 @@ async def test_lookups_without_waiters_are_not_started(host: Host, names: Names)
     await asyncio.gather(*asking, return_exceptions=True)
     names.released.set()
     assert await loader.load(f"http://good.test:{port}/") == BODY
-    assert len(names.asked) == THREADS + 1
+    assert len(names.lookups) == THREADS + 1
 
 
 async def test_a_slow_name_uses_one_resolver_thread(host: Host, names: Names) -> None:
@@ -162,10 +162,10 @@ async def test_a_slow_name_uses_one_resolver_thread(host: Host, names: Names) ->
             async with asyncio.timeout(0.01):
                 await loader.load(f"http://same.slow.test:{port}/{number}")
     last = asyncio.create_task(loader.load(f"http://same.slow.test:{port}/last"))
-    await soon(lambda: bool(names.asked))
+    await soon(lambda: bool(names.lookups))
     names.released.set()
     assert await last == BODY
-    assert names.asked == ["same.slow.test"]
+    assert names.lookups == ["same.slow.test"]
 
 
 async def test_the_first_failed_image_is_named_and_ends_the_others(host: Host) -> None:
@@ -173,5 +173,5 @@ async def test_the_first_failed_image_is_named_and_ends_the_others(host: Host) -
     loader = host.loader()
     with pytest.raises(InvalidImageError, match=r"^image 1: "):
         await loader.load_all([f"http://{host.name}/a", "data:image/png,x"])
-    if host.asked:
+    if host.requests:
         await asyncio.wait_for(host.ended.wait(), PATIENCE_S)

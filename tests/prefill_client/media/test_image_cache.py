@@ -1,4 +1,4 @@
-"""Images by URL are fetched once: while somebody asks, and afterwards for as long as their server says."""
+"""Images by URL are downloaded once: concurrent requests share a download, and the cache follows HTTP freshness."""
 
 import asyncio
 import gzip
@@ -27,16 +27,16 @@ async def test_a_url_is_fetched_once_while_it_is_fresh(host: Host) -> None:
     for _ in range(3):
         assert await loader.load(f"http://{host.name}/a") == BODY
     assert await loader.load(f"HTTP://{host.name}/a#part") == BODY, "the same resource, written otherwise"
-    assert len(host.asked) == 1
+    assert len(host.requests) == 1
     await loader.load(f"http://{host.name}/a?other")
-    assert len(host.asked) == 2
+    assert len(host.requests) == 2
 
 
 async def test_concurrent_requests_share_one_download(host: Host) -> None:
     host.headers, loader = "Cache-Control: no-store", host.loader()
     host.answering.clear()
     asking = [asyncio.create_task(loader.load(f"http://{host.name}/a")) for _ in range(50)]
-    while not host.asked:
+    while not host.requests:
         await asyncio.sleep(0.01)
     for task in asking[::2]:
         task.cancel()
@@ -44,16 +44,16 @@ async def test_concurrent_requests_share_one_download(host: Host) -> None:
     host.answering.set()
     found = await asyncio.gather(*asking, return_exceptions=True)
     assert found[1::2] == [BODY] * 25
-    assert len(host.asked) == 1
+    assert len(host.requests) == 1
     assert await loader.load(f"http://{host.name}/a") == BODY
-    assert len(host.asked) == 2, "what may not be kept is not"
+    assert len(host.requests) == 2, "an uncacheable image is not cached"
 
 
 async def test_a_download_without_waiters_ends(host: Host) -> None:
     loader = host.loader()
     host.answering.clear()
     asking = asyncio.create_task(loader.load(f"http://{host.name}/a"))
-    while not host.asked:
+    while not host.requests:
         await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.wait_for(host.ended.wait(), 30)
@@ -65,7 +65,7 @@ async def test_a_stale_image_is_revalidated(host: Host) -> None:
     host.headers, host.etag, loader = "Cache-Control: no-cache", '"1"', host.loader()
     for _ in range(3):
         assert await loader.load(f"http://{host.name}/a") == BODY
-    assert [b"If-None-Match" in request for request in host.asked] == [False, True, True]
+    assert [b"If-None-Match" in request for request in host.requests] == [False, True, True]
     host.etag, host.body = '"2"', b"another"
     assert await loader.load(f"http://{host.name}/a") == b"another"
 
@@ -73,11 +73,11 @@ async def test_a_stale_image_is_revalidated(host: Host) -> None:
 async def test_a_response_without_lifetime_is_fresh_for_the_default(host: Host) -> None:
     host.headers = "X-Says: nothing"
     for seconds, requests in ((3600.0, 1), (0.0, 3)):
-        host.asked.clear()
+        host.requests.clear()
         loader = host.loader(default_fresh_s=seconds)
         for _ in range(2):
             await loader.load(f"http://{host.name}/a")
-        assert len(host.asked) == min(requests, 2)
+        assert len(host.requests) == min(requests, 2)
 
 
 async def test_the_image_cache_is_bounded(host: Host) -> None:
@@ -85,7 +85,7 @@ async def test_the_image_cache_is_bounded(host: Host) -> None:
     loader = host.loader(cache_bytes=2500)
     for number in (1, 2, 3, 1, 3):
         assert await loader.load(f"http://{host.name}/{number}") == host.body
-    assert len(host.asked) == 4, "the third took the place of the first"
+    assert len(host.requests) == 4, "the third evicted the first"
     host.body = bytes(3000)
     assert len(await loader.load(f"http://{host.name}/larger-than-all")) == 3000
 
@@ -98,7 +98,7 @@ async def test_a_redirected_image_is_cached_only_if_the_redirect_allows_it(
     loader = host.loader()
     for _ in range(2):
         assert await loader.load(f"http://{host.name}/a") == BODY
-    assert len(host.asked) == requests
+    assert len(host.requests) == requests
 
 
 async def test_a_failure_is_not_cached(host: Host) -> None:

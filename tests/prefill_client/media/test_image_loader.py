@@ -1,4 +1,4 @@
-"""Image URLs: what is loaded, from where, and within what bounds."""
+"""Image URLs: allowed hosts, limits and errors."""
 
 import asyncio
 import threading
@@ -42,7 +42,7 @@ class Album(BaseHTTPRequestHandler):
         elif self.path == "/huge":
             self.wfile.write(bytes(3 << 20))
         elif self.path == "/slow":
-            with suppress(ConnectionError):  # whoever asked has had enough
+            with suppress(ConnectionError):  # the client has closed the connection
                 while True:
                     self.wfile.write(b"x")
                     threading.Event().wait(0.1)
@@ -98,7 +98,7 @@ async def test_a_host_rule_allows_every_port_and_public_only_the_usual_ones(
 async def test_requests_carry_a_user_agent() -> None:
     async with image_host() as host:
         await host.loader().load(f"http://{host.name}/a")
-        assert f"User-Agent: encoder-service/{__version__}\r\n".encode() in host.asked[0]
+        assert f"User-Agent: encoder-service/{__version__}\r\n".encode() in host.requests[0]
 
 
 # What a bad host sends, and how fast; a header's lines and a body that grow without an end.

@@ -1,4 +1,4 @@
-"""Attacks by URL: whatever a URL, a resolver or a redirect says, no connection reaches an inside address."""
+"""Attacks by URL: no URL, resolver or redirect leads to a connection to an internal address."""
 
 import asyncio
 import ipaddress
@@ -21,7 +21,7 @@ PHOTO = photo(64, 48, 1)
 
 
 class Inside:
-    """A service of the operator's own on loopback, of both families: it counts who gets through to it."""
+    """An internal service on loopback, IPv4 and IPv6, that counts its connections."""
 
     def __init__(self) -> None:
         self.reached: list[str] = []
@@ -121,13 +121,13 @@ WRITTEN = [
 
 @pytest.mark.parametrize("written", WRITTEN)
 async def test_an_internal_address_is_refused_in_every_notation(written: str, inside: Inside) -> None:
-    """Also by rules that let every host through: `public`, and any port of the inside host's."""
+    """Even rules that allow every host do not help: `public`, or any port of the internal host."""
     url = written.format(port=inside.port)
-    asked: list[str] = []
+    lookups: list[str] = []
     resolver = Resolver()
 
     async def resolve(host: str, port: int) -> list[str]:
-        asked.append(host)
+        lookups.append(host)
         if host == "allowed.example":
             raise OSError("no such host")  # what is read as this host goes nowhere
         return await resolver.addresses(host, port)
@@ -137,7 +137,7 @@ async def test_an_internal_address_is_refused_in_every_notation(written: str, in
         with pytest.raises(Exception) as caught:
             await loader.load(url)
         refused = isinstance(caught.value, ForbiddenError | InvalidImageError)
-        assert refused or asked[-1:] == ["allowed.example"], caught.value
+        assert refused or lookups[-1:] == ["allowed.example"], caught.value
     assert inside.reached == []
 
 
@@ -148,7 +148,7 @@ def test_a_zone_is_refused_at_a_public_address(zone: str) -> None:
         ImageUrl.parse(f"http://[2606:4700::1111%{zone}]/a.jpg")
 
 
-# What a name may be said to have for an address.
+# Addresses that a resolver may return for a name.
 INSIDE_ADDRESSES = [
     "127.0.0.1",
     "127.255.255.254",
@@ -204,7 +204,7 @@ def test_hosts_of_the_internet_are_public(address: str) -> None:
 
 
 class Outside(BaseHTTPRequestHandler):
-    """An allowed host that sends its callers elsewhere: the path says where."""
+    """An allowed host that redirects: the path names the target."""
 
     def do_GET(self) -> None:
         if self.path == "/photo":
@@ -224,7 +224,7 @@ class Outside(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def outside() -> Iterator[str]:
-    """On an address that the rules name; the inside service is on others."""
+    """At an address that the rules name; the internal service has other addresses."""
     with ThreadingHTTPServer(("127.0.0.2", 0), Outside) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -270,13 +270,13 @@ async def test_a_few_redirects_are_followed_on_allowed_hosts(outside: str) -> No
 
 
 async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside: str) -> None:
-    """Rebinding: every question is answered anew, and what was answered is what is connected to."""
+    """Each request resolves the name again, and connects only to the addresses that were checked."""
     host, _, port = outside.rpartition(":")
     answers = [[host], ["127.0.0.1"], [host, "127.0.0.1"], ["127.0.0.1", host]]
-    given = iter(answers)
+    remaining = iter(answers)
 
     async def resolve(_host: str, _port: int) -> list[str]:
-        return next(given)
+        return next(remaining)
 
     rules = [f"rebinds.example:{port}", "127.0.0.2/32"]
     loader = ImageLoader(
@@ -287,7 +287,7 @@ async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside
             assert await loader.load(f"http://rebinds.example:{port}/photo") == PHOTO
         except ForbiddenError:
             assert host not in answer
-    assert next(given, None) is None, "each load asked once"
+    assert next(remaining, None) is None, "each load resolves the name once"
     assert inside.reached == []
 
 

@@ -1,37 +1,54 @@
-"""Chunked prefill: one forward per chunk with the image rows that lie in it, the KV cache carried over."""
+"""Chunked prefill: one forward pass per chunk, with the chunk's image rows; the KV cache carries over."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from encoder_contract.errors import InvalidRequestError
 from encoder_contract.geometry import Grid
-from prefill_client import Chunk, Layout, plan
+from prefill_client import Chunk, Layout
 from prefill_reference.language_model import LanguageModel, Levels
 from prefill_reference.positions import mrope_positions
 from prefill_reference.prefix import Prefix
-
-# rows(image, row_begin, row_end) -> [row_end - row_begin, width]: where the engine gets an image's rows from.
-RowSource = Callable[[int, int, int], Awaitable[Tensor]]
 
 # choose(logits [vocab]) -> the next token.
 Choose = Callable[[Tensor], int]
 
 
 def greedy(logits: Tensor) -> int:
-    """Return the likeliest token."""
+    """Return the most likely token."""
     return int(logits.argmax())
+
+
+def sampler(temperature: float, top_p: float, seed: int | None) -> Choose:
+    """Return a function that samples tokens as `transformers` does; temperature 0 is greedy, a seed is repeatable."""
+    if temperature == 0:
+        return greedy
+    warp = transformers.LogitsProcessorList(
+        [transformers.TemperatureLogitsWarper(temperature), transformers.TopPLogitsWarper(top_p)]
+    )
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        scores = warp(None, logits[None].float().cpu())
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+
+    return choose
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt under way: its tokens and positions, and the KV cache of the `done` tokens already run.
+    """A prompt in progress: its tokens, their positions, and the KV cache of the first `done` tokens.
 
-    `generated` are the tokens behind the prompt that the cache holds too.
+    `generated` lists the generated tokens that the cache holds as well.
     """
 
     token_ids: Tensor  # int64 [1, tokens]
@@ -42,20 +59,20 @@ class Prompt:
 
     @property
     def next_position(self) -> int:
-        """Where the next generated token lies: all three axes go on behind the furthest token."""
+        """Position of the next generated token, on all three axes: one past the largest position so far."""
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """A chunk as the model takes it, in memory of its own: its embeddings [1, tokens, hidden], and DeepStack levels."""
+    """The model's input for one chunk: embeddings [1, tokens, hidden] and DeepStack levels. A copy of the rows."""
 
     embeddings: Tensor
     levels: Levels | None
 
 
 class Engine:
-    """Runs prompts through a language model chunk by chunk. Its methods block: not for the event loop."""
+    """Runs prompts through a language model chunk by chunk. The methods block: do not call them on an event loop."""
 
     def __init__(self, language_model: LanguageModel, *, row_width: int) -> None:
         """Raises `ModelMismatchError` if the model cannot take rows of `row_width` elements."""
@@ -69,9 +86,9 @@ class Engine:
         prefix: Prefix | None = None,
         later: Sequence[int | None] = (),
     ) -> Prompt:
-        """Return a prompt of which nothing, or the given prefix, is done; for `later` see `mrope_positions`.
+        """Return a new prompt, of which the tokens of `prefix` are done. See `mrope_positions` for `later`.
 
-        Raises `InvalidRequestError` when it is longer than the model's limit.
+        Raises `InvalidRequestError` if the prompt is longer than the model allows.
         """
         model = self.language_model
         if layout.tokens > model.max_tokens:
@@ -85,23 +102,19 @@ class Engine:
             done=prefix.tokens if prefix else 0,
         )
 
-    def prefill(self, prompt: Prompt, chunk: Chunk, rows: Sequence[Tensor]) -> Tensor:
-        """Run one chunk, which begins where the last one ended; return its last token's logits [vocab].
-
-        `rows` holds [window.rows, width] for each window of the chunk, in order. Those that lie in memory of others may
-        change while the chunk runs: `embed` copies them, so that they can be checked before `run`.
-        """
-        return self.run(prompt, chunk, self.embed(prompt, chunk, rows))
-
     @torch.inference_mode()
     def embed(self, prompt: Prompt, chunk: Chunk, rows: Sequence[Tensor]) -> Embedded:
-        """Return what goes into the model for a chunk: its text and, copied, its rows. The prompt stays as it is."""
+        """Return the model's input for a chunk, with a copy of its rows. Does not change the prompt.
+
+        `rows` holds [window.rows, width] for each window of the chunk, in order. Borrowed rows may change at any time:
+        the caller checks them after this copy and before `run`.
+        """
         embeddings = self.language_model.embed(prompt.token_ids[:, chunk.begin : chunk.end])
         return Embedded(embeddings, self._put_in(embeddings, chunk, rows) if chunk.windows else None)
 
     @torch.inference_mode()
     def run(self, prompt: Prompt, chunk: Chunk, embedded: Embedded) -> Tensor:
-        """Run an embedded chunk, which begins where the last one ended; return its last token's logits [vocab]."""
+        """Run the chunk that follows the last one; return the logits [vocab] of its last token."""
         assert chunk.begin == prompt.done, "chunks are run in order"
         positions = prompt.positions[:, :, chunk.begin : chunk.end]
         logits = self.language_model.forward(embedded.embeddings, positions, prompt.cache, embedded.levels)
@@ -109,12 +122,12 @@ class Engine:
         return logits
 
     def room(self, prompt: Prompt) -> int:
-        """Return how many tokens fit behind a prompt, to the model's limit."""
+        """Return how many tokens the model can generate after a prompt before it reaches its limit."""
         return self.language_model.max_tokens - prompt.token_ids.shape[1]
 
     @torch.inference_mode()
     def decode(self, prompt: Prompt, logits: Tensor, choose: Choose = greedy) -> Iterator[int]:
-        """Yield the tokens that `choose` takes behind a prefilled prompt, to the end token or the model's limit."""
+        """Yield the tokens that `choose` picks after a prefilled prompt, up to an end token or the model's limit."""
         assert prompt.done == prompt.token_ids.shape[1], "the whole prompt is prefilled"
         model, position = self.language_model, prompt.next_position
         for _ in range(self.room(prompt)):
@@ -129,7 +142,7 @@ class Engine:
             position += 1
 
     def _put_in(self, embeddings: Tensor, chunk: Chunk, rows: Sequence[Tensor]) -> Levels | None:
-        """Write the rows' main part into the embeddings [1, n, hidden]; return their DeepStack levels."""
+        """Write the rows' first `hidden` elements into the embeddings [1, n, hidden]; return their DeepStack levels."""
         model = self.language_model
         for window, image_rows in zip(chunk.windows, rows, strict=True):
             if image_rows.shape[0] != window.rows:
@@ -144,15 +157,3 @@ class Engine:
         main, *levels = torch.split(together, model.hidden, dim=1)
         embeddings[mask] = main
         return Levels(mask, levels) if levels else None
-
-
-async def prefill(
-    engine: Engine, layout: Layout, grids: Sequence[Grid], chunk_tokens: int, rows: RowSource
-) -> Tensor:
-    """Prefill a prompt, fetching each chunk's rows just before it; return the last token's logits [vocab]."""
-    prompt = engine.start(layout, grids)
-    logits = torch.empty(0)
-    for chunk in plan(layout, chunk_tokens):
-        fetched = [await rows(window.image, window.row_begin, window.row_end) for window in chunk.windows]
-        logits = await asyncio.to_thread(engine.prefill, prompt, chunk, fetched)
-    return logits

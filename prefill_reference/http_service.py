@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -29,13 +30,14 @@ from prefill_client.http_server import CallerLeftError, unless_left
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat, Prefilled
 from prefill_reference.completions import ChatRequest, completion, error_body, piece, usage
+from prefill_reference.engine import sampler
 from prefill_reference.metrics import Metrics
-from prefill_reference.sampling import sampler
-from prefill_reference.trace_folder import TraceFolder
 
 log = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/chat/completions"
+# Trace files that are kept, some tens of kilobytes each: enough to look into the latest requests.
+KEPT_TRACES = 100
 # The HTTP status of each gRPC status; any other is a 500.
 _HTTP_STATUS = {
     Code.INVALID_ARGUMENT: 400,
@@ -83,6 +85,23 @@ class Admission:
             await self._app(scope, receive, send)
         finally:
             self._running -= 1
+
+
+class TraceFolder:
+    """Writes a trace file for each request, named after the id of its answer, and keeps the newest `kept` files."""
+
+    def __init__(self, folder: Path, *, kept: int = KEPT_TRACES) -> None:
+        """Create the folder if it does not exist. Raises `OSError`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._kept = kept
+
+    def keep(self, trace: Trace) -> None:
+        """Write a trace. Blocks: do not call it on an event loop. Raises `OSError`."""
+        trace.write(self._folder / f"chatcmpl-{trace.request_id}.json")
+        files = sorted(self._folder.glob("chatcmpl-*.json"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[: -self._kept]:
+            file.unlink(missing_ok=True)
 
 
 class HttpService:

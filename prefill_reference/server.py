@@ -17,11 +17,10 @@ from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat
 from prefill_reference.config import ServiceConfig
 from prefill_reference.engine import Engine
-from prefill_reference.http_service import HttpService, Limits
+from prefill_reference.http_service import HttpService, Limits, TraceFolder
 from prefill_reference.language_model import load_language_model
 from prefill_reference.metrics import Metrics
 from prefill_reference.prefix import PrefixCache
-from prefill_reference.trace_folder import TraceFolder
 
 log = logging.getLogger(__name__)
 

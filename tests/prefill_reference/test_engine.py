@@ -1,7 +1,7 @@
 """The reference engine: chunked prefill with rows from outside against the one-shot model with pixels."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
 from prefill_client import Layout, expand_prompt, plan
-from prefill_reference.engine import Engine, prefill
+from prefill_reference.engine import Engine
 from prefill_reference.language_model import load_language_model
 
 pytestmark = pytest.mark.slow
@@ -81,13 +81,26 @@ def engine_of(reference: OneShot) -> Engine:
     return Engine(language_model, row_width=reference.rows[0].shape[1])
 
 
+async def prefill(
+    engine: Engine, reference: OneShot, chunk_tokens: int, rows: Callable[[int, int, int], Awaitable[Tensor]]
+) -> Tensor:
+    """Prefill the prompt in chunks; return the last token's logits. `rows` is called with image, begin and end."""
+    prompt = engine.start(reference.layout, GRIDS)
+    logits = torch.empty(0)
+    for chunk in plan(reference.layout, chunk_tokens):
+        fetched = [await rows(window.image, window.row_begin, window.row_end) for window in chunk.windows]
+        embedded = engine.embed(prompt, chunk, fetched)
+        logits = await asyncio.to_thread(engine.run, prompt, chunk, embedded)
+    return logits
+
+
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 async def test_chunked_prefill_ends_in_the_one_shot_logits(qwen3_vl: OneShot, chunk_tokens: int) -> None:
-    logits = await prefill(engine_of(qwen3_vl), qwen3_vl.layout, GRIDS, chunk_tokens, qwen3_vl.fetch)
+    logits = await prefill(engine_of(qwen3_vl), qwen3_vl, chunk_tokens, qwen3_vl.fetch)
     assert relative_error(logits, qwen3_vl.logits) < 5e-6
 
 
@@ -97,7 +110,7 @@ async def test_other_architectures_end_in_the_one_shot_logits_too(
 ) -> None:
     reference = reference_model(kept_checkpoint(model_type))
     for chunk_tokens in (10, 33):
-        logits = await prefill(engine_of(reference), reference.layout, GRIDS, chunk_tokens, reference.fetch)
+        logits = await prefill(engine_of(reference), reference, chunk_tokens, reference.fetch)
         assert relative_error(logits, reference.logits) < 5e-6, chunk_tokens
 
 
@@ -110,7 +123,7 @@ async def test_every_level_of_every_row_reaches_the_logits(qwen3_vl: OneShot) ->
             rows[:, level * hidden : (level + 1) * hidden] = 0
             return rows
 
-        logits = await prefill(engine, qwen3_vl.layout, GRIDS, 16, without_level)
+        logits = await prefill(engine, qwen3_vl, 16, without_level)
         assert relative_error(logits, qwen3_vl.logits) > 1e-2, level
 
 
@@ -120,7 +133,7 @@ def test_greedy_decode_continues_like_transformers(qwen3_vl: OneShot) -> None:
     logits = torch.empty(0)
     for chunk in plan(qwen3_vl.layout, 16):
         rows = [qwen3_vl.rows[w.image][w.row_begin : w.row_end] for w in chunk.windows]
-        logits = engine.prefill(prompt, chunk, rows)
+        logits = engine.run(prompt, chunk, engine.embed(prompt, chunk, rows))
     ours = list(islice(engine.decode(prompt, logits), 6))
     with torch.inference_mode():
         theirs = qwen3_vl.model.generate(**qwen3_vl.inputs, max_new_tokens=6, do_sample=False)
@@ -153,10 +166,10 @@ async def test_rows_that_do_not_fit_their_window_are_refused(qwen3_vl: OneShot) 
         return qwen3_vl.rows[image][begin : end - 1]
 
     with pytest.raises(InvalidRequestError, match="image 0: 6 rows, not 7"):
-        await prefill(engine_of(qwen3_vl), qwen3_vl.layout, GRIDS, 10, short)
+        await prefill(engine_of(qwen3_vl), qwen3_vl, 10, short)
 
 
-async def test_event_loop_stays_free_while_a_chunk_is_prefilled(qwen3_vl: OneShot) -> None:
+async def test_the_event_loop_stays_free_while_a_chunk_is_prefilled(qwen3_vl: OneShot) -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -166,6 +179,6 @@ async def test_event_loop_stays_free_while_a_chunk_is_prefilled(qwen3_vl: OneSho
             ticks += 1
 
     ticker = asyncio.create_task(tick())
-    await prefill(engine_of(qwen3_vl), qwen3_vl.layout, GRIDS, 4, qwen3_vl.fetch)
+    await prefill(engine_of(qwen3_vl), qwen3_vl, 4, qwen3_vl.fetch)
     ticker.cancel()
     assert ticks > 5

@@ -1,4 +1,4 @@
-"""One chat request, from messages with image files to tokens: where client, session and engine meet."""
+"""Answers one chat request: from messages with image files to generated tokens."""
 
 import asyncio
 import time
@@ -36,17 +36,17 @@ from prefill_reference.prefix import PrefixCache
 
 Result = TypeVar("Result")
 
-# {"role": ..., "content": text or parts}; a part is
-# {"type": "text", "text": str}, {"type": "image", "image": bytes or Image} or {"type": "video", "video": bytes}.
+# {"role": ..., "content": text or list of parts}. A part is {"type": "text", "text": str},
+# {"type": "image", "image": bytes or Image} or {"type": "video", "video": bytes}.
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """How one chunk went: where its rows came from, its times; `began_s` is on `time.monotonic`'s clock."""
+    """A chunk that was prefilled: where its rows came from and how long it took. `began_s` is `time.monotonic`."""
 
     chunk: Chunk
-    sources: tuple[str, ...]  # of each window: device, host, peer or encoded
+    sources: tuple[str, ...]  # for each window: device, host, peer or encoded
     waited_ms: float
     began_s: float
     prefill_ms: float
@@ -54,11 +54,11 @@ class ChunkRun:
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A request whose prompt has been prefilled: `logits` [vocab] are those of its last token.
+    """A request whose prompt has been prefilled. `logits` [vocab] are those of its last token.
 
-    `prefix_tokens` of the prompt were covered by the KV cache of an earlier one; `runs` are the chunks behind it,
-    and `submitted` holds the encoder's answer to each image that has rows there. Behind it the model has room for an
-    answer of `room` tokens. `names` are what the KV cache knows its images by.
+    The KV cache of an earlier prompt covered the first `prefix_tokens` tokens. `runs` are the chunks after them, and
+    `submitted` holds the encoder's answer to each image with rows in these chunks, by the image's number. The model can
+    generate `room` tokens more. `names` identify the images in the prefix cache.
     """
 
     prompt: Prompt
@@ -75,8 +75,8 @@ class Prefilled:
 class Chat:
     """Answers chat requests with one language model and one encoder.
 
-    Requests run at the same time; the language model takes their chunks and tokens one by one, so that one request's
-    wait for an image lets another prefill.
+    Requests run concurrently. One thread runs the language model, a chunk or a token at a time: while one request waits
+    for an image, another one prefills.
     """
 
     def __init__(
@@ -89,14 +89,16 @@ class Chat:
         prefixes: PrefixCache | None = None,
         videos: VideoSettings | None = None,
     ) -> None:
-        """`videos` are the settings of the checkpoint's video processor; without, videos are refused.
+        """`videos` are the settings of the checkpoint's video processor; None refuses videos.
 
         Raises `ModelMismatchError` if encoder and language model merge different numbers of patches into a row.
         """
-        geometry, ours = client.description.geometry, engine.language_model.merge_size
-        theirs = geometry.merge_size if geometry else 1
-        if theirs != ours:
-            raise ModelMismatchError(f"the encoder merges {theirs} patches a side, the model {ours}")
+        geometry, model_merges = client.description.geometry, engine.language_model.merge_size
+        encoder_merges = geometry.merge_size if geometry else 1
+        if encoder_merges != model_merges:
+            raise ModelMismatchError(
+                f"the encoder merges {encoder_merges} patches a side, the model {model_merges}"
+            )
         self.client = client
         self._engine = engine
         self._tokenizer = tokenizer
@@ -106,7 +108,7 @@ class Chat:
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def close(self) -> None:
-        """End the model's thread, after what it is running."""
+        """End the model's thread once it has finished its current work."""
         self._model_thread.shutdown()
 
     async def prefill(
@@ -116,23 +118,23 @@ class Chat:
         on_chunk: Callable[[ChunkRun], None] = lambda _: None,
         trace: Trace | None = None,
     ) -> Prefilled:
-        """Prefill the messages' prompt; call `on_chunk` after every chunk. An image that fails raises its own error.
+        """Prefill the prompt of `messages`, and call `on_chunk` after every chunk. Raises the error of a failed image.
 
-        `trace` records when each step began and ended; calls to the encoder carry its request id.
+        `trace` records when each step began and ended. Calls to the encoder carry the trace's request id.
         """
         trace = trace or Trace(uuid4().hex)
         with trace.span("hash"):
             stills = await asyncio.to_thread(self._read, messages)
         stills = await self._with_grids(stills, trace.request_id)
         videos = await self._videos(messages, trace)
-        images, later = self._in_order(messages, stills, videos)
+        images, offsets = self._in_order(messages, stills, videos)
         trace.images([image.name for image in images])
         with trace.span("lay out"):
             layout = await asyncio.to_thread(self._layout, messages, images, videos)
-        names = [image.name + str(so_much).encode() for image, so_much in zip(images, later, strict=True)]
+        names = [image.name + str(offset).encode() for image, offset in zip(images, offsets, strict=True)]
         prefix = self._prefixes.take(layout, names)
         grids = [image.grid for image in images if image.grid is not None]
-        prompt = self._engine.start(layout, grids, prefix, later)
+        prompt = self._engine.start(layout, grids, prefix, offsets)
         begin = prompt.done
         with trace.span("submit"):
             submitted = await self._submit(
@@ -161,7 +163,7 @@ class Chat:
     async def _prefill_chunk(
         self, prompt: Prompt, ready: ReadyChunk, trace: Trace
     ) -> tuple[ChunkRun, Tensor]:
-        """Prefill one chunk; return what was run, and the logits behind it."""
+        """Prefill one chunk; return its `ChunkRun` and the logits of its last token."""
         ready_s = time.monotonic()
         embed = partial(self._embed, prompt, ready.chunk)
         run, logits = await self._on_model(
@@ -175,7 +177,7 @@ class Chat:
     async def decode(
         self, prefilled: Prefilled, *, max_tokens: int, choose: Choose = greedy
     ) -> AsyncGenerator[int, None]:
-        """Yield at most `max_tokens` tokens; then the KV cache is kept for a request that goes on from here."""
+        """Yield at most `max_tokens` tokens. Then keep the KV cache for a follow-up request."""
         steps = islice(self._engine.decode(prefilled.prompt, prefilled.logits, choose), max_tokens)
         while (token := await self._on_model(next, steps, None)) is not None:
             yield token
@@ -183,7 +185,7 @@ class Chat:
         self._prefixes.put(prefilled.layout, prompt.generated, prefilled.names, prompt.cache)
 
     def _read(self, messages: Sequence[Message]) -> list[Image]:
-        """Hash the images and read their headers: all that the prompt's layout needs."""
+        """Hash the images and read their headers, which is enough to lay out the prompt."""
         files = [part["image"] for part in _parts(messages) if part["type"] == "image"]
         images = []
         for number, image in enumerate(read_images(files, self.client.description.geometry)):
@@ -212,22 +214,25 @@ class Chat:
     def _in_order(
         self, messages: Sequence[Message], stills: Sequence[Image], videos: Sequence[Video]
     ) -> tuple[list[Image], list[int | None]]:
-        """Return the images of the prompt, in order, and how much later each is than its video (`mrope_positions`)."""
-        left, albums = iter(stills), iter(videos)
+        """Return the images of the prompt, in order, and the time offset of each (see `mrope_positions`)."""
+        remaining_stills, remaining_videos = iter(stills), iter(videos)
         images: list[Image] = []
-        later: list[int | None] = []
+        offsets: list[int | None] = []
         for part in _parts(messages):
             if part["type"] == "image":
-                images.append(next(left))
-                later.append(None)
+                images.append(next(remaining_stills))
+                offsets.append(None)
             elif part["type"] == "video":
-                video = next(albums)
+                video = next(remaining_videos)
                 images += video.images
-                later += self._later(video)
-        return images, later
+                offsets += self._time_offsets(video)
+        return images, offsets
 
-    def _later(self, video: Video) -> list[int | None]:
-        """Return how much later each pair is than the first, in positions, for a model that counts time in them."""
+    def _time_offsets(self, video: Video) -> list[int | None]:
+        """Return the time of each pair of frames after the first pair, in positions; None for the first.
+
+        All are None for a model that writes timestamps into the prompt instead.
+        """
         assert self._video_settings is not None
         if self._video_settings.writes_time:
             return [None] * len(video.images)
@@ -238,7 +243,7 @@ class Chat:
         ]
 
     async def _with_grids(self, images: Sequence[Image], request_id: str) -> list[Image]:
-        """Return the images with their grids. Those in a rare format are submitted: the answer has theirs."""
+        """Return the images with their grids. Submit those in rare formats: only the server reads their size."""
         rare = {number: image for number, image in enumerate(images) if image.grid is None}
         found = dict(enumerate(images))
         for number, answer in (await self._submit(rare, request_id)).items():
@@ -246,20 +251,20 @@ class Chat:
         return list(found.values())
 
     async def _submit(self, images: Mapping[int, Image], request_id: str) -> dict[int, Submitted]:
-        """Submit the images that have rows to fetch."""
+        """Submit images; return the answers by number. Raises the error of the first image that failed."""
         if not images:
             return {}
         answers = await self.client.submit(list(images.values()), request_id=request_id)
         submitted = dict(zip(images, answers, strict=True))
-        for number, image in submitted.items():
-            if image.error:
-                raise image.error.about(f"image {number} of the prompt")
+        for number, answer in submitted.items():
+            if answer.error:
+                raise answer.error.about(f"image {number} of the prompt")
         return submitted
 
     def _layout(
         self, messages: Sequence[Message], images: Sequence[Image], videos: Sequence[Video]
     ) -> Layout:
-        """Render the messages, one placeholder an image and one a video, and expand them."""
+        """Render the messages with one placeholder for each image and each video, and expand the placeholders."""
         encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids, model = encoded["input_ids"], self._engine.language_model
         if videos:
@@ -289,7 +294,7 @@ class Chat:
 
 
 def _parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-    """Return the parts of all messages in order; a plain text counts as no part."""
+    """Return the parts of all messages in order, without messages whose content is plain text."""
     return [
         part for message in messages if not isinstance(message["content"], str) for part in message["content"]
     ]

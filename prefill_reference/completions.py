@@ -1,4 +1,4 @@
-"""The OpenAI chat-completions schema: the part of it that is served, with its bounds, and the answers."""
+"""The supported part of the OpenAI chat-completions schema: requests, with their bounds, and answers."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,46 +8,46 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from prefill_client import Image
 
-MAX_MESSAGES = 1024  # a long conversation; the prompt's tokens are bounded by the model
+MAX_MESSAGES = 1024  # a long conversation; the model bounds the prompt's tokens
 MAX_PARTS = 1024
 DEFAULT_ANSWER_TOKENS = 256
 
 
 class _Strict(BaseModel):
-    """Unsupported fields are refused by name and never silently ignored."""
+    """A schema that refuses unknown fields by name instead of ignoring them."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ImageUrl(_Strict):
-    """Where an image is. `detail` is accepted and has no effect: resolution is the model's own."""
+    """The URL of an image. `detail` is accepted but ignored: the model decides the resolution."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
 
 
 class ImagePart(_Strict):
-    """An image of a message."""
+    """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 class VideoUrl(_Strict):
-    """Where a video is."""
+    """The URL of a video."""
 
     url: str
 
 
 class VideoPart(_Strict):
-    """A video of a message, as vLLM and SGLang take it."""
+    """A video in a message, in the format of vLLM and SGLang."""
 
     type: Literal["video_url"]
     video_url: VideoUrl
 
 
 class TextPart(_Strict):
-    """A text of a message."""
+    """A text in a message."""
 
     type: Literal["text"]
     text: str
@@ -82,15 +82,15 @@ class ChatRequest(_Strict):
     n: Literal[1] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str = ""  # accepted, unused
+    user: str = ""  # accepted but ignored
 
     @property
     def answer_tokens(self) -> int:
-        """At most this many tokens are generated."""
+        """Maximum number of tokens to generate."""
         return self.max_completion_tokens or self.max_tokens or DEFAULT_ANSWER_TOKENS
 
     def finish_reason(self, generated: int, room: int) -> str:
-        """Say why an answer of `generated` tokens ended, behind whose prompt the model has room for `room`."""
+        """Return why an answer ended after `generated` tokens, if the model had room for `room` after the prompt."""
         return "length" if generated == min(self.answer_tokens, room) else "stop"
 
     @property
@@ -106,22 +106,22 @@ class ChatRequest(_Strict):
     def prompt_messages(
         self, images: Sequence[bytes | Image], videos: Sequence[bytes] = ()
     ) -> list[Mapping[str, Any]]:
-        """Return the messages as the chat takes them, with images and videos in place of their URLs."""
-        left_images, left_videos = iter(images), iter(videos)
+        """Return the messages in the form that `Chat` takes, with images and videos in place of their URLs."""
+        remaining_images, remaining_videos = iter(images), iter(videos)
 
-        def filled(part: ImagePart | VideoPart | TextPart) -> Mapping[str, Any]:
+        def with_media(part: ImagePart | VideoPart | TextPart) -> Mapping[str, Any]:
             if isinstance(part, TextPart):
                 return {"type": "text", "text": part.text}
             if isinstance(part, VideoPart):
-                return {"type": "video", "video": next(left_videos)}
-            return {"type": "image", "image": next(left_images)}
+                return {"type": "video", "video": next(remaining_videos)}
+            return {"type": "image", "image": next(remaining_images)}
 
         return [
             {
                 "role": message.role,
                 "content": message.content
                 if isinstance(message.content, str)
-                else [filled(part) for part in message.content],
+                else [with_media(part) for part in message.content],
             }
             for message in self.messages
         ]
@@ -133,7 +133,7 @@ class ChatRequest(_Strict):
 
 
 def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Return the usage object; `cached_tokens` of the prompt were in the KV cache."""
+    """Return the usage object. The KV cache covered `cached_tokens` of the prompt."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -143,7 +143,7 @@ def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dic
 
 
 def completion(identity: str, model: str, text: str, finish: str, used: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a whole answer."""
+    """Return the body of an answer that is not streamed."""
     message = {"role": "assistant", "content": text}
     return {
         "id": identity,
@@ -158,7 +158,7 @@ def completion(identity: str, model: str, text: str, finish: str, used: Mapping[
 def piece(
     identity: str, model: str, delta: Mapping[str, str] | None, finish: str | None = None
 ) -> dict[str, Any]:
-    """Return one piece of a streamed answer; without a delta it is the last one, which holds the usage only."""
+    """Return one piece of a streamed answer. Without a delta, it is the last piece, which holds only the usage."""
     choices = (
         [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]
     )
@@ -172,7 +172,7 @@ def piece(
 
 
 def error_body(message: str, code: str) -> dict[str, Any]:
-    """Return the body of an error, or of the event that ends a streamed answer early."""
+    """Return the body of an error response, or of the event that ends a streamed answer early."""
     kind = (
         "invalid_request_error" if code.startswith(("Invalid", "ImageLimit", "Forbidden")) else "server_error"
     )

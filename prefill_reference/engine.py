@@ -84,16 +84,16 @@ class Engine:
         layout: Layout,
         grids: Sequence[Grid],
         prefix: Prefix | None = None,
-        later: Sequence[int | None] = (),
+        time_offsets: Sequence[int | None] = (),
     ) -> Prompt:
-        """Return a new prompt, of which the tokens of `prefix` are done. See `mrope_positions` for `later`.
+        """Return a new prompt, of which the tokens of `prefix` are done. See `mrope_positions` for `time_offsets`.
 
         Raises `InvalidRequestError` if the prompt is longer than the model allows.
         """
         model = self.language_model
         if layout.tokens > model.max_tokens:
             raise InvalidRequestError(f"{layout.tokens} tokens exceed the model's {model.max_tokens}")
-        positions = torch.from_numpy(mrope_positions(layout, grids, model.merge_size, later))
+        positions = torch.from_numpy(mrope_positions(layout, grids, model.merge_size, time_offsets))
         token_ids = torch.from_numpy(layout.token_ids.copy())
         return Prompt(
             token_ids=token_ids[None].to(model.device),

@@ -41,7 +41,7 @@ KEPT_TRACES = 100
 # The HTTP status of each gRPC status; any other is a 500.
 _HTTP_STATUS = {
     Code.INVALID_ARGUMENT: 400,
-    Code.NOT_FOUND: 503,  # an image's bytes expired between Submit and Fetch: the same request again will do
+    Code.NOT_FOUND: 503,  # an image's bytes expired between Submit and Fetch: a retry helps
     Code.PERMISSION_DENIED: 403,
     Code.RESOURCE_EXHAUSTED: 429,
     Code.UNAVAILABLE: 503,
@@ -52,15 +52,15 @@ _HTTP_STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one process accepts."""
+    """What one process accepts."""
 
-    requests: int = 64  # at once; over it 429
+    requests: int = 64  # running at the same time; 429 for more
     body_bytes: int = 256 << 20
     request_s: float = 300.0
 
 
 class Admission:
-    """ASGI middleware that counts running chat requests, streamed answers to their end, and refuses too many."""
+    """ASGI middleware that bounds the number of running chat requests. A streamed answer counts until it ends."""
 
     def __init__(self, app: ASGIApp, limit: int, metrics: Metrics) -> None:
         self._app = app
@@ -69,7 +69,7 @@ class Admission:
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with 429."""
+        """Pass the request on, or refuse it with 429."""
         if scope["type"] != "http" or scope["path"] != COMPLETIONS:
             await self._app(scope, receive, send)
             return
@@ -105,7 +105,7 @@ class TraceFolder:
 
 
 class HttpService:
-    """The routes, and what they share."""
+    """The HTTP routes."""
 
     def __init__(
         self,
@@ -139,37 +139,37 @@ class HttpService:
         return app
 
     async def models(self) -> dict[str, Any]:
-        """List the one model."""
+        """List the served model."""
         return {
             "object": "list",
             "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "local"}],
         }
 
     async def health(self) -> dict[str, str]:
-        """Say that the process answers."""
+        """Report that the process answers."""
         return {"status": "ok"}
 
     async def exposition(self) -> Response:
-        """Give the metrics to Prometheus."""
+        """Return the metrics for Prometheus."""
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def completions(self, request: Request) -> Response:
-        """Answer a chat; what goes wrong before the first token is an HTTP status."""
+        """Answer a chat request. An error before the first token becomes an HTTP status."""
         outcome = "failed"
         context = request.headers.get(TRACEPARENT, "")
         trace = Trace(uuid4().hex, traceparent=context)
-        # For this request's task, and the calls that it makes.
+        # Applies to the calls that this request's task makes.
         traceparent.set(context if trace.trace_id else "")
         try:
             async with asyncio.timeout(self._limits.request_s):
-                asked = await self._read(request)
-                prefilled = await unless_left(request, self._prefill(asked, trace))
-                if asked.stream:
+                chat_request = await self._read(request)
+                prefilled = await unless_left(request, self._prefill(chat_request, trace))
+                if chat_request.stream:
                     outcome = "streamed"
                     return StreamingResponse(
-                        self._stream(asked, prefilled, trace), media_type="text/event-stream"
+                        self._stream(chat_request, prefilled, trace), media_type="text/event-stream"
                     )
-                answer = await unless_left(request, self._whole(asked, prefilled, trace))
+                answer = await unless_left(request, self._whole(chat_request, prefilled, trace))
             outcome = "answered"
             return JSONResponse(answer)
         except TimeoutError:
@@ -182,61 +182,63 @@ class HttpService:
         finally:
             self._metrics.requests.labels(outcome).inc()
             if self._traces is not None:
-                await self._keep(trace)
+                await self._write_trace(trace)
 
-    async def _keep(self, trace: Trace) -> None:
+    async def _write_trace(self, trace: Trace) -> None:
         assert self._traces is not None
         try:
             await asyncio.to_thread(self._traces.keep, trace)
-        except OSError as error:  # a full disk costs the trace, not the answer
+        except OSError as error:  # for example a full disk; the request still gets its answer
             log.warning("the trace of request %s cannot be written: %s", trace.request_id, error)
 
     async def _read(self, request: Request) -> ChatRequest:
-        """Read and check the body, off the event loop: it may hold megabytes of base64."""
+        """Read and validate the body. A thread parses it, because it may hold megabytes of base64."""
         body = bytearray()
         async for data in request.stream():
             body += data
             if len(body) > self._limits.body_bytes:
                 raise ImageLimitError(f"the request has more than {self._limits.body_bytes} bytes")
         try:
-            asked = await asyncio.to_thread(ChatRequest.model_validate_json, bytes(body))
+            chat_request = await asyncio.to_thread(ChatRequest.model_validate_json, bytes(body))
         except ValidationError as error:
-            raise InvalidRequestError(_wrong(error)) from error
-        if asked.model != self._model:
-            raise InvalidRequestError(f"unknown model {asked.model!r}: this service serves {self._model!r}")
-        return asked
+            raise InvalidRequestError(_invalid_fields(error)) from error
+        if chat_request.model != self._model:
+            raise InvalidRequestError(
+                f"unknown model {chat_request.model!r}: this service serves {self._model!r}"
+            )
+        return chat_request
 
-    async def _prefill(self, asked: ChatRequest, trace: Trace) -> Prefilled:
-        images = await self._image_loader.load_all(asked.image_urls)
-        videos = await self._video_loader.load_all(asked.video_urls)
+    async def _prefill(self, chat_request: ChatRequest, trace: Trace) -> Prefilled:
+        images = await self._image_loader.load_all(chat_request.image_urls)
+        videos = await self._video_loader.load_all(chat_request.video_urls)
         with self._metrics.first_token_seconds.time():
             prefilled = await self._chat.prefill(
-                asked.prompt_messages(images, videos), on_chunk=self._metrics.on_chunk, trace=trace
+                chat_request.prompt_messages(images, videos), on_chunk=self._metrics.on_chunk, trace=trace
             )
         self._metrics.prompt_tokens.labels("cached").inc(prefilled.prefix_tokens)
         self._metrics.prompt_tokens.labels("prefilled").inc(prefilled.layout.tokens - prefilled.prefix_tokens)
         return prefilled
 
-    def _tokens(self, asked: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[int, None]:
-        choose = sampler(asked.temperature, asked.top_p, asked.seed)
-        return self._chat.decode(prefilled, max_tokens=asked.answer_tokens, choose=choose)
+    def _tokens(self, chat_request: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[int, None]:
+        choose = sampler(chat_request.temperature, chat_request.top_p, chat_request.seed)
+        return self._chat.decode(prefilled, max_tokens=chat_request.answer_tokens, choose=choose)
 
-    async def _whole(self, asked: ChatRequest, prefilled: Prefilled, trace: Trace) -> dict[str, Any]:
-        tokens = [token async for token in self._tokens(asked, prefilled)]
+    async def _whole(self, chat_request: ChatRequest, prefilled: Prefilled, trace: Trace) -> dict[str, Any]:
+        tokens = [token async for token in self._tokens(chat_request, prefilled)]
         used = self._usage(prefilled, tokens)
-        finish = asked.finish_reason(len(tokens), prefilled.room)
+        finish = chat_request.finish_reason(len(tokens), prefilled.room)
         return completion(_identity(trace), self._model, self._text(tokens), finish, used)
 
     async def _stream(
-        self, asked: ChatRequest, prefilled: Prefilled, trace: Trace
+        self, chat_request: ChatRequest, prefilled: Prefilled, trace: Trace
     ) -> AsyncGenerator[str, None]:
-        """Yield server-sent events; text goes out when its characters are whole."""
+        """Yield server-sent events. Text is sent once its last character is complete."""
         identity, sent, tokens = _identity(trace), "", list[int]()
         yield _event(piece(identity, self._model, {"role": "assistant", "content": ""}))
         try:
             async with (
                 asyncio.timeout(self._limits.request_s),
-                aclosing(self._tokens(asked, prefilled)) as decoding,
+                aclosing(self._tokens(chat_request, prefilled)) as decoding,
             ):
                 async for token in decoding:
                     tokens.append(token)
@@ -245,14 +247,14 @@ class HttpService:
                         yield _event(piece(identity, self._model, {"content": text[len(sent) :]}))
                         sent = text
         except (TimeoutError, EncoderError) as error:
-            # The status is long sent: the error is an event, which OpenAI's own client raises.
+            # The status was sent long ago. OpenAI's client raises an error that arrives as an event.
             yield _event(error_body(str(error) or "the answer took too long", type(error).__name__))
             return
         rest = self._text(tokens)[len(sent) :]
-        finish = asked.finish_reason(len(tokens), prefilled.room)
+        finish = chat_request.finish_reason(len(tokens), prefilled.room)
         yield _event(piece(identity, self._model, {"content": rest}, finish))
         used = self._usage(prefilled, tokens)
-        if asked.stream_options.include_usage:
+        if chat_request.stream_options.include_usage:
             yield _event({**piece(identity, self._model, None), "usage": used})
         yield "data: [DONE]\n\n"
 
@@ -274,8 +276,8 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _wrong(error: ValidationError) -> str:
-    """Name the first few fields that are wrong, without what was in them: that may be megabytes."""
+def _invalid_fields(error: ValidationError) -> str:
+    """Name the first few invalid fields, without their values, which may have megabytes."""
     return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
 
 

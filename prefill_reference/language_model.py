@@ -1,4 +1,4 @@
-"""The language half of a vision-language checkpoint, loaded from its folder without the vision tower."""
+"""The language model of a vision-language checkpoint, loaded from its folder without the vision tower."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """A chunk's DeepStack rows: `rows[l]` [m, hidden] joins after layer l at the m tokens of mask [1, n]."""
+    """A chunk's DeepStack rows: `rows[l]` [m, hidden] is added after layer l at the m tokens in `mask` [1, n]."""
 
     mask: Tensor
     rows: list[Tensor]
@@ -32,12 +32,12 @@ class Levels:
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A language model that takes image rows from outside.
+    """A language model that gets its image rows from outside.
 
-    `hidden` is the width of its states, `levels` the DeepStack levels it adds, so that an image row has
-    hidden × (1 + levels) elements: [main | level 0 | level 1 | ...]. `model` is a `transformers`
-    `...ForConditionalGeneration` whose tower is gone. `video_marks` are its tokens for a pair of frames, and before and
-    after one; a model that counts time in positions has `positions_per_s` of them a second.
+    `hidden` is the width of the hidden states, `levels` the number of DeepStack levels. An image row has
+    hidden × (1 + levels) elements: [main | level 0 | level 1 | ...]. `model` is a `...ForConditionalGeneration` of
+    `transformers` without its tower. `video_marks` are three tokens: the placeholder of a pair of frames, the token
+    before it and the token after it. A model that counts time in positions has `positions_per_s` of them per second.
     """
 
     model: Any
@@ -52,7 +52,7 @@ class LanguageModel:
 
     @property
     def width(self) -> int:
-        """Elements of an image row that fit this model."""
+        """Number of elements of an image row."""
         return self.hidden * (1 + self.levels)
 
     @property
@@ -64,17 +64,17 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         device = self.model.lm_head.weight.device
         assert isinstance(device, torch.device)
         return device
 
     def require_width(self, width: int) -> None:
-        """Raise `ModelMismatchError` unless rows of `width` elements fit: ask before the first request."""
+        """Raise `ModelMismatchError` unless the model takes rows of `width` elements."""
         if width != self.width:
             raise ModelMismatchError(
                 f"image rows are {width} wide, this model takes {self.width}: "
-                f"{self.hidden} and {self.levels} DeepStack levels of {self.hidden}"
+                f"{self.hidden}, and as many for each of {self.levels} DeepStack levels"
             )
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -84,9 +84,10 @@ class LanguageModel:
         return embeddings
 
     def forward(self, embeddings: Tensor, positions: Tensor, cache: Any, levels: Levels | None) -> Tensor:
-        """Run tokens [1, n, hidden] at positions [3, 1, n] behind the cache; return the last logits [vocab].
+        """Run n tokens after those in the cache, and append them to it; return the logits [vocab] of the last one.
 
-        The cache grows by n. `levels` adds DeepStack rows; None for tokens that are all text.
+        `embeddings` is [1, n, hidden], `positions` [3, 1, n]. `levels` has the DeepStack rows; None if all tokens are
+        text.
         """
         deepstack = (
             {"visual_pos_masks": levels.mask, "deepstack_visual_embeds": levels.rows} if levels else {}
@@ -110,15 +111,14 @@ class LanguageModel:
 def load_language_model(
     folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> LanguageModel:
-    """Load the language model of a checkpoint folder; the tower's weights are never read or held.
+    """Load the language model of a checkpoint folder. The tower's weights are never read.
 
-    DeepStack stays on without the tower: its levels belong to the language model's layers, and their number
-    is read from the configuration. Raises `ModelMismatchError` for an unknown architecture,
-    `OSError` when the folder or a part of it is missing, `ValueError` when its weights cannot be read or `device`
-    is not there.
+    DeepStack works without the tower: the language model's layers add the levels, and the configuration has their
+    number. Raises `ModelMismatchError` for an unknown architecture, `OSError` if the folder or a file is missing, and
+    `ValueError` if the weights cannot be read or `device` does not exist.
     """
     if not (Path(folder) / "config.json").is_file():
-        # `transformers` would take it for the name of a repository to download.
+        # `transformers` would look for a repository of this name to download.
         raise FileNotFoundError(f"{folder} is not a checkpoint folder: it has no config.json")
     config = transformers.AutoConfig.from_pretrained(folder)
     if config.model_type not in _ARCHITECTURES:
@@ -136,7 +136,7 @@ def load_language_model(
     text, vision = config.get_text_config(), config.vision_config
     levels = len(getattr(vision, "deepstack_visual_indexes", ()))
     if levels > text.num_hidden_layers:
-        # `transformers` would drop the levels that have no layer without a word.
+        # `transformers` would silently drop the levels that have no layer.
         raise ModelMismatchError(f"{folder}: {levels} DeepStack levels, {text.num_hidden_layers} layers")
     return LanguageModel(
         model=model.to(device).eval(),
@@ -152,13 +152,13 @@ def load_language_model(
 
 
 def _without_tower(architecture: type[Any]) -> type[Any]:
-    """Return the architecture minus its tower, removed while all weights are placeholders without memory."""
+    """Return a subclass without the tower, which it removes while the weights are placeholders without memory."""
 
     def init(self: Any, config: Any) -> None:
         architecture.__init__(self, config)
         del self.model.visual
 
-    # The name stays: `transformers` finds an architecture's checkpoint conversions by it.
+    # Keep the class name: `transformers` looks up an architecture's checkpoint conversions by it.
     members = {"__init__": init, "_keys_to_ignore_on_load_unexpected": [r"^(model\.)?visual\."]}
     return type(architecture.__name__, (architecture,), {"__module__": architecture.__module__, **members})
 

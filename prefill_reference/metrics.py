@@ -8,7 +8,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 
 
 class Metrics:
-    """One registry and what is counted in it. Labels take few values: outcomes and sources."""
+    """The registry and its metrics. Labels have few values: outcomes and sources."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -23,25 +23,25 @@ class Metrics:
         )
         self.chunk_wait_seconds = Histogram(
             "prefill_chunk_wait_seconds",
-            "Seconds a chunk waited for its rows.",
+            "Seconds that a chunk waited for its rows.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.chunk_seconds = Histogram(
             "prefill_chunk_seconds",
-            "Seconds a chunk's forward pass took.",
+            "Seconds that a chunk's forward pass took.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.rows = Counter(
             "prefill_rows",
-            "Image rows fetched, by where they were found.",
+            "Image rows fetched, by source.",
             ["source"],
             registry=self.registry,
         )
         self.prompt_tokens = Counter(
             "prefill_prompt_tokens",
-            "Prompt tokens, prefilled or covered by the KV cache of an earlier prompt.",
+            "Prompt tokens, by how they were computed: prefilled, or cached by an earlier prompt.",
             ["how"],
             registry=self.registry,
         )
@@ -50,7 +50,7 @@ class Metrics:
         )
 
     def on_chunk(self, run: ChunkRun) -> None:
-        """Count a chunk that has run."""
+        """Record a chunk that was prefilled."""
         self.chunk_wait_seconds.observe(run.waited_ms / 1000)
         self.chunk_seconds.observe(run.prefill_ms / 1000)
         for window, source in zip(run.chunk.windows, run.sources, strict=True):

@@ -1,4 +1,4 @@
-"""The reference prefill service as a process: constructs and wires its components, and serves."""
+"""The process of the reference prefill service: constructs the components, connects them, and serves."""
 
 import logging
 import socket
@@ -25,14 +25,14 @@ from prefill_reference.prefix import PrefixCache
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-DRAIN_S = 30  # what running requests are given after SIGTERM
+DRAIN_S = 30  # how long running requests may take after SIGTERM
 
 
 async def serve(config: ServiceConfig, listener: socket.socket) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT, then let running requests end.
+    """Serve on a bound socket until SIGTERM or SIGINT, then let running requests finish.
 
-    Raises `EncoderError` if the encoder cannot be reached or the model does not fit it, `OSError` and `ValueError` if
-    the model's folder cannot be used.
+    Raises `EncoderError` if the encoder cannot be reached or serves another model, and `OSError` or `ValueError` if the
+    model's folder cannot be used.
     """
     certificates = Certificates(config.tls_cert, config.tls_key) if config.tls_cert else None
     if config.threads:
@@ -74,12 +74,12 @@ async def serve(config: ServiceConfig, listener: socket.socket) -> None:
             limits=Limits(config.max_requests, config.max_body_bytes, config.request_s),
             traces=TraceFolder(Path(config.trace_folder)) if config.trace_folder else None,
         )
-        await _answer(service, config, name, listener, certificates)
+        await _serve_http(service, config, name, listener, certificates)
         chat.close()
 
 
 def _video_settings(folder: Path) -> VideoSettings | None:
-    """Return the settings of a checkpoint's video processor; None if it has none that is supported."""
+    """Return the settings of a checkpoint's video processor; None if it has no supported one."""
     try:
         return VideoSettings.from_folder(folder)
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def _video_settings(folder: Path) -> VideoSettings | None:
         return None
 
 
-async def _answer(
+async def _serve_http(
     service: HttpService,
     config: ServiceConfig,
     name: str,

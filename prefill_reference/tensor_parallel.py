@@ -1,4 +1,4 @@
-"""Image rows on every rank of a tensor-parallel engine: rank 0 broadcasts handles, each rank maps the rows itself."""
+"""Image rows on every rank of a tensor-parallel engine: rank 0 broadcasts handles, and each rank maps the rows."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,23 @@ from prefill_client.transport.channels import from_message
 from prefill_client.transport.rows import Rows, element_type, tensor_view
 
 _LENGTH = struct.Struct("<I")
-_FAILED = "another rank failed, or has not all of the rows: is it on rank 0's host?"
+_FAILED = "another rank failed or cannot read all of the rows: is it on rank 0's host?"
 
 
 @contextmanager
 def rows_on_every_rank(
     outcomes: Sequence[FetchedRows] | None, group: dist.ProcessGroup | None = None
 ) -> Iterator[list[Tensor]]:
-    """Give every rank the rows [rows, width] that rank 0 fetched, for the length of the `with` block.
+    """Lend every rank the rows [rows, width] that rank 0 fetched, for the duration of the `with` block.
 
-    Every rank enters, rank 0 with `outcomes`, the others with None. Rank 0 keeps the Fetch that they came from open
-    meanwhile: that holds the rows for all ranks. Handles name rows of this host and take a few hundred bytes an image;
-    rows that came inline are broadcast themselves. All ranks leave together: what fails at one, in the block too,
-    raises at all. An image that failed raises its error; rows that a rank cannot map, or that turn out on leaving to
-    have been lost meanwhile, raise `StaleHandleError` there and `UnavailableError` elsewhere: what was computed from
-    them is void, and rank 0 fetches them again (`FetchedRows.again`).
+    Every rank enters the block: rank 0 with `outcomes`, the others with None. Rank 0 keeps the Fetch of the outcomes
+    open during the block, which holds the rows for all ranks. A handle names rows of this host and has a few hundred
+    bytes; rows that arrived inline are broadcast themselves.
+
+    All ranks leave together. An error on one rank, in the block too, is raised on all ranks. A failed image raises its
+    error everywhere. Rows that a rank cannot map, or that were lost by the end of the block, raise `StaleHandleError`
+    on that rank and `UnavailableError` on the others. Discard what was computed from lost rows; rank 0 fetches them
+    again (`FetchedRows.again`).
     """
     messages = _parse(_broadcast(pack(outcomes) if outcomes is not None else None, group))
     for message in messages:
@@ -53,11 +55,11 @@ def rows_on_every_rank(
         ]
         with _together(group):
             yield rows
-            reading.close()  # all together: a rank that finds its rows replaced tells the others
+            reading.close()  # inside `_together`, so that a rank whose rows were replaced fails all ranks
 
 
 def pack(outcomes: Sequence[FetchedRows]) -> bytes:
-    """Return what is broadcast of these outcomes; rows that have no handle follow it."""
+    """Serialize the outcomes for the broadcast, without rows. Rows that have no handle are broadcast after this."""
     packed = []
     for outcome in outcomes:
         if outcome.error is not None:
@@ -93,17 +95,17 @@ def _has_handle(message: pb.FetchResponse) -> bool:
 
 
 def _lent(message: pb.FetchResponse, source: FetchedRows | None, reading: ExitStack) -> Tensor:
-    """Return shared rows in place; `reading` checks them when it is closed."""
+    """Return shared rows in place. Closing `reading` checks that they were not replaced."""
     ready = message.ready
     if source is None:
         rows: Rows = SharedRows(Handle.from_message(ready.handle), ready.width, ready.dtype)
     else:
-        rows = source.rows  # which know of the call that holds them
+        rows = source.rows  # these also check that the Fetch call is still open
     return reading.enter_context(rows.lent()).tensor(ready.dtype)
 
 
 def _broadcast(content: bytes | None, group: dist.ProcessGroup | None) -> bytes:
-    """Return rank 0's bytes: first their number, then they."""
+    """Return rank 0's bytes on every rank. The length is broadcast first."""
     length = torch.tensor([len(content or b"")])
     dist.broadcast(length, 0, group)
     buffer = torch.empty(int(length), dtype=torch.uint8)
@@ -127,12 +129,12 @@ def _rows(message: pb.FetchResponse, source: FetchedRows | None, group: dist.Pro
 
 @contextmanager
 def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run the body on all ranks: none continues before all have ended, and all fail if one does."""
+    """Run the block on all ranks. No rank continues before all have finished; if one fails, all fail."""
     has_failed = True
     try:
         yield
         has_failed = False
-    finally:  # after any end of the body: the other ranks wait for this one
+    finally:  # also after an error, because the other ranks wait for this one
         failed = torch.tensor([has_failed], dtype=torch.int32)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group)
         if failed.item() and not has_failed:

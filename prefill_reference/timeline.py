@@ -1,4 +1,4 @@
-"""The picture of traces: one lane per image and one per chunk, as HTML or SVG by hand, or as PNG by matplotlib."""
+"""Draws traces as timelines, one lane per image and per chunk: HTML and SVG without libraries, PNG by matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ COLOURS = {
     "prefill": "#3182bd",
 }
 OTHER = "#969696"
-# Bars that span other stages are drawn behind them.
+# Bars that cover other stages, drawn behind them.
 BEHIND = ("fetch", "hit", "queue")
 
 WIDTH, LEFT, RIGHT = 1120, 76, 16  # pixels
 LANE, BAR, TITLE, AXIS, LEGEND = 15, 11, 30, 26, 22
-SHORTEST = 0.8  # pixels of a bar that would be too narrow to see
+SHORTEST = 0.8  # pixels: a shorter bar would be invisible
 TICKS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One trace as it is drawn: its lanes from top to bottom, and bars in milliseconds."""
+    """The drawing of one trace: its lanes from top to bottom, and its spans as bars."""
 
     title: str
     lanes: tuple[str, ...]
@@ -45,33 +45,33 @@ class Panel:
 
     @property
     def end_ms(self) -> float:
-        """When the last bar ends."""
+        """End of the last bar, in milliseconds."""
         return max((span.ended_s for span in self.spans), default=0.0) * 1000 or 1.0
 
     @property
     def height(self) -> int:
-        """Pixels."""
+        """Height in pixels."""
         return TITLE + LANE * len(self.lanes) + AXIS
 
 
 def panel(trace: Mapping[str, Any]) -> Panel:
-    """Return a trace's panel; raises `ValueError` when it is none."""
+    """Return the panel of a trace. Raises `ValueError` if `trace` has another format."""
     spans = read_spans(trace)
     lanes = sorted({span.lane for span in spans}, key=place)
-    told = trace.get("otherData", {})
-    title = f"{REQUEST} {told.get('request_id', '')}"
-    if told.get("trace_id"):
-        title += f", trace {told['trace_id']}"
+    request = trace.get("otherData", {})
+    title = f"{REQUEST} {request.get('request_id', '')}"
+    if request.get("trace_id"):
+        title += f", trace {request['trace_id']}"
     order = {name: number for number, name in enumerate(BEHIND)}
     spans.sort(key=lambda span: order.get(span.name, len(BEHIND)))
     return Panel(title, tuple(lanes), tuple(spans))
 
 
 def draw(traces: Sequence[Path], picture: Path) -> Path:
-    """Draw trace files below each other into `picture` (.html, .svg or .png) and return its path.
+    """Draw trace files below each other into `picture` (.html, .svg or .png); return its path.
 
-    Raises `ValueError` for another ending, for a file that is no trace, and for .png without matplotlib; `OSError`
-    when a file cannot be read or written.
+    Raises `ValueError` for another file extension, for a file that is not a trace, and for .png without matplotlib.
+    Raises `OSError` if a file cannot be read or written.
     """
     panels = [panel(read_json_object(trace)) for trace in traces]
     if picture.suffix == ".svg":
@@ -81,12 +81,12 @@ def draw(traces: Sequence[Path], picture: Path) -> Path:
     elif picture.suffix == ".png":
         _write_png(panels, picture)
     else:
-        raise ValueError(f"{picture}: a picture ends in .html, .svg or .png")
+        raise ValueError(f"{picture}: the file extension must be .html, .svg or .png")
     return picture
 
 
 def html(panels: Sequence[Panel]) -> str:
-    """Return a page that needs no other file; a bar says what it is under the pointer."""
+    """Return a self-contained page. A bar shows its details under the pointer."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Timeline</title>\n'
         "<style>body{margin:16px;font-family:sans-serif}svg{max-width:100%;height:auto}"
@@ -96,7 +96,7 @@ def html(panels: Sequence[Panel]) -> str:
 
 
 def svg(panels: Sequence[Panel]) -> str:
-    """Return the picture as one SVG element."""
+    """Return the panels as one SVG element."""
     height = LEGEND + sum(each.height for each in panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"',
@@ -145,7 +145,7 @@ def _panel_svg(each: Panel, top: int) -> list[str]:
 
 
 def _ticks(end_ms: float) -> list[float]:
-    """Return at most `TICKS` round moments."""
+    """Return the positions of at most `TICKS` ticks at round numbers, in milliseconds."""
     step = 1e-3
     while end_ms / step > TICKS:
         step *= 2.5 if f"{step:e}".startswith("2") else 2
@@ -171,7 +171,7 @@ def _write_png(panels: Sequence[Panel], picture: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ValueError(f"{picture}: a .png needs matplotlib; .html and .svg do not") from error
+        raise ValueError(f"{picture}: .png needs matplotlib; .html and .svg do not") from error
     inch = 96
     height = (LEGEND + sum(each.height for each in panels)) / inch
     figure = Figure(figsize=(WIDTH / inch, height + 0.4), layout="constrained")

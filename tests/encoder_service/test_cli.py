@@ -127,7 +127,7 @@ async def test_encode_prints_address_grid_and_stages_and_refuses_non_images(
     assert "vit" in first.stdout
     assert "by shm" in first.stdout
     assert second.returncode == 1
-    assert "it was held" in second.stdout
+    assert "the rows were in the store" in second.stdout
     assert "InvalidImageError" in second.stdout
 
 

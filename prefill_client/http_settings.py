@@ -1,0 +1,70 @@
+"""The settings that the HTTP services in front of the encoder service have in common."""
+
+from dataclasses import dataclass
+
+from encoder_contract.credentials import Credentials
+from encoder_contract.settings import Settings, knob
+from prefill_client.media.destinations import Destinations
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings(Settings):
+    """How to reach the encoder service, where to listen, and what to accept from callers."""
+
+    encoder: str = knob(
+        "127.0.0.1:50051",
+        help="address of the encoder service: host:port or unix:/path, or dns:host:port for every replica behind that "
+        "name",
+    )
+    encoder_tls_ca: str = knob(
+        "",
+        help="PEM file of the authorities that issue the encoder's certificate, or `public`; empty: no TLS",
+    )
+    encoder_tls_cert: str = knob(
+        "", help="PEM file with the client certificate of this process, if the encoder requires one"
+    )
+    encoder_tls_key: str = knob("", help="PEM file with the private key of --encoder-tls-cert, unencrypted")
+    encoder_tls_name: str = knob(
+        "", help="name to expect in the encoder's certificate; empty: the host of --encoder"
+    )
+    encoder_token_file: str = knob(
+        "", help="file with the tenant token that this process sends to the encoder; empty: no token"
+    )
+    listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 picks a free port")
+    max_body_bytes: int = knob(256 << 20, help="largest request body, bytes")
+    max_image_bytes: int = knob(32 << 20, help="largest image file, bytes")
+    image_hosts: str = knob(
+        "",
+        help="hosts from which images and videos may be downloaded, comma-separated: host names, addresses, networks, "
+        "or `public` for every public host; empty: only files sent in the request are accepted",
+    )
+    image_s: float = knob(10.0, help="seconds that the download of one image or video may take")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_endpoint("listen", tcp=True)
+        try:
+            self.image_destinations  # noqa: B018 - raises for an invalid rule
+        except ValueError as error:
+            self._require(False, "image_hosts", f"must be hosts, addresses and networks: {error}")
+
+    @property
+    def credentials(self) -> Credentials:
+        """Credentials for calls to the encoder service."""
+        return Credentials(
+            self.encoder_tls_ca,
+            self.encoder_tls_cert,
+            self.encoder_tls_key,
+            self.encoder_tls_name,
+            self.encoder_token_file,
+        )
+
+    @property
+    def image_destinations(self) -> Destinations:
+        """The hosts that `image_hosts` allows."""
+        return Destinations(listed(self.image_hosts))
+
+
+def listed(text: str) -> list[str]:
+    """Return the items of a comma-separated list."""
+    return [item.strip() for item in text.split(",") if item.strip()]

@@ -1,6 +1,6 @@
-"""The client of the encoder service, for LLM servers: its public API. docs/prefill.md shows how to use it.
+"""Client library of the encoder service, for LLM servers. docs/prefill.md shows how to use it.
 
-It never imports the server, and torch only where a tensor is asked for.
+Importing it loads neither gRPC nor torch: gRPC is imported with the first client, torch with the first tensor.
 """
 
 from importlib import import_module
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from prefill_client.transport.connection import Description, traceparent
     from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
 else:
-    # Loaded when first used, because they need gRPC: a process that only plans, or reads rows by handle, does not.
+    # These need gRPC. Import them on first use: a process that only plans, or reads rows by handle, needs no gRPC.
     _WITH_GRPC = {
         "BlockingClient": "prefill_client.blocking",
         "BlockingFetch": "prefill_client.blocking",

@@ -1,4 +1,4 @@
-"""The client for plain threads: `EncoderClient` on an event loop in a thread of its own."""
+"""The blocking client: `EncoderClient` on an event loop in a background thread."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ from prefill_client.images import (
     RowRequest,
     Submitted,
     Use,
-    again,
+    refetch_lost,
     use_in_place,
 )
 from prefill_client.transport import BY_DEFAULT
@@ -35,7 +35,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class LoopThread:
-    """An event loop in a daemon thread, to which other threads hand work; runs from construction until `stop`."""
+    """An event loop in a daemon thread that runs work for other threads, from construction until `stop`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -47,7 +47,7 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` on the loop and return its result. Interrupting the caller cancels the work.
 
-        Raises what the work raises, and `UnavailableError` once `stop` was called.
+        Raises the work's error, and `UnavailableError` after `stop`.
         """
         with self._lock:  # a stopped loop would never run the work
             if self._stopped:
@@ -58,16 +58,16 @@ class LoopThread:
             return future.result()
         except CancelledError:
             raise UnavailableError("the client was closed") from None
-        except BaseException:  # Ctrl-C in this thread; has no effect if the work itself has failed
+        except BaseException:  # Ctrl-C in this thread; cancel has no effect if the work itself failed
             future.cancel()
             raise
 
     def call(self, call: Callable[[*Arguments], object], *arguments: *Arguments) -> None:
-        """Make a call on the loop without waiting for it."""
+        """Schedule a call on the loop without waiting for it."""
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Run `last`, cancel all other work, and end the thread. A second call does nothing."""
+        """Run `last`, cancel all other work, and end the thread. Further calls do nothing."""
         with self._lock:
             if self._stopped:
                 if last is not None:
@@ -84,7 +84,7 @@ class LoopThread:
 
 
 async def _end(last: Coroutine[Any, Any, None] | None) -> None:
-    """Run `last`, then cancel every other task of the loop, even if `last` failed: threads wait for them."""
+    """Run `last`, then cancel every other task, even if `last` failed: threads wait for these tasks."""
     try:
         if last is not None:
             await last
@@ -99,10 +99,10 @@ async def _end(last: Coroutine[Any, Any, None] | None) -> None:
 
 
 class BlockingClient:
-    """`EncoderClient` for plain threads. Make one with `connect` and share it between any number of threads.
+    """Blocking version of `EncoderClient`. Create one with `connect` and share it between any number of threads.
 
-    A call blocks only the thread that makes it. On an event loop use `EncoderClient` instead. `description` is what the
-    first server said about itself.
+    A call blocks only its own thread. On an event loop, use `EncoderClient` instead. `description` has the model,
+    geometry and limits, as reported by the first server that answered.
     """
 
     def __init__(self, loop: LoopThread, client: EncoderClient) -> None:
@@ -138,7 +138,7 @@ class BlockingClient:
                     wait=wait,
                 )
             )
-        except BaseException:  # Ctrl-C too: no one else can end the thread
+        except BaseException:  # Ctrl-C too: the caller gets no client to close
             loop.stop()
             raise
         return cls(loop, client)
@@ -150,7 +150,7 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and end the loop's thread. Calls of other threads end with `UnavailableError`."""
+        """Close the connections and end the background thread. Calls in other threads raise `UnavailableError`."""
         self._loop.stop(self._client.close())
 
     def submit(
@@ -161,7 +161,7 @@ class BlockingClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Submitted]:
-        """Submit image files as `EncoderClient.submit` does; return the answer to each, in order."""
+        """Submit image files as `EncoderClient.submit` does. Return one answer per file, in order."""
         return self._loop.run(
             self._client.submit(files, request_id=request_id, priority=priority, timeout_s=timeout_s)
         )
@@ -177,10 +177,10 @@ class BlockingClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         producer: Producer | None = None,
     ) -> "BlockingFetch":
-        """Ask for rows as `EncoderClient.fetch` does. Iterate the result for one outcome per request.
+        """Request rows as `EncoderClient.fetch` does. Iterate the result for one outcome per request.
 
-        Use it with `with`: the server holds shared rows until the block ends. `timeout_s` bounds the wait for the
-        outcomes. With a `producer`, the rows are those that it put.
+        Use the result with `with`: the server holds shared rows until the block ends. `timeout_s` bounds the wait for
+        the outcomes. With a `producer`, fetch the rows that it put.
         """
 
         async def begin() -> FetchStream:
@@ -204,7 +204,7 @@ class BlockingClient:
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> "BlockingPut":
-        """Return a session that puts rows which `producer` computes; any thread may use it. Use it with `with`."""
+        """Return a session that puts rows computed by `producer`. Use it with `with`; any thread may use it."""
         session = self._client.put(
             producer, request_id=request_id, transports=transports, timeout_s=timeout_s
         )
@@ -232,17 +232,18 @@ class BlockingFetch:
     def read(self, rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
         """Call `use` with the rows in place and return its result, as `prefill_client.read` does.
 
-        `use` runs in this thread, and again if rows were lost while it read them. Raises the error of rows that failed.
+        `use` runs in this thread, and once more if rows are lost while it reads them. Raises the error of a failed
+        outcome.
         """
         while True:
             try:
                 return use_in_place(rows, use)
             except StaleHandleError as error:
-                rows = self._loop.run(_gathered(again(rows, error)))
+                rows = self._loop.run(_gathered(refetch_lost(rows, error)))
 
     def close(self) -> None:
-        """End the call and release all rows that it holds."""
-        with suppress(UnavailableError):  # closing the client has closed this too
+        """End the call and release the rows that it holds."""
+        with suppress(UnavailableError):  # the client was closed, which ended this call too
             self._loop.run(self._stream.__aexit__())
 
     async def _next(self) -> FetchedRows | None:
@@ -250,7 +251,7 @@ class BlockingFetch:
 
 
 class BlockingPut:
-    """`PutSession` for plain threads; any number of them may share it."""
+    """Blocking version of `PutSession`. Any number of threads may share it."""
 
     def __init__(self, loop: LoopThread, session: PutSession) -> None:
         self._loop = loop
@@ -263,20 +264,20 @@ class BlockingPut:
         self.close()
 
     def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
-        """Name images together, as `PutSession.name` does; return the answer to each, in order."""
+        """Name images as `PutSession.name` does. Return one answer per image, in order."""
         return self._loop.run(self._session.name(images))
 
     def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
-        """Send the rows [tokens, width] of an image that is `yours`; return the last answer, `held` or `failed`."""
+        """Send the rows [tokens, width] of an image that is `yours`. Return the final answer, `held` or `failed`."""
         return self._loop.run(self._session.put(answer, rows))
 
     def abandon(self, answer: PutAnswer) -> None:
-        """Give up the lease of an image that is `yours`, so that another caller can compute it."""
+        """Give back the lease of an image that is `yours`, so that another caller can compute it."""
         self._loop.run(self._session.abandon(answer))
 
     def close(self) -> None:
-        """End the calls. Leases are released, and incomplete rows are dropped."""
-        with suppress(UnavailableError):  # closing the client has closed this too
+        """End the calls. The servers release leases and drop incomplete rows."""
+        with suppress(UnavailableError):  # the client was closed, which ended this call too
             self._loop.run(self._session.close())
 
 

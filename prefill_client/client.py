@@ -1,4 +1,4 @@
-"""The client of an LLM server: submits images and fetches their rows, with routing, retries and failover."""
+"""The asynchronous client: submits images and fetches their rows, with routing, retries and failover."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,22 +21,23 @@ from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS, Receivers, rec
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
-DEFAULT_GRACE_MS = 10_000  # another process may submit an image this long after it is fetched
-VIDEOS = 4096  # whose frames are remembered, some 200 bytes each
-DEFAULT_TIMEOUT_S = 120.0  # users do not wait longer for a first token
+DEFAULT_GRACE_MS = 10_000  # how long a fetch may come before another process submits its image
+MAX_PROBED_VIDEOS = 4096  # videos whose properties are cached, some 200 bytes each
+DEFAULT_TIMEOUT_S = 120.0  # users do not wait longer than this for a first token
 
 
 class EncoderClient:
-    """Asynchronous client of one server or a fleet. Make one with `await EncoderClient.connect(...)` and share it.
+    """Asynchronous client of one server or a fleet of servers with one model.
 
-    `description` is what the first server said about itself: model, geometry, limits. All servers have one model.
+    Create one with `await EncoderClient.connect(...)` and share it within its event loop. `description` has the model,
+    geometry and limits, as reported by the first server that answered.
     """
 
     def __init__(self, pool: Pool, *, client_id: str, tenant_salt: bytes) -> None:
         self.description: Description = pool.description
         self._pool = pool
         self._recent = SentImages()
-        self._videos: LRUCache[bytes, VideoInfo] = LRUCache(VIDEOS)
+        self._videos: LRUCache[bytes, VideoInfo] = LRUCache(MAX_PROBED_VIDEOS)
         self._client_id = client_id
         self._tenant_salt = tenant_salt
 
@@ -54,15 +55,16 @@ class EncoderClient:
         wait: bool = True,
         receivers: Receivers = receivers,
     ) -> Self:
-        """Connect to one server, or to several of one model; returns once one of them answers.
+        """Connect to one server, or to several servers of one model. Returns once one of them answers.
 
-        An endpoint is host:port, unix:/path, or dns:host:port for every address of the name. With `wait`, a server that
-        refuses connections and a name without an address are tried again until `timeout_s`: a server that is starting
-        does both. `client_id` is the name under which the servers log and count this client. Only clients with equal
-        `tenant_salt` share rows. `receivers` makes the receivers for each server, where other processes read the rows.
+        An endpoint is host:port, unix:/path, or dns:host:port for every address of that name. With `wait`, servers that
+        refuse connections and names that do not resolve are tried again until `timeout_s`, because a server may still
+        be starting. `client_id` names this client in the servers' logs and metrics. Clients share rows only if they
+        have the same `tenant_salt`. `receivers` replaces the receivers of row data, for engines whose other processes
+        read the rows.
 
-        Raises `ModelMismatchError` if a fingerprint is given and the server has another, `UnavailableError` if no
-        server answers within `timeout_s`, and `ValueError` for credentials that cannot be used.
+        Raises `ModelMismatchError` if a fingerprint is given and the server has a different one, `UnavailableError` if
+        no server answers within `timeout_s`, and `ValueError` for invalid credentials.
         """
         pool = Pool(
             [endpoints] if isinstance(endpoints, str) else endpoints,
@@ -75,20 +77,20 @@ class EncoderClient:
         )
         try:
             await pool.open()
-        except BaseException:  # also when cancelled: no one else can close its connections
+        except BaseException:  # also when cancelled: the caller gets no client to close
             await pool.close()
             raise
         return cls(pool, client_id=client_id, tenant_salt=tenant_salt)
 
     def for_tenant(self, tenant_salt: bytes) -> Self:
-        """Return a client for another tenant on the same connections. Close the first client, not the returned one."""
+        """Return a client for another tenant that shares the connections. Close only the original client."""
         if tenant_salt == self._tenant_salt:
             return self
         return type(self)(self._pool, client_id=self._client_id, tenant_salt=tenant_salt)
 
     @property
     def any_serves(self) -> bool:
-        """Whether at least one server is not known to be away, by its health check or by calls."""
+        """Whether at least one server may be up, according to health checks and earlier calls."""
         return self._pool.router.any_serves
 
     async def __aenter__(self) -> Self:
@@ -98,7 +100,7 @@ class EncoderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Running calls end."""
+        """Close the connections, which ends running calls."""
         await self._pool.close()
 
     async def submit(
@@ -109,15 +111,15 @@ class EncoderClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Submitted]:
-        """Submit image files; return, in order, the grid and token count that the server confirmed, or the error.
+        """Submit image files. Return one answer per file, in order: the confirmed grid and token count, or an error.
 
-        A file is bytes, a path, or an `Image`. One that is no image gets an error without a call; a path that cannot be
-        read raises `OSError`. Files are sent only if the server does not have the image. Errors that a retry can cure
-        are retried, at another server if necessary, until `timeout_s`.
+        A file is bytes, a path, or an `Image`. The client uploads a file only if the server does not have the image.
+        It retries temporary errors until `timeout_s`, at other servers if necessary. A file that is not an image gets
+        an error without a call. A path that cannot be read raises `OSError`.
         """
-        read = await asyncio.to_thread(read_images, files, self.description.geometry)
+        images = await asyncio.to_thread(read_images, files, self.description.geometry)
         submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
-        return await submission.submit(read, timeout_s)
+        return await submission.submit(images, timeout_s)
 
     async def probe(
         self,
@@ -128,26 +130,29 @@ class EncoderClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[VideoInfo | EncoderError]:
-        """Return what the containers of videos say, or the error of each; servers are sent files that they lack.
+        """Return the container properties of each video file, or its error.
 
-        `digests` are those of the files. What a server said of a file is remembered: it is not sent for that again.
+        `digests` are the content digests of `files`. The client uploads a file only if the server does not have it, and
+        caches the answers.
         """
-        known = {digest: self._videos[digest] for digest in digests if digest in self._videos}
-        asked = {
+        cached = {digest: self._videos[digest] for digest in digests if digest in self._videos}
+        unknown = {
             digest: Image(file, digest, None, 0, is_video=True)
             for file, digest in zip(files, digests, strict=True)
-            if digest not in known
+            if digest not in cached
         }
-        found: dict[bytes, VideoInfo | EncoderError] = {**known}
+        results: dict[bytes, VideoInfo | EncoderError] = {**cached}
         submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
-        answers = await submission.submit(list(asked.values()), timeout_s) if asked else []
-        for digest, answer in zip(asked, answers, strict=True):
+        answers = await submission.submit(list(unknown.values()), timeout_s) if unknown else []
+        for digest, answer in zip(unknown, answers, strict=True):
             if answer.video is not None:
                 self._videos[digest] = answer.video
-            found[digest] = (
-                answer.video or answer.error or InternalError("the server did not say what the video is")
+            results[digest] = (
+                answer.video
+                or answer.error
+                or InternalError("the server's answer does not describe the video")
             )
-        return [found[digest] for digest in digests]
+        return [results[digest] for digest in digests]
 
     async def keep(
         self,
@@ -160,13 +165,13 @@ class EncoderClient:
     ) -> KeptImages:
         """Submit image files as `submit` does, and keep them submitted until the returned `KeptImages` is closed.
 
-        A server that lost an image is sent it again. If a server goes away, its images are submitted to another one;
-        this may take `again_s` seconds. Fetch such images with `kept=True`.
+        If a server loses an image, the client uploads it again. If a server goes away, the client looks for another
+        server for its images for up to `again_s` seconds. Fetch these images with `kept=True`.
         """
-        read = await asyncio.to_thread(read_images, files, self.description.geometry)
+        images = await asyncio.to_thread(read_images, files, self.description.geometry)
         kept = KeptImages(self._pool, self._recent, self._caller(request_id, priority), again_s)
         try:
-            kept.answers = await kept.submit(read, timeout_s)
+            kept.answers = await kept.submit(images, timeout_s)
         except BaseException:
             await kept.close()
             raise
@@ -184,16 +189,16 @@ class EncoderClient:
         producer: Producer | None = None,
         kept: bool = False,
     ) -> FetchStream:
-        """Ask for rows. Iterate the stream for one outcome per request, in the order in which they become ready.
+        """Request rows. Iterate the stream for one outcome per request, in the order in which they become ready.
 
-        `transports` lists the transports to use, best first; inline is always the fallback, and "device" is for callers
-        that compute on a GPU. Use the stream with `async with`: the server holds shared rows until the block ends.
-        `timeout_s` bounds the wait for the outcomes, not the time that rows are held. `grace_ms` is how long a server
-        waits for an image that no one has submitted yet.
+        Use the stream with `async with`: the server holds shared rows until the block ends. `timeout_s` bounds the wait
+        for the outcomes, not how long rows are held. `grace_ms` is how long a server waits for an image that has not
+        been submitted yet. `transports` lists the transports to use, best first. Inline is always the fallback, and
+        "device" is for callers that compute on a GPU.
 
-        Images that this client submitted are submitted again if a server lost them. With a `producer`, the rows are
-        those that it put. With `kept`, another client keeps the images submitted (see `keep`), and one server after the
-        other is asked until `timeout_s`. Raises `InvalidRequestError` for an unknown transport.
+        If a server lost an image that this client submitted, the client submits it again. With a `producer`, fetch the
+        rows that it put. With `kept`, a client keeps the images submitted (see `keep`): the stream tries one server
+        after the other until `timeout_s`. Raises `InvalidRequestError` for an unknown transport.
         """
         if unknown := {*transports} - {*TRANSPORTS}:
             raise InvalidRequestError(
@@ -219,10 +224,10 @@ class EncoderClient:
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> PutSession:
-        """Return a session that puts rows which `producer` computes, at servers that accept Put.
+        """Return a session that puts rows computed by `producer` into the servers' stores.
 
-        One session serves many images. `transports` lists the transports to use; inline is always the fallback.
-        `timeout_s` bounds each step.
+        The servers must accept Put. One session serves many images. `transports` lists the transports to use; inline is
+        always the fallback. `timeout_s` bounds each step.
         """
         caller = self._caller(request_id, 0)
         return PutSession(self._pool, producer, caller, shared=SHM in transports, timeout_s=timeout_s)

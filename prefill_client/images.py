@@ -1,4 +1,4 @@
-"""Images on the client: files to submit, the server's answers, and rows that arrive and are read."""
+"""Images on the client: files to submit, the server's answers, requests for rows, and fetched rows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -31,14 +31,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file with what its bytes say: the content digest, and from the header the grid and token count.
+    """An image file, with its content digest and, from its header, its grid and token count.
 
-    `data` is the file. `digest` has 32 bytes (BLAKE3). `tokens` is the number of its rows and of its prompt tokens.
-    Only the server reads the header of a file in a rare format (TIFF, AVIF, ...), and for some models only the server
-    counts rows (`Description.geometry`): `grid` is None and `tokens` 0, and the answer to its Submit has both.
+    `data` is the file. `digest` has 32 bytes (BLAKE3). `tokens` is the number of the image's rows, which is also its
+    number of prompt tokens. If only the server can compute them, `grid` is None and `tokens` is 0, and the answer to
+    Submit has both. This is so for rare formats (TIFF, AVIF, ...), and for all files if `Description.geometry` is None.
 
-    With `frames`, the file is a video, and the image is two of its frames (`prefill_client.Video`). With `is_video` it
-    is the video itself, which has no rows: the answer says what its container does.
+    With `frames`, the file is a video, and the image consists of two of its frames (`prefill_client.Video`). With
+    `is_video`, this is the video itself, which has no rows: the answer to Submit has the properties of its container.
     """
 
     data: bytes = field(repr=False)
@@ -50,7 +50,7 @@ class Image:
 
     @property
     def name(self) -> bytes:
-        """What tells it from other images: its digest, and its frames."""
+        """Bytes that identify the image: its digest, and its frames if it has any."""
         return _name(self.digest, self.frames)
 
     def to_message(self, index: int) -> pb.ImageName:
@@ -66,16 +66,17 @@ class Image:
 
 
 File: TypeAlias = bytes | str | PathLike[str] | Image
-"""An image file: its bytes, its path, or what was read of it already."""
+"""An image file: its bytes, its path, or an `Image` that was read from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The server's answer to one submitted image: its confirmed grid, or its error.
+    """The server's answer to one submitted image: its confirmed grid and token count, or its error.
 
-    `address` names its rows at the server (32 bytes). `cached`: the server had the rows already. `upload_s` is when the
-    upload began and ended, in seconds of `time.monotonic`; None if the server did not need the file. `endpoint` is the
-    server that answered. Of a video itself, `video` is what its container says; `frames` are those of a pair.
+    `address` names the image's rows at the server (32 bytes). `cached` means that the server already had the rows.
+    `upload_s` is when the upload began and ended, in seconds of `time.monotonic`; None if the server did not need the
+    file. `endpoint` is the server that answered. `video` has the container properties of a submitted video, and
+    `frames` are the frames of a submitted pair.
     """
 
     digest: bytes
@@ -94,10 +95,10 @@ class Submitted:
 class RowRequest:
     """A request for rows [row_begin, row_end) of one image; `row_end` 0 means all rows.
 
-    `chunk` is the prefill chunk that needs them and `needed_in_ms` how soon it runs; 0 means that it waits for them.
-    `digest` names an image that was submitted, `engine_key` rows that a producer put under its own key.
-    `submitted_to` is the server that the image was submitted to, if another process did that. `frames` are those of a
-    video, whose file has this digest.
+    `digest` names a submitted image; `engine_key` names rows that a producer put under its own key. `chunk` is the
+    prefill chunk that needs the rows, and `needed_in_ms` is how soon it runs; 0 means that it is waiting. `frames`
+    selects two frames of the video with this digest. `submitted_to` is the server to which another process submitted
+    the image.
     """
 
     digest: bytes = b""
@@ -113,21 +114,21 @@ class RowRequest:
 
     @classmethod
     def of(cls, image: Image) -> Self:
-        """Return the request for all rows of an image that was submitted."""
+        """Return a request for all rows of a submitted image."""
         return cls(image.digest, frames=image.frames)
 
     @property
     def name(self) -> bytes:
-        """What tells its image from others, as `Image.name`."""
+        """Bytes that identify the image, equal to its `Image.name`."""
         return _name(self.digest, self.frames)
 
     @property
     def routed_by(self) -> bytes:
-        """The name by which the image is routed to a server."""
+        """The key that decides which server the request goes to."""
         return self.digest if self.engine_key is None else self.engine_key.key
 
     def to_message(self, index: int) -> pb.FetchImage:
-        """Return the message that asks for these rows."""
+        """Return the message that requests these rows in a Fetch call."""
         return pb.FetchImage(
             index=index,
             digest=self.digest,
@@ -152,7 +153,7 @@ def _grid_message(grid: Grid | None) -> pb.Grid | None:
 
 @dataclass(frozen=True, slots=True)
 class PutImage:
-    """An image whose rows the caller computes, named by its content digest or by an engine's key."""
+    """An image whose rows the caller computes, named by its content digest or an engine's key."""
 
     grid: Grid
     digest: bytes = b""
@@ -162,11 +163,11 @@ class PutImage:
 
     @property
     def routed_by(self) -> bytes:
-        """The name by which the image is routed to a server: the same as of the `RowRequest` that fetches it."""
+        """The key that decides which server the image goes to, equal to that of its `RowRequest`."""
         return self.digest if self.engine_key is None else self.engine_key.key
 
     def to_message(self, index: int, width: int, dtype: str) -> pb.PutName:
-        """Return the message that names the image. Its rows have `width` elements of type `dtype`."""
+        """Return the message that names the image in a Put call. Its rows have `width` elements of type `dtype`."""
         return pb.PutName(
             index=index,
             digest=self.digest,
@@ -180,11 +181,16 @@ class PutImage:
 
 @dataclass(frozen=True, slots=True)
 class PutAnswer:
-    """The server's answer to an image that was named in a Put, or to its rows.
+    """The server's answer to a named image of a Put call, or to its rows.
 
-    `held`: the server has the rows. `yours`: the caller holds a lease and has `lease_s` seconds to send the rows.
-    `wait`: another caller holds the lease, for `lease_s` seconds at most. `failed`: see `error`. `endpoint`, `call` and
-    `index` identify the image in its call.
+    The states are:
+
+    - `held`: the server has the rows.
+    - `yours`: the caller holds the lease and has `lease_s` seconds to send the rows.
+    - `wait`: another caller holds the lease, for at most `lease_s` seconds.
+    - `failed`: `error` has the reason.
+
+    `endpoint`, `call` and `index` identify the image in its call.
     """
 
     image: PutImage
@@ -199,9 +205,9 @@ class PutAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ServerClock:
-    """The offset of a server's monotonic clock: `offset_s` is theirs minus ours, exact to `error_s` seconds.
+    """The offset of a server's monotonic clock to `time.monotonic` of this process, exact to `error_s` seconds.
 
-    The bound holds even if the request took longer than the answer, or the reverse.
+    The error bound also holds if the request and the answer took different times.
     """
 
     offset_s: float
@@ -209,28 +215,29 @@ class ServerClock:
     estimated_at_s: float
 
     @classmethod
-    def estimate(cls, asked_s: float, their_s: float, heard_s: float) -> Self:
-        """Return the estimate from one call that began at `asked_s` and ended at `heard_s` on our clock."""
-        return cls(their_s - (asked_s + heard_s) / 2, (heard_s - asked_s) / 2, heard_s)
+    def estimate(cls, sent_s: float, server_s: float, received_s: float) -> Self:
+        """Estimate the offset from a call that was sent and answered at these times of `time.monotonic`."""
+        return cls(server_s - (sent_s + received_s) / 2, (received_s - sent_s) / 2, received_s)
 
-    def ours(self, their_s: float) -> float:
+    def to_local(self, server_s: float) -> float:
         """Convert seconds of the server's clock to seconds of `time.monotonic`."""
-        return their_s - self.offset_s
+        return server_s - self.offset_s
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
     """The outcome of one `RowRequest`: its rows, or its error.
 
-    Rows have the shape [rows, width]. numpy has no bfloat16: `array` carries it as uint16 bit patterns, which `dtype`
-    tells. `float32()` returns the numbers, `tensor()` a tensor of the real type.
+    Rows have the shape [rows, width]. numpy has no bfloat16, so `array` holds the bit patterns of bfloat16 rows as
+    uint16; `dtype` is the real element type. `float32()` returns the numbers, `tensor()` a tensor of the real type.
 
     Rows in shared memory belong to the server, which may reuse the memory once the fetch has ended. `array` and
-    `tensor()` copy such rows, `in_place` lends them without a copy. All three raise `StaleHandleError` when the rows
-    are gone; they never return rows of another image. `prefill_client.read` fetches lost rows again through `again`.
+    `tensor()` copy such rows; `in_place()` lends them without a copy. All three raise `StaleHandleError` if the rows
+    are gone, and never return rows of another image. `prefill_client.read` uses `again` to fetch lost rows again.
 
-    `stage_ms` says how long each stage of the server took and `stage_began_s` when it began, in seconds of
-    `time.monotonic`; both are empty if the rows were not encoded for this fetch. `clock` converts the server's times.
+    `source` says where the server found the rows: device, host, peer or encoded. `stage_ms` is how long each stage took
+    at the server, and `stage_began_s` when it began, in seconds of `time.monotonic`. Both are empty if the rows were
+    not encoded for this fetch. `clock` converts the server's times.
     """
 
     index: int
@@ -260,12 +267,12 @@ class FetchedRows:
 
     @property
     def handle(self) -> Handle | None:
-        """The handle by which other processes of this host read the rows; None if they are not shared."""
+        """The handle with which other processes of this host can read the rows; None if they are not shared."""
         return self.rows.handle
 
     @property
     def array(self) -> NDArray[np.generic]:
-        """The rows on the host, [rows, width], valid after the fetch: a copy if they are shared.
+        """The rows in host memory, [rows, width]; a copy if they are shared. They stay valid after the fetch.
 
         Raises `error` if the image failed, and `StaleHandleError` if its rows are gone.
         """
@@ -274,7 +281,7 @@ class FetchedRows:
         return self.rows.copy()
 
     def float32(self) -> NDArray[np.float32]:
-        """Return the rows as numbers of numpy's float32, [rows, width], in memory of their own. It is exact.
+        """Return a copy of the rows converted to float32, [rows, width]. The conversion is exact.
 
         Raises `error` if the image failed, and `StaleHandleError` if its rows are gone.
         """
@@ -283,35 +290,35 @@ class FetchedRows:
         return self.array.astype(np.float32)
 
     def tensor(self) -> "torch.Tensor":
-        """Return the rows as a torch tensor, [rows, width] of type `dtype`, valid after the fetch.
+        """Return the rows as a torch tensor, [rows, width] of type `dtype`. It stays valid after the fetch.
 
-        It lies over the memory of `array`, or on the GPU that the rows come from. Raises `error` if the image failed,
-        and `StaleHandleError` if its rows are gone.
+        The tensor shares the memory of `array`, or is on the GPU from which the rows come. Raises `error` if the image
+        failed, and `StaleHandleError` if its rows are gone.
         """
         if self.error is not None:
             raise self.error
         return self.rows.tensor(self.dtype)
 
     def copy(self) -> "FetchedRows":
-        """Return the outcome with a copy of the rows, valid after the fetch. Raises `StaleHandleError`."""
+        """Return the outcome with a copy of its rows, which stays valid after the fetch. Raises `StaleHandleError`."""
         return replace(self, rows=self.rows.own())
 
     @contextmanager
     def in_place(self) -> "Iterator[FetchedRows]":
         """Lend the outcome with its rows in place, read-only.
 
-        Use what you read only after the block has ended without an error, and keep no view of the rows. Raises
-        `StaleHandleError` on entry, or on exit if the rows were replaced during the block.
+        Use results only after the block has ended without an error, and keep no view of the rows. Raises
+        `StaleHandleError` on entry if the rows are gone, or on exit if they were replaced during the block.
         """
         with self.rows.lent() as rows:
             yield replace(self, rows=rows)
 
 
 def read_images(files: Sequence[File], geometry: Geometry | None) -> list[Image | EncoderError]:
-    """Hash the files and read their headers. Return an `Image` for each, or the error of a file that is no image.
+    """Hash the files and read their headers. Return an `Image` for each file, or an error if it is not an image.
 
-    `geometry` is `Description.geometry`. An `Image` is returned as it is. A 300 KB photo takes about 0.2 ms: on an
-    event loop, call this in a worker thread. Raises `OSError` for a path that cannot be read.
+    `geometry` is `Description.geometry`. An `Image` among the files is returned unchanged. A 300 KB photo takes about
+    0.2 ms: on an event loop, call this in a worker thread. Raises `OSError` for a path that cannot be read.
     """
     return [file if isinstance(file, Image) else _read(_bytes_of(file), geometry) for file in files]
 
@@ -331,31 +338,31 @@ def _read(data: bytes, geometry: Geometry | None) -> Image | EncoderError:
     return Image(data, content_digest(data), grid, geometry.tokens(grid))
 
 
-def raise_first(outcomes: Iterable[EncoderError | None], names: Sequence[str] = ()) -> None:
-    """Raise the first error, with the name of its image, or with its number if there are no `names`."""
-    for index, outcome in enumerate(outcomes):
-        if outcome is not None:
-            raise outcome.about(names[index] if names else f"image {index}") from outcome
+def raise_first(errors: Iterable[EncoderError | None], names: Sequence[str] = ()) -> None:
+    """Raise the first error that is not None, with the name of its image, or its number if there are no `names`."""
+    for index, error in enumerate(errors):
+        if error is not None:
+            raise error.about(names[index] if names else f"image {index}") from error
 
 
-# A function that reads rows in place. It may be called again with the same rows, fetched again, and must return nothing
-# that refers to their memory.
+# A function that reads rows in place. It may be called again after lost rows were fetched again, and must not return
+# anything that refers to the rows' memory.
 Use = Callable[[Sequence[FetchedRows]], Result]
 
 
 async def read(rows: Sequence[FetchedRows], use: Use[Result], executor: Executor | None = None) -> Result:
     """Call `use` in a worker thread with the rows in place, and return its result.
 
-    If rows were lost while `use` read them, its result is discarded, the lost rows are fetched again, and `use` is
-    called once more. `use` must return nothing that refers to the rows' memory. Raises the error of rows that failed,
-    at first or when fetched again. `executor` is where `use` runs; None is the event loop's default.
+    If rows are lost while `use` reads them, this discards its result, fetches the lost rows again and calls `use` once
+    more. `use` must not return anything that refers to the rows' memory. `executor` runs `use`; None is the event
+    loop's default executor. Raises the error of a failed outcome, or of a failed second fetch.
     """
     loop = asyncio.get_running_loop()
     while True:
         try:
             return await loop.run_in_executor(executor, partial(use_in_place, rows, use))
         except StaleHandleError as error:
-            rows = await asyncio.gather(*again(rows, error))
+            rows = await asyncio.gather(*refetch_lost(rows, error))
 
 
 def use_in_place(rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
@@ -363,16 +370,16 @@ def use_in_place(rows: Sequence[FetchedRows], use: Use[Result]) -> Result:
     for each in rows:
         if each.error is not None:
             raise each.error
-    with ExitStack() as held:
-        return use([held.enter_context(each.in_place()) for each in rows])
+    with ExitStack() as borrowed:
+        return use([borrowed.enter_context(each.in_place()) for each in rows])
 
 
-def again(rows: Sequence[FetchedRows], error: StaleHandleError) -> list[Awaitable[FetchedRows]]:
-    """Return an awaitable for each of `rows`, a new fetch for lost ones. Raises `error` if no fetch can help."""
+def refetch_lost(rows: Sequence[FetchedRows], error: StaleHandleError) -> list[Awaitable[FetchedRows]]:
+    """Return an awaitable for each of `rows`: a new fetch if they are lost. Raises `error` if none can be fetched."""
     if not any(each.lost and each.again for each in rows):
         raise error
-    return [each.again() if each.lost and each.again else _as_it_is(each) for each in rows]
+    return [each.again() if each.lost and each.again else _unchanged(each) for each in rows]
 
 
-async def _as_it_is(rows: FetchedRows) -> FetchedRows:
+async def _unchanged(rows: FetchedRows) -> FetchedRows:
     return rows

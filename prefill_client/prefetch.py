@@ -1,4 +1,4 @@
-"""A prefetching session: while chunk k is prefilled, the rows of the chunks behind it are already on their way."""
+"""Prefetching: while one chunk is prefilled, the rows of the following chunks are already being fetched."""
 
 import asyncio
 import time
@@ -15,25 +15,25 @@ from prefill_client.prompt import Chunk
 
 Result = TypeVar("Result")
 
-# A call for the rows of one chunk, as `EncoderClient.fetch` makes it: it yields one outcome per request, in any order,
-# and holds the rows until it is left.
+# Fetches the rows of one chunk, like `EncoderClient.fetch`: the context yields one outcome per request, in any order,
+# and holds the rows until it exits.
 Fetch = Callable[[Sequence[RowRequest]], AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
 
-# Twice what a large image takes (2560×1440 in Qwen3-VL-8B: 118 MB), so that the next is always on its way.
+# Twice the rows of a large image (2560×1440 in Qwen3-VL-8B: 118 MB), so that the next one is always being fetched.
 DEFAULT_HELD_BYTES = 256 << 20
-# Rows are asked for this many times as long before their need as they lately took to come.
+# Fetch a chunk this many recent latencies before it is needed.
 _LEAD_FACTOR = 2.0
-# The slowest of this many chunks counts: long enough to remember the last cache miss among hits.
+# The slowest of this many chunks counts as the recent latency: enough to remember a cache miss among hits.
 _LATENCIES_KEPT = 8
-# Weight of the newest chunk in the measured prefill speed: follows growing attention, forgives one hiccup.
+# Weight of the newest chunk in the measured prefill speed. It follows growing attention and smooths a single outlier.
 _SPEED_WEIGHT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyChunk:
-    """A chunk that can be prefilled, with the rows of each of its windows, in their order.
+    """A chunk that can be prefilled, with the rows of each of its windows, in order.
 
-    The rows are held until the next chunk is asked for. `waited_ms` is how long the caller waited for them.
+    The session holds the rows until the caller requests the next chunk. `waited_ms` is how long the caller waited.
     """
 
     chunk: Chunk
@@ -43,25 +43,25 @@ class ReadyChunk:
     async def read(self, use: Use[Result], executor: Executor | None = None) -> Result:
         """Call `use` in a worker thread with the rows in place and return its result (see `prefill_client.read`).
 
-        `use` may be called twice: what it does before it returns must not change the second call.
+        `use` may be called twice, so it must not have side effects that change the second call.
         """
         return await read(self.rows, use, executor)
 
 
 class PrefetchSession:
-    """Iterates over the chunks of one prompt, each with its rows, and fetches rows ahead of the caller's prefill.
+    """Iterates over the chunks of one prompt with their rows, and fetches rows ahead of the caller's prefill.
 
         async with PrefetchSession(client.fetch, chunks, images, row_bytes=row_bytes) as session:
             async for ready in session:
                 inputs = await ready.read(lambda rows: embed(ready.chunk, [each.tensor() for each in rows]))
                 await asyncio.to_thread(prefill, ready.chunk, inputs)
 
-    The session takes the time between two chunks as the caller's prefill time, and tells the server from it how soon
-    each row is needed. How far ahead it fetches adapts to how long rows take to arrive. `max_held_bytes` bounds the
-    rows that are fetched or held, but the next chunk is always fetched. A chunk without images never waits.
+    The session measures the caller's prefill speed from the time between two chunks, and tells the server how soon each
+    row is needed. The longer rows take to arrive, the further ahead it fetches. `max_held_bytes` bounds the rows that
+    are being fetched or held, except that the next chunk is always fetched. A chunk without images never waits.
 
-    A failed image ends the iteration with its error: as soon as the error is known, or with `fail_at_image` when its
-    chunk is reached. Leaving the session ends every open call.
+    A failed image ends the iteration with its error: as soon as the error is known, or, with `fail_at_image`, when the
+    iteration reaches its chunk. Leaving the session ends every open call.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class PrefetchSession:
         fail_at_image: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`images` names each image of the prompt, without rows: those come from `chunks`. A row has `row_bytes` bytes.
+        """`images` has one request per image of the prompt; the rows to fetch come from `chunks`.
 
-        `prefill_tokens_per_s` is used until the first chunk has been prefilled and measured.
+        A row has `row_bytes` bytes. `prefill_tokens_per_s` is the assumed prefill speed until the first measurement.
         """
         self._fetch = fetch
         self._chunks = chunks
@@ -89,11 +89,11 @@ class PrefetchSession:
         self._fail_at_image = fail_at_image
         self._clock = clock
         self._next = 0
-        self._demanded = 0  # chunks before this one have been asked for
+        self._requested = 0  # the chunks before this one have been requested
         self._held: dict[int, _Held] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
         self._latencies_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
-        self._handed_out_at: float | None = None
+        self._returned_at: float | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -102,17 +102,17 @@ class PrefetchSession:
 
     @property
     def window(self) -> int:
-        """Number of chunks being fetched or held behind the one that was returned last."""
-        return self._demanded - self._next
+        """Number of chunks being fetched or held after the one that was returned last."""
+        return self._requested - self._next
 
     async def __aenter__(self) -> Self:
-        self._demand()
+        self._request_ahead()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = {held.task for held in self._held.values()} | self._leaving
+        tasks = {held.task for held in self._held.values()} | self._releasing
         self._held.clear()
         for task in tasks:
             task.cancel()
@@ -125,31 +125,31 @@ class PrefetchSession:
         self._finish_last()
         if self._next == len(self._chunks):
             raise StopAsyncIteration
-        self._demand()
-        chunk, asked_at = self._chunks[self._next], self._clock()
+        self._request_ahead()
+        chunk, began_at = self._chunks[self._next], self._clock()
         rows = await self._rows_of(chunk)
         self._next += 1
-        self._handed_out_at = self._clock()
-        return ReadyChunk(chunk, rows, waited_ms=(self._handed_out_at - asked_at) * 1000)
+        self._returned_at = self._clock()
+        return ReadyChunk(chunk, rows, waited_ms=(self._returned_at - began_at) * 1000)
 
     def _finish_last(self) -> None:
-        """Measure the chunk that the caller has just prefilled, and release its rows."""
-        if self._handed_out_at is None:
+        """Measure the speed of the chunk that the caller has just prefilled, and release its rows."""
+        if self._returned_at is None:
             return
         last = self._chunks[self._next - 1]
-        measured = (self._clock() - self._handed_out_at) / last.tokens
+        measured = (self._clock() - self._returned_at) / last.tokens
         self._seconds_per_token += _SPEED_WEIGHT * (measured - self._seconds_per_token)
-        self._handed_out_at = None
+        self._returned_at = None
         if held := self._held.pop(last.index, None):
             held.release()
-            self._leaving.add(held.task)
-            held.task.add_done_callback(self._leaving.discard)
+            self._releasing.add(held.task)
+            held.task.add_done_callback(self._releasing.discard)
 
-    def _demand(self) -> None:
-        """Fetch the rows of the next chunk, and of those behind it as far as lead time and memory allow."""
+    def _request_ahead(self) -> None:
+        """Request the rows of the next chunk, and of those after it as far as lead time and memory allow."""
         lead_s = _LEAD_FACTOR * max(self._latencies_s, default=float("inf"))
-        while self._demanded < len(self._chunks):
-            chunk, ahead = self._chunks[self._demanded], self._demanded - self._next
+        while self._requested < len(self._chunks):
+            chunk, ahead = self._chunks[self._requested], self._requested - self._next
             needed_in_s = (chunk.begin - self._chunks[self._next].begin) * self._seconds_per_token
             if ahead > 1 and needed_in_s > lead_s:
                 return
@@ -157,7 +157,7 @@ class PrefetchSession:
                 return
             if chunk.windows:
                 self._open(chunk, round(needed_in_s * 1000))
-            self._demanded += 1
+            self._requested += 1
 
     def _open(self, chunk: Chunk, needed_in_ms: int) -> None:
         requests = [
@@ -170,13 +170,13 @@ class PrefetchSession:
             )
             for window in chunk.windows
         ]
-        asked_at = self._clock()
+        began_at = self._clock()
         held = _Held(self._fetch, chunk, requests)
-        held.rows.add_done_callback(lambda _: self._latencies_s.append(self._clock() - asked_at))
+        held.rows.add_done_callback(lambda _: self._latencies_s.append(self._clock() - began_at))
         self._held[chunk.index] = held
 
     async def _rows_of(self, chunk: Chunk) -> tuple[FetchedRows, ...]:
-        """Wait for the chunk's rows. Raises the error of any failed image; with `fail_at_image`, of this chunk."""
+        """Wait for the chunk's rows. Raises the error of any failed image; of this chunk only with `fail_at_image`."""
         held = self._held.get(chunk.index)
         watched = [held] if held else []
         if not self._fail_at_image:
@@ -186,7 +186,7 @@ class PrefetchSession:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for other in watched:
             if other.task.done():
-                other.task.result()  # raises: such a task ends early only by an error
+                other.task.result()  # raises, because the task of a held chunk ends only with an error
         return held.rows.result() if held else ()
 
 

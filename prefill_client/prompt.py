@@ -1,4 +1,4 @@
-"""The prompt: where each image's tokens lie in it, and which rows each prefill chunk needs."""
+"""Prompt layout: where each image's tokens are, and which rows each prefill chunk needs."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ TokenIds = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens `[begin, end)` of the prompt that belong to image number `image`; row r is token begin + r."""
+    """The prompt tokens `[begin, end)` of image number `image`. Row r of the image is token begin + r."""
 
     image: int
     begin: int
@@ -22,7 +22,7 @@ class Span:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the image, which is its number of rows."""
+        """Number of tokens of the image, equal to its number of rows."""
         return self.end - self.begin
 
 
@@ -58,33 +58,34 @@ class Layout:
 def expand_prompt(
     token_ids: Sequence[int] | TokenIds, placeholder: int | Sequence[int], image_tokens: Sequence[int]
 ) -> Layout:
-    """Return the layout of a prompt in which the token `placeholder`, or any of several, marks the images, in order.
+    """Return the layout of a prompt whose images are marked by `placeholder` tokens, in order.
 
-    `token_ids` has the shape [tokens]; `image_tokens` holds the number of tokens of each image. The prompt marks every
-    image by one placeholder, as a chat template does, or every image by all its tokens, as a Hugging Face processor
-    does. Raises `InvalidRequestError` if the placeholders fit neither form.
+    `token_ids` has the shape [tokens]. `placeholder` is one token id, or several that mark different kinds of images.
+    `image_tokens` has the number of tokens of each image. The prompt has either one placeholder per image, as a chat
+    template writes it, or one per image token, as a Hugging Face processor writes it. Raises `InvalidRequestError` if
+    the placeholders fit neither form.
     """
     ids = np.array(token_ids, dtype=np.int64)
     if ids.ndim != 1:
-        raise InvalidRequestError(f"a prompt is one row of token ids, not an array of shape {ids.shape}")
+        raise InvalidRequestError(f"token_ids must have one dimension, got an array of shape {ids.shape}")
     if any(tokens < 1 for tokens in image_tokens):
         raise InvalidRequestError(f"every image must have at least one token, got {list(image_tokens)}")
-    marked = np.flatnonzero(np.isin(ids, placeholder))
-    if len(marked) == len(image_tokens):
-        return _expanded(ids, marked, image_tokens)
-    if len(marked) != sum(image_tokens):
+    places = np.flatnonzero(np.isin(ids, placeholder))
+    if len(places) == len(image_tokens):
+        return _expanded(ids, places, image_tokens)
+    if len(places) != sum(image_tokens):
         raise InvalidRequestError(
-            f"{len(marked)} placeholders fit neither {len(image_tokens)} images (one each) "
+            f"{len(places)} placeholders fit neither {len(image_tokens)} images (one each) "
             f"nor their {sum(image_tokens)} tokens"
         )
-    return Layout(ids, _spans_of_runs(marked, image_tokens))
+    return Layout(ids, _spans_of_runs(places, image_tokens))
 
 
-def _expanded(ids: TokenIds, marked: NDArray[np.intp], image_tokens: Sequence[int]) -> Layout:
-    """Repeat the one placeholder of each image to its number of tokens."""
+def _expanded(ids: TokenIds, places: NDArray[np.intp], image_tokens: Sequence[int]) -> Layout:
+    """Repeat the placeholder of each image once per token."""
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[marked] = image_tokens
-    ends = np.cumsum(repeats)[marked]
+    repeats[places] = image_tokens
+    ends = np.cumsum(repeats)[places]
     spans = (
         Span(image, int(end) - tokens, int(end))
         for image, (end, tokens) in enumerate(zip(ends, image_tokens, strict=True))
@@ -92,15 +93,13 @@ def _expanded(ids: TokenIds, marked: NDArray[np.intp], image_tokens: Sequence[in
     return Layout(np.repeat(ids, repeats), tuple(spans))
 
 
-def _spans_of_runs(marked: NDArray[np.intp], image_tokens: Sequence[int]) -> tuple[Span, ...]:
-    """Divide the placeholders of an expanded prompt among the images. The tokens of an image must be contiguous."""
+def _spans_of_runs(places: NDArray[np.intp], image_tokens: Sequence[int]) -> tuple[Span, ...]:
+    """Divide the placeholders of an expanded prompt among the images."""
     spans, first = [], 0
     for image, tokens in enumerate(image_tokens):
-        begin, last = int(marked[first]), int(marked[first + tokens - 1])
+        begin, last = int(places[first]), int(places[first + tokens - 1])
         if last - begin != tokens - 1:
-            raise InvalidRequestError(
-                f"image {image} has {tokens} tokens, but its placeholders are interrupted"
-            )
+            raise InvalidRequestError(f"the {tokens} placeholders of image {image} are not contiguous")
         spans.append(Span(image, begin, begin + tokens))
         first += tokens
     return tuple(spans)
@@ -108,7 +107,7 @@ def _spans_of_runs(marked: NDArray[np.intp], image_tokens: Sequence[int]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows `[row_begin, row_end)` of image number `image`, which fill the chunk's tokens from `offset` on."""
+    """Rows `[row_begin, row_end)` of image number `image`. They fill the tokens of a chunk from `offset` on."""
 
     image: int
     row_begin: int
@@ -123,7 +122,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[begin, end)` of the prompt, prefilled in one forward, and the windows of image rows among them."""
+    """The prompt tokens `[begin, end)` of one forward pass, and the windows of image rows among them."""
 
     index: int
     begin: int
@@ -137,21 +136,20 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        """Number of its tokens that are image rows."""
+        """Number of tokens that are image rows."""
         return sum(window.rows for window in self.windows)
 
 
 def plan(layout: Layout, chunk_tokens: int, *, begin: int = 0) -> tuple[Chunk, ...]:
-    """Cut the prompt from token `begin` on into chunks of `chunk_tokens` tokens; the last one may be shorter.
+    """Split the prompt into chunks of `chunk_tokens` tokens, starting at token `begin`. The last one may be shorter.
 
-    `begin` is the number of tokens that the KV cache already covers. Over all chunks, every row from `begin` on appears
-    exactly once, and a chunk names only images with rows in it. Raises `InvalidRequestError` for chunks of less than
-    one token and for a `begin` outside of the prompt.
+    `begin` is the number of tokens that the KV cache already covers. Each row from `begin` on is in exactly one chunk.
+    Raises `InvalidRequestError` if `chunk_tokens` is less than one or `begin` is outside the prompt.
     """
     if chunk_tokens < 1:
         raise InvalidRequestError(f"a chunk must have at least one token, got {chunk_tokens}")
     if not 0 <= begin <= layout.tokens:
-        raise InvalidRequestError(f"token {begin} is outside a prompt of {layout.tokens} tokens")
+        raise InvalidRequestError(f"token {begin} is outside the prompt of {layout.tokens} tokens")
     edges = range(begin, layout.tokens, chunk_tokens)
     ends = (min(edge + chunk_tokens, layout.tokens) for edge in edges)
     return tuple(
@@ -161,7 +159,7 @@ def plan(layout: Layout, chunk_tokens: int, *, begin: int = 0) -> tuple[Chunk, .
 
 
 def windows(layout: Layout, begin: int, end: int) -> tuple[Window, ...]:
-    """Return the window of each image that has rows in tokens `[begin, end)`, in prompt order."""
+    """Return one window for each image with rows in the tokens `[begin, end)`, in prompt order."""
     found = []
     first = bisect_right(layout.spans, begin, key=lambda span: span.end)
     for span in layout.spans[first:]:

@@ -1,4 +1,4 @@
-"""The trace of one request, at the client and its servers, in the format of Chrome and Perfetto."""
+"""Traces of requests at the client and its servers, in the format of Chrome and Perfetto."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from prefill_client.images import FetchedRows, RowRequest, ServerClock, Submitte
 REQUEST = "request"
 KINDS = (REQUEST, "image", "chunk")  # kinds of lanes, in display order
 SIDES = {"prefill": 1, "encoder": 2}  # the processes of the trace
-# Spans that may overlap others of their lane: viewers give them tracks of their own.
+# Spans that may overlap others of their lane. Viewers draw them on separate tracks.
 _OVERLAPPING = {"fetch", "hit", "transfer"}
 
 Fetch = Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
@@ -22,7 +22,7 @@ Fetch = Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval, in seconds since the request began. `lane` is `request`, `image N` or `chunk N`."""
+    """A time interval, in seconds since the request began. `lane` is `request`, `image N` or `chunk N`."""
 
     lane: str
     name: str
@@ -33,7 +33,7 @@ class Span:
 
 
 class Trace:
-    """Collects the spans of one request. All times passed in are in seconds of `time.monotonic`."""
+    """Collects the time spans of one request. All arguments that are times are in seconds of `time.monotonic`."""
 
     def __init__(self, request_id: str, *, traceparent: str = "") -> None:
         self.request_id = request_id
@@ -54,19 +54,19 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, lane: str = REQUEST) -> Iterator[None]:
-        """Add a span for the duration of the block, if it succeeds."""
+        """Add a span for the duration of the block, unless the block fails."""
         began_s = time.monotonic()
         yield
         self.add(lane, name, began_s, time.monotonic())
 
     def images(self, names: Sequence[bytes]) -> None:
-        """Give every image a lane: `names` are their `Image.name`. An image that occurs twice has one lane."""
+        """Give every image a lane. `names` has the `Image.name` of each; an image that occurs twice has one lane."""
         self._names = list(names)
         for number, name in enumerate(names):
             self._lanes.setdefault(name, f"image {number}")
 
     def submitted(self, answers: Mapping[int, Submitted]) -> None:
-        """Add the uploads, and note which images the servers had already."""
+        """Add the uploads, and record which images the servers already had. `answers` are by number of the image."""
         for number, answer in answers.items():
             name = self._names[number] if number < len(self._names) else answer.digest
             if answer.cached:
@@ -75,31 +75,33 @@ class Trace:
                 self.add(self._lane(name), "upload", *answer.upload_s)
 
     def watch(self, fetch: Fetch) -> Fetch:
-        """Return `fetch` with a span added for every image, from the request to the arrival of its rows."""
+        """Wrap `fetch` so that it adds a span for every image, from the request to the arrival of its rows."""
 
         @asynccontextmanager
         async def watched(
             requests: Sequence[RowRequest], **options: Any
         ) -> AsyncIterator[AsyncIterable[FetchedRows]]:
-            asked_s = time.monotonic()
+            requested_s = time.monotonic()
             async with fetch(requests, **options) as outcomes:
-                yield self._noted(outcomes, requests, asked_s)
+                yield self._traced(outcomes, requests, requested_s)
 
         return watched
 
-    async def _noted(
-        self, outcomes: AsyncIterable[FetchedRows], requests: Sequence[RowRequest], asked_s: float
+    async def _traced(
+        self, outcomes: AsyncIterable[FetchedRows], requests: Sequence[RowRequest], requested_s: float
     ) -> AsyncIterator[FetchedRows]:
         async for outcome in outcomes:
-            self._arrived(outcome, requests[outcome.index], asked_s, time.monotonic())
+            self._arrived(outcome, requests[outcome.index], requested_s, time.monotonic())
             yield outcome
 
-    def _arrived(self, outcome: FetchedRows, request: RowRequest, asked_s: float, arrived_s: float) -> None:
+    def _arrived(
+        self, outcome: FetchedRows, request: RowRequest, requested_s: float, arrived_s: float
+    ) -> None:
         lane = self._lane(request.name)
         self.add(
             lane,
             "hit" if request.name in self._held else "fetch",
-            asked_s,
+            requested_s,
             arrived_s,
             chunk=request.chunk,
             rows=[request.row_begin, request.row_end],
@@ -113,7 +115,7 @@ class Trace:
             return
         stages = _stages(outcome)
         self.add(lane, "transfer", min(stages[-1][2], arrived_s), arrived_s, chunk=request.chunk)
-        if request.name not in self._encoded:  # every fetch of an image reports the same stages
+        if request.name not in self._encoded:  # each fetch of an image reports the same stages
             self._encoded.add(request.name)
             for name, began_s, ended_s in stages:
                 at = (began_s - self.began_s, ended_s - self.began_s)
@@ -123,13 +125,13 @@ class Trace:
         return self._lanes.setdefault(digest, f"image {len(self._lanes)}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as `chrome://tracing` and Perfetto read it, in microseconds since the request began."""
+        """Return the trace in the format of `chrome://tracing` and Perfetto: microseconds since the request began."""
         clocks = {
             endpoint: {"offset_ms": clock.offset_s * 1000, "error_ms": clock.error_s * 1000}
             for endpoint, clock in self._clocks.items()
         }
-        told = {"request_id": self.request_id, "trace_id": self.trace_id, "server_clocks": clocks}
-        return {"displayTimeUnit": "ms", "otherData": told, "traceEvents": _events(self.spans)}
+        request = {"request_id": self.request_id, "trace_id": self.trace_id, "server_clocks": clocks}
+        return {"displayTimeUnit": "ms", "otherData": request, "traceEvents": _events(self.spans)}
 
     def write(self, path: Path) -> Path:
         """Write the trace file and return its path."""
@@ -138,7 +140,7 @@ class Trace:
 
 
 def _stages(outcome: FetchedRows) -> list[tuple[str, float, float]]:
-    """Return name, begin and end of each stage, in order. Rounded durations are cut at the next begin."""
+    """Return name, begin and end of each stage, in order. Durations are rounded, so cut each at the next begin."""
     begins = sorted(outcome.stage_began_s.items(), key=lambda stage: stage[1])
     nexts = [began_s for _, began_s in begins[1:]] + [float("inf")]
     return [
@@ -176,7 +178,7 @@ def place(lane: str) -> tuple[int, int]:
 
 
 def read_spans(trace: Mapping[str, Any]) -> list[Span]:
-    """Return the spans of a trace in this format. Raises `ValueError` if it has another format."""
+    """Return the spans of a trace. Raises `ValueError` if it has another format."""
     sides = {pid: side for side, pid in SIDES.items()}
     spans: list[Span] = []
     open_spans: dict[Any, Mapping[str, Any]] = {}

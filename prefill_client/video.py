@@ -1,4 +1,4 @@
-"""Videos on the client: a video is an album of images, each two of its frames."""
+"""Videos on the client: a video is a sequence of images, each consisting of two frames."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,9 +16,10 @@ from prefill_client.prompt import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video that a server has: what its container says, and the pairs of frames that the model is shown.
+    """A video that a server has, and the pairs of frames that the model sees.
 
-    `images` are these pairs, in order: submit them, and fetch their rows, as those of any image. `data` is the file.
+    `data` is the file and `info` its container properties. `images` are the pairs of frames, in order: submit them and
+    fetch their rows as for any other image.
     """
 
     data: bytes = field(repr=False)
@@ -37,10 +38,10 @@ async def read_videos(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     clip: Callable[[VideoInfo], Clip] | None = None,
 ) -> list[Video | EncoderError]:
-    """Return the videos in these files, or the error of each: the server is sent files that it lacks.
+    """Return a `Video` for each file, or its error. Uploads files that the server does not have.
 
-    `settings` are those of the model's checkpoint, from which the pairs are computed. `clip` does that for an engine
-    that has other rules; without, `settings.clip` does.
+    `settings` are those of the model's checkpoint. `settings.clip` selects the pairs of frames; pass `clip` for an
+    engine with other rules.
     """
     digests = await asyncio.to_thread(lambda: [content_digest(file) for file in files])
     infos = await client.probe(files, digests, request_id=request_id, timeout_s=timeout_s)
@@ -57,10 +58,10 @@ def _video(
     digest: bytes,
     info: VideoInfo,
     settings: VideoSettings,
-    lay_out: Callable[[VideoInfo], Clip],
+    select_frames: Callable[[VideoInfo], Clip],
 ) -> Video | EncoderError:
     try:
-        clip = lay_out(info)
+        clip = select_frames(info)
     except EncoderError as error:
         return error
     images = tuple(Image(file, digest, pair.grid, settings.tokens(pair), frames=pair) for pair in clip.pairs)
@@ -69,7 +70,7 @@ def _video(
 
 @dataclass(frozen=True, slots=True)
 class VideoTokens:
-    """The tokens with which a model's prompt marks videos; `encode` returns those of a text."""
+    """The tokens with which a model's prompt marks a pair of frames. `encode` returns the token ids of a text."""
 
     placeholder: int
     begin: int
@@ -83,17 +84,20 @@ def mark_pairs(
     tokens: VideoTokens,
     settings: VideoSettings,
 ) -> TokenIds:
-    """Return a prompt with one placeholder for each pair of a video, from one with a placeholder for each video.
+    """Replace the placeholder of each video in a prompt by one placeholder for each of its pairs of frames.
 
-    A model that `writes_time` has a timestamp before each pair, and the marks of a picture around it. Expand what is
-    returned with `expand_prompt`. Raises `InvalidRequestError` if the prompt marks another number of videos.
+    For a model with `writes_time`, a timestamp precedes each pair, and the begin and end tokens enclose it. Pass the
+    returned prompt to `expand_prompt`. Raises `InvalidRequestError` if the prompt has another number of placeholders
+    than `videos`.
     """
     ids = np.array(token_ids, dtype=np.int64)
-    marked = np.flatnonzero(ids == tokens.placeholder)
-    if len(marked) != len(videos):
-        raise InvalidRequestError(f"the prompt marks {len(marked)} videos, but {len(videos)} are given")
+    places = np.flatnonzero(ids == tokens.placeholder)
+    if len(places) != len(videos):
+        raise InvalidRequestError(
+            f"the prompt has placeholders for {len(places)} videos, but the request has {len(videos)}"
+        )
     pieces, begin = [], 0
-    for place, video in zip(marked, videos, strict=True):
+    for place, video in zip(places, videos, strict=True):
         pieces += [ids[begin:place], np.array(_marks(video.clip, tokens, settings), dtype=np.int64)]
         begin = int(place) + 1
     return np.concatenate([*pieces, ids[begin:]])

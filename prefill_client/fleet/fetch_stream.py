@@ -1,4 +1,4 @@
-"""A fetch from any number of servers: every request gets one outcome, after the retries that can help."""
+"""A fetch from any number of servers: every request gets exactly one outcome, after useful retries."""
 
 import asyncio
 from collections import defaultdict
@@ -28,8 +28,8 @@ from prefill_client.transport.row_stream import RowStream
 class FetchStream:
     """A running fetch. Iterate it for one `FetchedRows` per request, in the order in which they become ready.
 
-    Shared rows are held until `close` or the end of `async with`; `timeout_s` bounds only the wait for the outcomes.
-    Rows that are lost before, because their server went away, are fetched again by `prefill_client.read`.
+    The servers hold shared rows until `close` or the end of `async with`; the fetch's `timeout_s` bounds only the wait
+    for the outcomes. If a server goes away earlier, `prefill_client.read` fetches its rows again.
     """
 
     def __init__(
@@ -55,17 +55,18 @@ class FetchStream:
         self._producer = producer
         self._kept = kept
         self._submitted_to = {each.routed_by: each.submitted_to for each in requests if each.submitted_to}
-        # Servers that did not know the image.
-        self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)  # by image, in this round
+        # By image, the servers that do not know it, in this round over all servers.
+        self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)
         deadline = monotonic() + timeout_s
         self._attempts = [Attempts(deadline, kept=kept) for _ in requests]
-        # None: closed. An exception: the client was closed, or a bug; the caller must not wait forever.
+        # None means that the stream was closed. An exception means that the client was closed, or a bug: it ends the
+        # iteration, because the caller would wait forever.
         self._outcomes: asyncio.Queue[FetchedRows | BaseException | None] = asyncio.Queue()
         self._streams: list[RowStream] = []
         self._tasks: set[asyncio.Future[None]] = set()
 
     def close(self) -> None:
-        """End all calls and release all rows that they hold."""
+        """End all calls and release the rows that they hold."""
         self._outcomes.put_nowait(None)
         for task in self._tasks:
             task.cancel()
@@ -94,47 +95,49 @@ class FetchStream:
             return
         names = [self._requests[index].routed_by for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        # Only the server that has such an image can answer: load does not move it.
+        # Rows that were put, and kept images, are only at one server: do not move them to balance load.
         bounded = self._producer is None and not self._kept
         placed = self._pool.router.place(names, self._route, bounded=bounded)
         for index, endpoint in zip(indexes, placed, strict=True):
             # No grace for images that this client sent: a server that does not know one has lost it.
-            grace_ms = self._grace_ms if self._sent(index) is None else 0
+            grace_ms = self._grace_ms if self._resubmittable(index) is None else 0
             groups[endpoint, grace_ms].append(index)
         for (endpoint, grace_ms), group in groups.items():
-            left = dict(enumerate(group))
-            task = self._start(self._fetch_from(endpoint, left, grace_ms))
-            task.add_done_callback(partial(self._leave, endpoint, left))
+            pending = dict(enumerate(group))
+            task = self._start(self._fetch_from(endpoint, pending, grace_ms))
+            task.add_done_callback(partial(self._end_pending, endpoint, pending))
 
-    def _sent(self, index: int) -> Image | None:
-        """Return the image to submit again if its rows are lost; None if rows were put, or another client keeps it."""
+    def _resubmittable(self, index: int) -> Image | None:
+        """Return the image to submit again if a server lost it; None if this client cannot submit it."""
         request = self._requests[index]
         if self._producer or self._kept or (image := self._recent.image(request.digest)) is None:
             return None
         if request.frames is None:
             return image
-        # What was sent last of a video are other frames of it, or the video itself.
+        # The entry of a video's digest is what was sent last: other frames of the video, or the video itself.
         return replace(image, frames=request.frames, grid=request.frames.grid, is_video=False)
 
     def _route(self, name: bytes) -> str | None:
         if self._producer:
             return None
         if self._kept:
-            return self._turn(name)
+            return self._next_server(name)
         return self._recent.route(name) or self._submitted_to.get(name)
 
-    def _turn(self, name: bytes) -> str | None:
-        """Return where to ask next for a kept image: the server it was submitted to, then each of the others."""
+    def _next_server(self, name: bytes) -> str | None:
+        """Return the server to try next for a kept image: the one it was submitted to, then each of the others."""
         router, unknown_at = self._pool.router, self._unknown_at[name]
         order = [
-            each for each in (self._submitted_to.get(name, ""), *router.order(name)) if router.is_up(each)
+            server
+            for server in (self._submitted_to.get(name, ""), *router.order(name))
+            if router.is_up(server)
         ]
-        if all(each in unknown_at for each in order):
+        if all(server in unknown_at for server in order):
             unknown_at.clear()
-        return next((each for each in order if each not in unknown_at), None)
+        return next((server for server in order if server not in unknown_at), None)
 
-    def _leave(self, endpoint: str, left: dict[int, int], _: object) -> None:
-        self._pool.router.end(endpoint, len(left))
+    def _end_pending(self, endpoint: str, pending: dict[int, int], _: object) -> None:
+        self._pool.router.end(endpoint, len(pending))
 
     def _start(self, work: Awaitable[None]) -> "asyncio.Future[None]":
         task = asyncio.ensure_future(work)
@@ -144,17 +147,18 @@ class FetchStream:
 
     def _ended(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
-        # Tasks are cancelled by closing this, when no one waits, and by closing the client, when someone may.
-        gone = UnavailableError("the client was closed")
-        if (error := gone if task.cancelled() else task.exception()) is not None:
+        # Closing the client cancels tasks while a caller may be waiting. After closing this stream, no caller waits.
+        closed = UnavailableError("the client was closed")
+        if (error := closed if task.cancelled() else task.exception()) is not None:
             self._outcomes.put_nowait(error)
 
-    async def _fetch_from(self, endpoint: str, left: dict[int, int], grace_ms: int) -> None:
-        """Make one attempt at the images of one server. Those that fail are tried again or get their outcome.
+    async def _fetch_from(self, endpoint: str, pending: dict[int, int], grace_ms: int) -> None:
+        """Make one attempt at the images of one server. Retry an image that fails, or report its outcome.
 
-        `left` maps the index of an image in the call to its index among the requests, for all without an outcome.
+        `pending` maps the index of each image in the call to the index of its request, and loses an entry with every
+        outcome.
         """
-        indexes = list(left.values())
+        indexes = list(pending.values())
         try:
             async with asyncio.timeout(self._attempts[indexes[0]].left_s()):
                 connection = await self._pool.connection(endpoint)
@@ -168,25 +172,25 @@ class FetchStream:
             )
             self._streams.append(stream)
             async for outcome in stream:
-                index = left.pop(outcome.index)
+                index = pending.pop(outcome.index)
                 self._pool.router.end(endpoint)
                 if outcome.error is None:
                     self._pool.router.succeeded(endpoint)
-                    again = partial(self._fetch_again, index)
+                    again = partial(self._refetch, index)
                     self._outcomes.put_nowait(replace(outcome, index=index, again=again))
                 else:
                     if isinstance(outcome.error, UnknownImageError):
                         self._unknown_at[self._requests[index].routed_by].add(endpoint)
-                    self._start(self._again([index], outcome.error))
+                    self._start(self._retry_or_fail([index], outcome.error))
         except EncoderError as error:
             if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
                 self._pool.router.failed(endpoint)
-            self._start(self._again(list(left.values()), error))
+            self._start(self._retry_or_fail(list(pending.values()), error))
         except TimeoutError:
-            late = DeadlineError(f"{endpoint} could not be reached before the deadline")
-            self._start(self._again(list(left.values()), late))
+            timeout = DeadlineError(f"{endpoint} could not be reached before the deadline")
+            self._start(self._retry_or_fail(list(pending.values()), timeout))
 
-    async def _fetch_again(self, index: int) -> FetchedRows:
+    async def _refetch(self, index: int) -> FetchedRows:
         """Fetch lost rows again, inline, so that they cannot be lost a second time. Raises the error of the image."""
         request = replace(self._requests[index], needed_in_ms=0)
         stream = FetchStream(
@@ -206,31 +210,31 @@ class FetchStream:
             raise outcome.error
         return replace(outcome, index=index)
 
-    async def _again(self, indexes: list[int], error: EncoderError) -> None:
-        """Retry images that failed with `error` if that can help; else make it their outcome."""
-        again: list[int] = []
+    async def _retry_or_fail(self, indexes: list[int], error: EncoderError) -> None:
+        """Retry images that failed with `error` if a retry can help. Otherwise, report the error as their outcome."""
+        retried: list[int] = []
         pause_s = 0.0
         for index in indexes:
             digest = self._requests[index].digest
-            can_resubmit = self._sent(index) is not None
+            can_resubmit = self._resubmittable(index) is not None
             pause = self._attempts[index].pause_s(error, can_resubmit=can_resubmit)
             if pause is None:
                 self._outcomes.put_nowait(
                     FetchedRows(index, digest, error=self._attempts[index].outcome(error))
                 )
             else:
-                again.append(index)
+                retried.append(index)
                 pause_s = max(pause_s, pause)
         await asyncio.sleep(pause_s)
         if isinstance(error, UnknownImageError) and not self._kept:
-            again = await self._submit_again(again)
-        self._fetch_all(again)
+            retried = await self._resubmit(retried)
+        self._fetch_all(retried)
 
-    async def _submit_again(self, indexes: list[int]) -> list[int]:
-        """Submit images that a server does not know. Return those to fetch; the others get their outcome."""
+    async def _resubmit(self, indexes: list[int]) -> list[int]:
+        """Submit images that a server does not know. Return the indexes to fetch; report errors as outcomes."""
         for index in indexes:
-            self._recent.lost(self._requests[index].digest)
-        images = {index: image for index in indexes if (image := self._sent(index)) is not None}
+            self._recent.forget_route(self._requests[index].digest)
+        images = {index: image for index in indexes if (image := self._resubmittable(index)) is not None}
         known: list[int] = []
         left_s = min(self._attempts[index].left_s() for index in indexes) if indexes else 0.0
         submission = Submission(self._pool, self._recent, self._caller)

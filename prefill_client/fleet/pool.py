@@ -1,4 +1,4 @@
-"""The servers that a client knows: a connection to each, checked to have one model, and watched by health checks."""
+"""Connections to the servers of a fleet: opened on demand, checked to have one model, and watched by health checks."""
 
 import asyncio
 import logging
@@ -17,24 +17,24 @@ from prefill_client.transport.connection import Connection, Description
 
 log = logging.getLogger(__name__)
 
-# How often a server that went away is tried: once a second costs nothing and is as fast as a restart.
+# Pause before a server that went away is tried again: cheap, and as short as a restart.
 WATCH_AGAIN_S = 1.0
-# How long the other servers of a fleet may take to connect after the first, before images pass them by.
+# How long the other servers of a fleet may take to connect after the first one before they are marked down.
 OTHERS_S = 0.25
-# How long a call waits for a connection once the first server has answered: asking a third one is quicker.
+# How long a call waits for a connection once the first server has answered. Another server is quicker than that.
 CONNECT_AGAIN_S = 2.0
-# How long an attempt to connect then goes on, for later calls: a server without processor time needs more than 2 s.
+# How long the attempt to connect then continues, for later calls: a server that gets no CPU time needs more than 2 s.
 ATTEMPT_S = 20.0
 # How often names are resolved again, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
-# How long a retired connection stays open for the calls it carries: longer than they take. Put calls are begun again
-# after that, and rows that are still held are fetched again.
+# How long a retired connection stays open for its calls, longer than calls usually take. After that, Put calls start
+# again, and rows that are still held are fetched again.
 RETIRE_S = 600.0
 DNS = "dns:"
 
 
 class Pool:
-    """Connections by endpoint. `router` decides which to prefer; health checks and failed calls inform it.
+    """Connections by endpoint. `router` decides which one to prefer, informed by health checks and failed calls.
 
     An endpoint is host:port, unix:/path, or dns:host:port for every address of the name.
     """
@@ -54,7 +54,7 @@ class Pool:
         self._names = list(dict.fromkeys(endpoints))
         self._expected = {"model": model, "processor": processor}
         self.description: Description
-        """What the first server said about itself; all servers of a pool have its model. Set by `open`."""
+        """The description of the first server; all servers of a pool have its model. Set by `open`."""
         self._timeout_s = connect_timeout_s
         self._attempt_s = connect_timeout_s
         self._wait = wait
@@ -68,9 +68,9 @@ class Pool:
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
     async def open(self) -> None:
-        """Connect to the server that answers first, and watch them all from here on.
+        """Wait for the first server that answers, and start to watch all servers.
 
-        Raises the first error if none of them can be used.
+        Raises the first error if no server can be used.
         """
         named = any(name.startswith(DNS) for name in self._names)
         attempts: dict[str, asyncio.Task[Connection]] = {}
@@ -84,58 +84,58 @@ class Pool:
                         await self._resolve()
                         self._resolving = asyncio.create_task(self._resolve_again(), name="resolve")
                     self._watch_all()
-                    first = await self._first(attempts, errors)
+                    first = await self._first_connection(attempts, errors)
             if first is None:
-                raise errors[0] if errors else self._nobody()
+                raise errors[0] if errors else self._unanswered()
             self._timeout_s, self._wait = min(self._timeout_s, CONNECT_AGAIN_S), False
             self._attempt_s = ATTEMPT_S
-            await self._pass_by_the_late(attempts)
+            await self._mark_late_down(attempts)
             self.description = first.description
         finally:
-            for left in attempts.values():
-                left.cancel()
+            for attempt in attempts.values():
+                attempt.cancel()
 
-    async def _first(
+    async def _first_connection(
         self, attempts: "dict[str, asyncio.Task[Connection]]", errors: list[EncoderError]
     ) -> Connection | None:
         """Return the first connection, or None if all attempts failed. Fills `attempts` by endpoint, and `errors`.
 
-        With `wait`, addresses that a name gets later are tried too: servers that are being started have none.
+        With `wait`, this also tries addresses that a name gets later, because starting servers have none yet.
         """
         while True:
             for endpoint in self.router.endpoints:
                 if endpoint not in attempts:
                     attempts[endpoint] = asyncio.create_task(self.connection(endpoint))
-            left = [attempt for attempt in attempts.values() if not attempt.done()]
-            if not left:
+            running = [attempt for attempt in attempts.values() if not attempt.done()]
+            if not running:
                 if errors or not self._wait or self._resolving is None:
                     return None
                 await asyncio.sleep(WATCH_AGAIN_S)
                 continue
-            ended, _ = await asyncio.wait(left, timeout=WATCH_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(running, timeout=WATCH_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
             for attempt in ended:
                 try:
                     return attempt.result()
                 except EncoderError as error:
                     errors.append(error)
 
-    def _nobody(self) -> UnavailableError:
+    def _unanswered(self) -> UnavailableError:
         reasons = [f"; {name} does not resolve: {error}" for name, error in self._unresolved.items()]
         return UnavailableError(f"no server answers at {', '.join(self._names)}{''.join(reasons)}")
 
-    async def _pass_by_the_late(self, attempts: "dict[str, asyncio.Task[Connection]]") -> None:
-        """Mark servers down that have not connected, until their health check says that they serve."""
+    async def _mark_late_down(self, attempts: "dict[str, asyncio.Task[Connection]]") -> None:
+        """Mark servers down that have not connected yet. Their health checks mark them up later."""
         await asyncio.wait(attempts.values(), timeout=OTHERS_S)
         for endpoint, attempt in attempts.items():
             if not attempt.done() or attempt.exception() is not None:
                 self.router.mark_down(endpoint)
 
     async def connection(self, endpoint: str) -> Connection:
-        """Return the connection to `endpoint`, made on first use; callers share one attempt, which may outlast them.
+        """Return the connection to `endpoint`, opened on first use. Callers share one attempt, which may outlast them.
 
-        Raises `UnavailableError` if there is none in time or the pool is closed, and `ModelMismatchError`.
+        Raises `UnavailableError` if there is no connection in time or the pool is closed, and `ModelMismatchError`.
         """
-        # A retry may come while the client closes; no one would close its connection.
+        # A retry may come while the client closes. Nothing would close a connection that is opened then.
         if self._closed:
             raise UnavailableError("the client is closed")
         task = self._connections.get(endpoint)
@@ -155,9 +155,9 @@ class Pool:
 
     @asynccontextmanager
     async def attempt(self, endpoint: str, timeout_s: float) -> AsyncIterator[Connection]:
-        """Lend the connection to `endpoint` for an attempt of at most `timeout_s`; the router learns how it ended.
+        """Lend the connection to `endpoint` for an attempt of at most `timeout_s`, and tell the router how it ended.
 
-        Raises what `connection` and the block raise, and `DeadlineError` if the time is over.
+        Raises the errors of `connection` and of the block, and `DeadlineError` if the attempt takes too long.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -170,24 +170,24 @@ class Pool:
         self.router.succeeded(endpoint)
 
     async def close(self) -> None:
-        """Close all connections. Running calls end."""
+        """Close all connections, which ends running calls."""
         self._closed = True
         tasks = [*self._watches.values(), *self._retired, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # A copy: attempts that fail remove themselves.
+        # Iterate over a copy, because attempts that fail remove themselves.
         for connecting in list(self._connections.values()):
             connecting.cancel()
             with suppress(asyncio.CancelledError, EncoderError):
                 await (await connecting).close()
 
     def _is_outdated(self, task: "asyncio.Task[Connection]") -> bool:
-        """Return whether a connection was opened with certificates that have changed since."""
+        """Return whether the certificates have changed since the connection was opened."""
         return _is_open(task) and task.result().version != self._channels.version
 
     def _retire(self, endpoint: str, connection: Connection) -> None:
-        """Close a connection once its calls had time to end, and watch its server on the next connection."""
+        """Close a connection after its calls had time to end, and watch its server by the next connection."""
         closing = asyncio.create_task(connection.close(RETIRE_S), name=f"retire {endpoint}")
         self._retired.add(closing)
         closing.add_done_callback(self._retired.discard)
@@ -211,7 +211,7 @@ class Pool:
                 raise ModelMismatchError(
                     f"{what} fingerprint: expected {expected.hex()}, {endpoint} has {found[what].hex()}"
                 )
-        self._expected = found  # all servers of a pool have the first one's model
+        self._expected = found  # all servers of a pool must have the model of the first one
         return connection
 
     def _watch_all(self) -> None:
@@ -222,7 +222,7 @@ class Pool:
             self._watches.pop(endpoint).cancel()
 
     async def _watch(self, endpoint: str) -> None:
-        """Watch the health of a server while it is known. The open stream also keeps the channel's pings going."""
+        """Watch a server's health while it is in the fleet. The open stream also keeps the channel's pings going."""
         while True:
             connection: Connection | None = None
             try:
@@ -234,18 +234,18 @@ class Pool:
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
                         break
                     self.router.mark_up(endpoint)
-                watch.cancel()  # a draining server would wait for this call
+                watch.cancel()  # otherwise a draining server would wait for this call
             except (EncoderError, grpc.aio.AioRpcError) as error:
                 log.debug("%s: %s", endpoint, error)
                 if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
-                    return  # a server without a health service: calls tell whether it is up
+                    return  # the server has no health service, so only calls show whether it is up
             self.router.mark_down(endpoint)
             if connection is not None:
                 self._drop(endpoint, connection)
             await asyncio.sleep(WATCH_AGAIN_S)
 
     def _drop(self, endpoint: str, connection: Connection) -> None:
-        """Retire the connection of a server that went away: it may return with another segment or another model."""
+        """Retire the connection of a server that went away, because it may return with another segment or model."""
         task = self._connections.get(endpoint)
         if task is not None and _is_open(task) and task.result() is connection:
             del self._connections[endpoint]

@@ -1,4 +1,4 @@
-"""Puts rows that the caller computes into the servers' stores: one Put call to each server that images go to."""
+"""Puts rows that the caller computes into the servers' stores, by one Put call to each server."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,23 +17,23 @@ from prefill_client.transport.put_stream import PutStream
 
 
 class PutSession:
-    """Puts rows of any number of images. Use it with `async with`: its leases end with it.
+    """Puts the rows of any number of images. Use it with `async with`: the leases end with the session.
 
-    Nothing is retried, because a caller that cannot put still has its rows. If a server goes away, its images that are
-    under way fail; later names go to another server, or to the same one once it is back.
+    The session does not retry, because a caller that cannot put still has its rows. If a server goes away, the images
+    in progress there fail. Images named later go to another server, or to the same one once it is back.
     """
 
     def __init__(
         self, pool: Pool, producer: Producer, caller: pb.Caller, *, shared: bool, timeout_s: float
     ) -> None:
-        """`shared`: rows may go through shared memory. `timeout_s` bounds each step."""
+        """With `shared`, rows may go through shared memory. `timeout_s` bounds each step."""
         self._pool = pool
         self._producer = producer
         self._caller = caller
         self._shared = shared
         self._timeout_s = timeout_s
         self._streams: dict[str, asyncio.Task[PutStream]] = {}
-        self._giving_up: set[asyncio.Task[None]] = set()
+        self._abandoning: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -42,7 +42,7 @@ class PutSession:
         await self.close()
 
     async def close(self) -> None:
-        """End the calls. Leases are released, and incomplete rows are dropped."""
+        """End the calls. The servers release leases and drop incomplete rows."""
         streams, self._streams = list(self._streams.values()), {}
         for opening in streams:
             opening.cancel()
@@ -51,11 +51,16 @@ class PutSession:
                 opened.close()
 
     async def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
-        """Name images together; return the answer to each, in order.
+        """Ask the servers who computes the rows of these images. Return one answer per image, in order.
 
-        `yours`: compute the rows and `put` them within `lease_s`, or `abandon` the image. `wait`: fetch the rows with a
-        grace of `lease_s`, and name the image again after `UnknownImageError`. `held`: fetch the rows. `failed`: the
-        answer has the error. If the caller is cancelled, leases in the answers are given back.
+        What the caller does next depends on the state of the answer:
+
+        - `yours`: compute the rows and `put` them within `lease_s`, or `abandon` the image.
+        - `wait`: fetch the rows with a grace of `lease_s`, and name the image again after `UnknownImageError`.
+        - `held`: fetch the rows.
+        - `failed`: see the answer's error.
+
+        A cancelled caller holds no lease: the session gives back the leases in the answers.
         """
         try:
             with self._pool.router.placed([image.routed_by for image in images], bounded=False) as groups:
@@ -70,9 +75,9 @@ class PutSession:
         return [answers[position] for position in range(len(images))]
 
     async def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
-        """Send the rows [tokens, width] of an image that is `yours`; return its last answer, `held` or `failed`.
+        """Send the rows [tokens, width] of an image that is `yours`. Return the final answer, `held` or `failed`.
 
-        bfloat16 rows are passed as uint16 bit patterns. Do not change the rows before this returns or raises.
+        Pass bfloat16 rows as uint16 bit patterns. Do not change the rows before this returns or raises.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -87,7 +92,7 @@ class PutSession:
             return replace(answer, state="failed", error=error)
 
     async def abandon(self, answer: PutAnswer) -> None:
-        """Give up the lease of an image that is `yours`, so that another caller can compute it."""
+        """Give back the lease of an image that is `yours`, so that another caller can compute it."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await (await self._opened(answer)).abandon(answer)
@@ -97,7 +102,7 @@ class PutSession:
     async def _name_all(
         self, images: Sequence[PutImage], groups: dict[str, list[int]]
     ) -> list[list[PutAnswer]]:
-        """Name each group of images at its server. A caller that is cancelled gives up what servers answer."""
+        """Name each group of images at its server. If the caller is cancelled, give back the leases in the answers."""
         naming = [
             asyncio.create_task(self._name(endpoint, [images[position] for position in group]))
             for endpoint, group in groups.items()
@@ -105,8 +110,8 @@ class PutSession:
         try:
             return await asyncio.gather(*naming)
         except BaseException:
-            for asked in naming:
-                asked.add_done_callback(self._give_up)
+            for task in naming:
+                task.add_done_callback(self._abandon_leases)
             raise
 
     async def _name(self, endpoint: str, images: Sequence[PutImage]) -> list[PutAnswer]:
@@ -118,18 +123,18 @@ class PutSession:
         except EncoderError as error:
             return [PutAnswer(image, "failed", error=error, endpoint=endpoint) for image in images]
 
-    def _give_up(self, naming: "asyncio.Task[list[PutAnswer]]") -> None:
-        """Give back the leases that one server has answered to a caller that was cancelled."""
+    def _abandon_leases(self, naming: "asyncio.Task[list[PutAnswer]]") -> None:
+        """Give back the leases in one server's answers, because the caller was cancelled."""
         if naming.cancelled() or naming.exception() is not None:
             return
         for answer in naming.result():
             if answer.state == "yours":
-                task = asyncio.create_task(self.abandon(answer), name="put-give-up")
-                self._giving_up.add(task)
-                task.add_done_callback(self._giving_up.discard)
+                task = asyncio.create_task(self.abandon(answer), name="put-abandon")
+                self._abandoning.add(task)
+                task.add_done_callback(self._abandoning.discard)
 
     async def _opened(self, answer: PutAnswer) -> PutStream:
-        """Return the call in which an image was named. Raises `UnavailableError` if the call has ended."""
+        """Return the call in which the image was named. Raises `UnavailableError` if the call has ended."""
         opening = self._streams.get(answer.endpoint)
         if opening is not None:
             stream = await asyncio.shield(opening)
@@ -138,7 +143,7 @@ class PutSession:
         raise UnavailableError(f"{answer.endpoint}: the Put call and its leases have ended")
 
     async def _stream(self, endpoint: str) -> PutStream:
-        """Return the open call to a server; begin one if there is none. Concurrent callers share one attempt."""
+        """Return the open call to a server, or start one. Concurrent callers share one attempt."""
         opening = self._streams.get(endpoint)
         if opening is not None and opening.done() and not _is_open(opening):
             opening = None

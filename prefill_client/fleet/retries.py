@@ -1,4 +1,4 @@
-"""When to try again: what each error means for the next attempt at an image."""
+"""Retries: whether and when to try an image again after an error."""
 
 import random
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from encoder_contract.errors import (
     UnknownImageError,
 )
 
-# Attempts that may fail for reasons other than a full queue: enough for a fleet that loses a replica during a restart,
-# and few enough to give up within seconds if it is broken.
+# Failed attempts for reasons other than a full queue. Enough for a fleet that loses a replica during a restart, and few
+# enough to give up within seconds if the fleet is broken.
 MAX_FAILURES = 6
 MAX_INTERNAL = 2
 PAUSE_S = 0.1  # after a failure, so that other clients and servers notice it too
@@ -25,10 +25,10 @@ MAX_REFUSED_PAUSE_S = 2.0
 
 @dataclass(slots=True)
 class Attempts:
-    """The attempts at one image so far. `deadline` is in seconds of `time.monotonic`.
+    """Counts the failed attempts at one image. `deadline` is in seconds of `time.monotonic`.
 
-    An image that is `kept` submitted by some client is tried until the deadline. An upload that stalled at one that
-    `sends` files begins again.
+    With `kept`, a client keeps the image submitted, so it is tried until the deadline. With `sends`, attempts upload
+    the file, and a stalled upload starts again.
     """
 
     deadline: float
@@ -41,7 +41,7 @@ class Attempts:
     refusal: OverloadedError | None = None
 
     def pause_s(self, error: EncoderError, *, can_resubmit: bool) -> float | None:
-        """Return the seconds to wait before the next attempt; None if `error` is the outcome."""
+        """Return how many seconds to wait before the next attempt; None if `error` is final."""
         pause = self._pause_s(error, can_resubmit=can_resubmit)
         return pause if pause is not None and monotonic() + pause < self.deadline else None
 
@@ -50,7 +50,7 @@ class Attempts:
             self.refusal = error
             self.refused += 1
             backed_off_s = min(PAUSE_S * 2.0 ** min(self.refused - 1, 10), MAX_REFUSED_PAUSE_S)
-            # As often as the deadline allows, and spread, so that refused callers do not return together.
+            # No limit but the deadline. The pauses are randomized so that refused callers do not return together.
             return max(error.retry_after_ms / 1000, backed_off_s) * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
         if self.kept and isinstance(error, (UnavailableError, UnknownImageError)):
             self.failures += 1
@@ -68,9 +68,9 @@ class Attempts:
         return None
 
     def outcome(self, error: EncoderError) -> EncoderError:
-        """Return the error for the caller: the last refusal instead of the deadline, if queues were full until then."""
+        """Return the error to report: the last refusal instead of a deadline error, if queues were full until then."""
         return self.refusal if isinstance(error, DeadlineError) and self.refusal is not None else error
 
     def left_s(self) -> float:
-        """Return the seconds until the deadline, at least one millisecond."""
+        """Return the number of seconds until the deadline, at least one millisecond."""
         return max(self.deadline - monotonic(), 0.001)

@@ -1,4 +1,4 @@
-"""Routing: which server an image goes to, so that repeated images meet its cache, and which one is tried next."""
+"""Routing: which server an image goes to, so that repeated images hit its cache, and which server to try next."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,11 +11,11 @@ from xxhash import xxh3_64_intdigest
 
 from encoder_contract.errors import UnavailableError
 
-# A server may have a quarter more than its even share of the images under way: images still go to their first choice
-# nearly always, and a hot image cannot overload one server (Mirrokni et al., Consistent Hashing with Bounded Loads,
+# A server may have a quarter more than its even share of the images in progress. Nearly all images still go to their
+# first choice, and a hot image cannot overload one server (Mirrokni et al., Consistent Hashing with Bounded Loads,
 # arXiv 1608.01350).
 LOAD_FACTOR = 1.25
-# A server with fewer images than this is never over its share.
+# A server with fewer images in progress than this is never over its share.
 IDLE_IMAGES = 16
 # A restart takes about a second. A server that stays away costs one call every half minute.
 FIRST_BACKOFF_S = 0.5
@@ -26,9 +26,9 @@ LAST_BACKOFF_S = 30.0
 class _Endpoint:
     seed: int
     images: int = 0
-    failures: int = 0  # in a row, in this outage
-    relapses: int = 0  # times in a row that calls failed while it was said to serve
-    said_to_serve: bool = True
+    failures: int = 0  # consecutive failures in this outage
+    relapses: int = 0  # consecutive failures of calls while the health check reported serving
+    reported_serving: bool = True
     failed_at: float = float("-inf")
     down_until: float = float("-inf")
 
@@ -36,8 +36,9 @@ class _Endpoint:
 class Router:
     """Rendezvous hashing over the live endpoints, with a bound on the load of each.
 
-    Every process that knows the same endpoints, in any order, prefers the same one for an image. When an endpoint goes
-    away, only its own images move, evenly to the others, and they move back when it returns. No I/O; for one thread.
+    All processes that know the same endpoints, in any order, prefer the same one for an image. When an endpoint goes
+    away, only its own images move, evenly to the others, and they move back when it returns. Does no I/O. Not
+    thread-safe.
     """
 
     def __init__(
@@ -59,19 +60,19 @@ class Router:
 
     @property
     def any_serves(self) -> bool:
-        """Whether at least one endpoint is not known to be away, by its health check or by calls."""
-        return any(known.said_to_serve for known in self._endpoints.values())
+        """Whether at least one endpoint may be up, according to health checks and earlier calls."""
+        return any(known.reported_serving for known in self._endpoints.values())
 
     def set_endpoints(self, endpoints: Iterable[str]) -> None:
-        """Replace the endpoints, after a new DNS answer. Those that stay keep their load and state."""
+        """Replace the endpoints after a new DNS answer. Endpoints that remain keep their load and state."""
         before = self._endpoints
         self._endpoints = {name: before.get(name) or _Endpoint(_hash(name.encode(), 0)) for name in endpoints}
 
     def order(self, digest: bytes) -> list[str]:
         """Return all endpoints in the order in which to try them for the image with this content digest.
 
-        First come those that are up and below the bound, then those up and above it, each by preference. Last come
-        those that are down, by the time at which they are tried again.
+        Endpoints that are up and below the bound come first, then those that are up and above it, both by preference.
+        Endpoints that are down come last, by the time at which they may be tried again.
         """
         return self._order(digest, self.bound())
 
@@ -82,12 +83,12 @@ class Router:
         *,
         bounded: bool = True,
     ) -> list[str]:
-        """Return the endpoint of each image of one call, and count each as under way there until `end`.
+        """Choose an endpoint for each image of one call, and count the image as in progress there until `end`.
 
-        An image goes where `sent_to` says if that endpoint is up and below the bound, else to the first in its order.
-        An image that occurs twice goes to one endpoint. The bound counts all images of the call. Without a bound, load
-        does not move images: rows that were put are only at the server where they were put. Raises `UnavailableError`
-        if no endpoint is known.
+        An image goes to the endpoint that `sent_to` returns if that is up and below the bound, else to the first one of
+        its `order`. Equal digests go to the same endpoint. The bound counts all images of the call. With `bounded`
+        false, load does not move images: rows that were put are only at the server where they were put. Raises
+        `UnavailableError` if no endpoint is known.
         """
         if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
@@ -105,9 +106,9 @@ class Router:
 
     @contextmanager
     def placed(self, digests: Sequence[bytes], *, bounded: bool = True) -> Iterator[dict[str, list[int]]]:
-        """Place images as `place` does, and count them as under way until the block ends.
+        """Place images as `place` does, and count them as in progress until the block ends.
 
-        Yields, by endpoint, the positions in `digests` of the images that go there.
+        Yields the positions in `digests` of the images that go to each endpoint, by endpoint.
         """
         placed = self.place(digests, bounded=bounded)
         groups: defaultdict[str, list[int]] = defaultdict(list)
@@ -120,48 +121,54 @@ class Router:
                 self.end(endpoint)
 
     def bound(self, more: int = 1) -> int:
-        """Return how many images an endpoint may have under way, with `more` to come, before others are preferred."""
+        """Return how many images an endpoint may have in progress before others are preferred.
+
+        `more` is the number of images about to be placed.
+        """
         now = self._clock()
         up = [endpoint for endpoint in self._endpoints.values() if endpoint.down_until <= now]
-        under_way = sum(endpoint.images for endpoint in up)
-        return max(self._idle_images, ceil(LOAD_FACTOR * (under_way + more) / max(1, len(up))))
+        in_progress = sum(endpoint.images for endpoint in up)
+        return max(self._idle_images, ceil(LOAD_FACTOR * (in_progress + more) / max(1, len(up))))
 
     def begin(self, endpoint: str, images: int = 1) -> None:
-        """Count images as under way at an endpoint."""
+        """Count images as in progress at an endpoint."""
         if known := self._endpoints.get(endpoint):
             known.images += images
 
     def end(self, endpoint: str, images: int = 1) -> None:
-        """Undo `begin`. An endpoint that is no longer known is ignored."""
+        """Undo `begin`. Ignores an unknown endpoint, which may have left the fleet."""
         if known := self._endpoints.get(endpoint):
             known.images = max(0, known.images - images)
 
     def mark_down(self, endpoint: str) -> None:
-        """Prefer other endpoints for a while, longer with every outage in a row. One outage counts once."""
+        """Prefer other endpoints for a while, longer after each consecutive failure. Has no effect while it is down."""
         known, now = self._endpoints.get(endpoint), self._clock()
         if known is None or known.down_until > now:
             return
         known.failed_at, known.down_until = now, now + _backoff_s(known.failures)
         known.failures += 1
-        known.said_to_serve = False
+        known.reported_serving = False
 
     def failed(self, endpoint: str) -> None:
-        """Note that a call found the server unavailable."""
-        if (known := self._endpoints.get(endpoint)) and known.said_to_serve:
+        """Record that a call found the server unavailable."""
+        if (known := self._endpoints.get(endpoint)) and known.reported_serving:
             known.relapses += 1
         self.mark_down(endpoint)
 
     def mark_up(self, endpoint: str) -> None:
-        """Note that the health check reports serving. It is tried at once, unless calls failed twice despite that."""
+        """Record that the health check reports serving, and use the server at once.
+
+        If calls failed at least twice although the health check reported serving, keep backing off.
+        """
         if known := self._endpoints.get(endpoint):
-            known.failures, known.said_to_serve = 0, True
+            known.failures, known.reported_serving = 0, True
             wait_s = _backoff_s(known.relapses - 2) if known.relapses > 1 else 0.0
             known.down_until = known.failed_at + wait_s
 
     def succeeded(self, endpoint: str) -> None:
-        """Note that a call succeeded, and forget earlier failures."""
+        """Record that a call succeeded, and forget earlier failures."""
         if known := self._endpoints.get(endpoint):
-            known.failures, known.relapses, known.said_to_serve = 0, 0, True
+            known.failures, known.relapses, known.reported_serving = 0, 0, True
             known.down_until = float("-inf")
 
     def _order(self, digest: bytes, bound: float) -> list[str]:
@@ -176,7 +183,7 @@ class Router:
         return below + above + [name for name, _ in sorted(down, key=lambda item: item[1].down_until)]
 
     def is_up(self, endpoint: str) -> bool:
-        """Return whether the endpoint is known and not down; one whose backoff is over is up."""
+        """Return whether the endpoint is known and not down. It is up once its backoff has passed."""
         known = self._endpoints.get(endpoint)
         return known is not None and known.down_until <= self._clock()
 
@@ -186,5 +193,5 @@ def _backoff_s(failures: int) -> float:
 
 
 def _hash(data: bytes, seed: int) -> int:
-    # Content digests are BLAKE3 already: this only has to spread them, not to resist attacks.
+    # Content digests are already BLAKE3 hashes, so this hash only has to spread them, not resist attacks.
     return xxh3_64_intdigest(data, seed)

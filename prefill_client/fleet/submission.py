@@ -1,4 +1,4 @@
-"""Submitting images to a fleet: sent with retries, kept for a request, remembered in case a server loses them."""
+"""Submits images to a fleet with retries, keeps them submitted, and remembers them in case a server loses them."""
 
 import asyncio
 import logging
@@ -19,36 +19,35 @@ from prefill_client.transport.submit_stream import SubmitStream
 
 log = logging.getLogger(__name__)
 
-# Bytes that may have to be sent once more when a server is lost. They are references to what the caller sent.
+# Bytes of files that are kept in case a server is lost. These are references to the caller's buffers, not copies.
 MAX_BYTES = 256 << 20
-# What one takes besides its file.
-ENTRY_BYTES = 1024
+ENTRY_BYTES = 1024  # memory of one entry besides its file
 MAX_ROUTES = 65536  # some 10 MB
 
 
 class SentImages:
-    """The images that a client sent lately, and where to. Bounded, least recently used out first. Not thread-safe."""
+    """LRU cache of the images that a client sent recently, and of the servers that have them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._images: LRUCache[bytes, Image] = LRUCache(MAX_BYTES, getsizeof=_size)
         self._routes: LRUCache[bytes, str] = LRUCache(MAX_ROUTES)
 
-    def sent(self, image: Image, endpoint: str) -> None:
-        """Remember an image that `endpoint` has taken."""
+    def remember(self, image: Image, endpoint: str) -> None:
+        """Remember that `endpoint` accepted an image."""
         self._routes[image.digest] = endpoint
         if _size(image) <= MAX_BYTES:
             self._images[image.digest] = image
 
     def image(self, digest: bytes) -> Image | None:
-        """Return an image that was sent lately; None if it is not remembered."""
+        """Return an image that was sent recently; None if it is unknown."""
         return self._images.get(digest)
 
     def route(self, digest: bytes) -> str | None:
-        """Return where an image was sent to; None if it is not remembered."""
+        """Return the endpoint that an image was sent to; None if it is unknown."""
         return self._routes.get(digest)
 
-    def lost(self, digest: bytes) -> None:
-        """Forget where an image was sent to: it is no longer there."""
+    def forget_route(self, digest: bytes) -> None:
+        """Forget the endpoint of an image, because the server there lost it."""
         self._routes.pop(digest, None)
 
 
@@ -56,22 +55,22 @@ class Submission:
     """Submits the images of one request, each to the server that the router prefers, and retries."""
 
     def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller) -> None:
-        """`recent` is told what was sent where."""
+        """`recent` records the images that servers accept."""
         self._pool = pool
         self._recent = recent
         self._caller = caller
 
     async def submit(
-        self, read: Sequence[Image | EncoderError], timeout_s: float, *, persistent: bool = False
+        self, files: Sequence[Image | EncoderError], timeout_s: float, *, persistent: bool = False
     ) -> list[Submitted]:
-        """Return the answer to each image, in order; a file that could not be read has its error already.
+        """Return one answer per file, in order. `files` has an error in place of a file that could not be read.
 
-        Retries end after `timeout_s`, or sooner if a server fails too often, unless they are `persistent`.
+        Retries end after `timeout_s`, or earlier after too many failures, unless they are `persistent`.
         """
-        images = {index: image for index, image in enumerate(read) if isinstance(image, Image)}
+        images = {index: image for index, image in enumerate(files) if isinstance(image, Image)}
         answers = {
             index: Submitted(b"", error=error)
-            for index, error in enumerate(read)
+            for index, error in enumerate(files)
             if isinstance(error, EncoderError)
         }
         deadline = monotonic() + timeout_s
@@ -92,18 +91,18 @@ class Submission:
                 else:
                     due_s[index] = monotonic() + pause_s
             await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
-        return [answers[index] for index in range(len(read))]
+        return [answers[index] for index in range(len(files))]
 
     async def _submit_once(
         self, images: dict[int, Image], attempts: dict[int, Attempts]
     ) -> dict[int, Submitted]:
-        """Make one attempt at every image, those of one server together."""
-        indexes, most = list(images), self._pool.description.max_images_per_call
+        """Make one attempt at every image. Images that go to the same server share a call."""
+        indexes, max_images = list(images), self._pool.description.max_images_per_call
         with self._pool.router.placed([image.digest for image in images.values()]) as groups:
             batches = [
-                (endpoint, [indexes[place] for place in places[begin : begin + most]])
+                (endpoint, [indexes[place] for place in places[begin : begin + max_images]])
                 for endpoint, places in groups.items()
-                for begin in range(0, len(places), most)
+                for begin in range(0, len(places), max_images)
             ]
             calls = [
                 self._submit_to(endpoint, [images[index] for index in batch], attempts[batch[0]].left_s())
@@ -124,7 +123,7 @@ class Submission:
             return [Submitted(image.digest, error=error) for image in images]
         for image, answer in zip(images, answers, strict=True):
             if answer.error is None:
-                self._recent.sent(image, endpoint)
+                self._recent.remember(image, endpoint)
         return answers
 
     async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
@@ -132,19 +131,19 @@ class Submission:
 
 
 class KeptImages(Submission):
-    """Images that stay submitted until `close`: their files, and an open Submit call at each server that has some.
+    """Images that stay submitted until `close`: holds their files, and an open Submit call to each of their servers.
 
-    A server that needs a file again is sent it. When a server goes, its images are submitted to another.
+    It uploads a file again when a server needs it, and submits the images of a lost server to another one.
     """
 
     def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller, again_s: float) -> None:
-        """`again_s` is how long to look for another server for images whose server has gone."""
+        """`again_s` is how long to look for another server for the images of a lost one."""
         super().__init__(pool, recent, caller)
         self.answers: list[Submitted] = []
-        """The servers' answer to each image, in order, when they were first submitted."""
+        """The servers' first answer to each image, in order."""
         self._again_s = again_s
         self._tasks: set[asyncio.Task[None]] = set()
-        self._nowhere: dict[SubmitStream, EncoderError] = {}
+        self._resubmitting: dict[SubmitStream, EncoderError] = {}  # by the call that ended, why it ended
         self._lost: asyncio.Future[EncoderError] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -155,61 +154,62 @@ class KeptImages(Submission):
 
     @property
     def error(self) -> EncoderError | None:
-        """Why some of the images are at no server now; None while all are at one."""
+        """Why some of the images are not at any server now; None if all are."""
         if self._lost.done():
             return self._lost.result()
-        return next(iter(self._nowhere.values()), None)
+        return next(iter(self._resubmitting.values()), None)
 
     async def lost(self) -> EncoderError:
-        """Wait until some of the images are lost for good, and return why: no server took them within `again_s`."""
+        """Wait until some images are lost, because no server accepted them within `again_s`, and return the reason."""
         return await asyncio.shield(self._lost)
 
     async def close(self) -> None:
-        """Let go of the images: servers drop those that no other caller wants."""
-        while tasks := list(self._tasks):  # one that ends may have begun another
+        """Release the images: servers drop those that no other caller wants."""
+        while tasks := list(self._tasks):  # a task that ends may have started another one
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
     async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
-        """Submit images to one server, and keep the call open for those that it takes."""
+        """Submit images to one server, and keep the call open for those that it accepts."""
         stream = connection.submit_stream(images, self._caller)
-        taken: list[Image] = []
+        accepted: list[Image] = []
         try:
             answers = await stream.answers(kept=True)
             pairs = zip(images, answers, strict=True)
-            taken = [image for image, answer in pairs if answer.error is None]
+            accepted = [image for image, answer in pairs if answer.error is None]
         finally:
-            if not taken:
+            if not accepted:
                 stream.close()
-        if taken:
-            task = asyncio.create_task(self._keep(stream, connection.endpoint, taken))
+        if accepted:
+            task = asyncio.create_task(self._keep(stream, connection.endpoint, accepted))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
         return answers
 
     async def _keep(self, stream: SubmitStream, endpoint: str, images: Sequence[Image]) -> None:
+        """Serve the call until it ends, then submit its images to other servers."""
         try:
-            error = await stream.send_again()
+            error = await stream.resend()
         finally:
             stream.close()
         log.info("%d images are submitted again: %s", len(images), error.message)
         if isinstance(error, UnavailableError):
             self._pool.router.failed(endpoint)
-        self._nowhere[stream] = error
+        self._resubmitting[stream] = error
         for answer in await self.submit(images, self._again_s, persistent=True):
             if answer.error is not None:
-                self._lose(answer.error)
-        del self._nowhere[stream]
+                self._set_lost(answer.error)
+        del self._resubmitting[stream]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("keeping images submitted failed unexpectedly", exc_info=error)
-            self._lose(error if isinstance(error, EncoderError) else InternalError(f"{error!r}"))
+            self._set_lost(error if isinstance(error, EncoderError) else InternalError(f"{error!r}"))
 
-    def _lose(self, error: EncoderError) -> None:
+    def _set_lost(self, error: EncoderError) -> None:
         if not self._lost.done():
             self._lost.set_result(error)
 

@@ -1,7 +1,7 @@
-"""One server: its connection, its running calls, and one `Receiver` for each transport of the contract.
+"""One server: the connection to it, its running calls, and a `Receiver` for each transport of the contract.
 
-A new transport needs a value of the enum `Transport`, a receiver with its line in `RECEIVERS`, and a sender with its
-line in `SENDERS` (`encoder_service/transport.py`).
+To add a transport, add a value to the enum `Transport`, a receiver to `RECEIVERS`, and a sender to `SENDERS` in
+`encoder_service/transport.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from prefill_client.transport.device import DeviceReceiver
 from prefill_client.transport.receiver import InlineReceiver, Receiver
 from prefill_client.transport.shared_memory import SharedMemoryReceiver
 
-# Best first. Inline is last: it takes what no other does.
+# Best first. Inline is last, because it accepts rows that no other transport announces.
 RECEIVERS: Mapping[pb.Transport.ValueType, type[Receiver]] = {
     receiver.transport: receiver for receiver in (DeviceReceiver, SharedMemoryReceiver, InlineReceiver)
 }
@@ -22,17 +22,17 @@ INLINE = TRANSPORT_NAMES[pb.TRANSPORT_INLINE]
 SHM = TRANSPORT_NAMES[pb.TRANSPORT_SHM]
 DEVICE = TRANSPORT_NAMES[pb.TRANSPORT_DEVICE]
 BY_DEFAULT = tuple(TRANSPORT_NAMES[transport] for transport, each in RECEIVERS.items() if each.by_default)
-"""Names of the transports that are used unless a caller names others."""
+"""Names of the transports that a caller uses by default."""
 
 
 def receivers(endpoint: str, description: pb.DescribeResponse) -> dict[str, Receiver]:
     """Return the receivers that this process can use with a server, by name, best first."""
-    found = (receiver.from_server(endpoint, description) for receiver in RECEIVERS.values())
-    return {TRANSPORT_NAMES[receiver.transport]: receiver for receiver in found if receiver is not None}
+    candidates = (receiver.from_server(endpoint, description) for receiver in RECEIVERS.values())
+    return {TRANSPORT_NAMES[receiver.transport]: receiver for receiver in candidates if receiver is not None}
 
 
 Receivers = Callable[[str, pb.DescribeResponse], dict[str, Receiver]]
-"""What makes the receivers for a server: `receivers`, unless other processes than this one read the rows."""
+"""A factory of the receivers for a server: `receivers`, or another one if other processes read the rows."""
 
 
 def transport_of(ready: pb.ImageReady) -> str:
@@ -40,15 +40,15 @@ def transport_of(ready: pb.ImageReady) -> str:
     return next(TRANSPORT_NAMES[t] for t, receiver in RECEIVERS.items() if receiver.announced(ready))
 
 
-def asked(transports: Sequence[str], usable: Mapping[str, Receiver]) -> dict[str, Receiver]:
-    """Return the receivers for a caller that names `transports`, by name, best first.
+def select_receivers(transports: Sequence[str], available: Mapping[str, Receiver]) -> dict[str, Receiver]:
+    """Return the receivers for a call that requests `transports`, by name, best first.
 
-    Inline is always among them. With "device" so is shared memory, for rows that are not on the device, or that this
+    Inline is always among them. "device" also selects shared memory, for rows that are not on the device or that this
     process cannot reach there.
     """
-    also = [SHM] if DEVICE in transports else []
-    names = (*transports, *also, INLINE)
-    return {name: usable[name] for name in names if name in usable and usable[name].usable}
+    fallback = [SHM] if DEVICE in transports else []
+    names = (*transports, *fallback, INLINE)
+    return {name: available[name] for name in names if name in available and available[name].usable}
 
 
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
     "TRANSPORTS",
     "Receiver",
     "Receivers",
-    "asked",
     "receivers",
+    "select_receivers",
     "transport_of",
 ]

@@ -1,4 +1,4 @@
-"""gRPC: channels to servers, plain or over TLS, and what the errors of its calls mean."""
+"""gRPC channels to servers, plain or over TLS, and the translation of gRPC errors."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from encoder_contract.errors import (
 )
 from encoder_contract.v1 import encoder_pb2 as pb
 
-# With these, a silent peer is noticed within about two seconds. Without ping_timeout_ms, keepalive_timeout_ms has no
-# effect, and it takes a minute.
+# These options detect a silent peer within about two seconds. Without ping_timeout_ms, keepalive_timeout_ms has no
+# effect, and detection takes a minute.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -25,18 +25,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also bounds an attempt to connect, which may take twenty seconds by default.
+    # Also bounds an attempt to connect, which may take 20 s by default.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
-# The status that grpc makes up itself, as if from the server, if a call ends during an operation.
+# The status message that gRPC itself makes up, as if from the server, if a call ends during an operation.
 LOCAL_FAILURE = "Internal error from Core"
-# How grpc's text begins if there is no connection; the reason follows its last colon.
+# How gRPC's messages about a missing connection begin. The reason follows the last colon.
 UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 
 
 class Channels:
-    """Opens channels with one client's credentials: plain, or over TLS with certificates that are reread on change."""
+    """Opens channels with one client's credentials, plain or over TLS. Reads certificates again when they change."""
 
     def __init__(self, credentials: Credentials) -> None:
         """Read the credentials' files. Raises `ValueError` if one is invalid."""
@@ -47,25 +47,25 @@ class Channels:
 
     @property
     def version(self) -> int:
-        """A number that changes with the certificates: channels opened with another one should be replaced."""
+        """A number that changes with the certificates. Channels opened with another version should be replaced."""
         return self._certificates.pem.version if self._certificates else 0
 
     def metadata(self, endpoint: str) -> tuple[tuple[str, str], ...]:
-        """Return the metadata with the client's token, if it has one, for a call to `endpoint`.
+        """Return the metadata of a call to `endpoint`: the client's token, if it has one.
 
         Raises `UnauthenticatedError` if the token cannot be read, or would be sent over the network without TLS.
         """
         try:
-            shown = self._token.metadata()
+            metadata = self._token.metadata()
         except ValueError as error:
             raise UnauthenticatedError(str(error)) from error
-        if shown and self._certificates is None and not is_local(endpoint):
+        if metadata and self._certificates is None and not is_local(endpoint):
             raise UnauthenticatedError(f"{endpoint}: a token is sent only over TLS (ca), or within this host")
-        return shown
+        return metadata
 
     def open(self, endpoint: str) -> grpc.aio.Channel:
         """Return a channel to `endpoint`, which connects on first use."""
-        # No proxy to a server on this host: a proxy must not see the token or the proof of shared memory.
+        # Never use a proxy to reach this host: the proxy would see the token and the proof of shared memory.
         direct = (("grpc.enable_http_proxy", 0),) if is_local(endpoint) else ()
         if self._certificates is None:
             return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS + direct)
@@ -78,36 +78,37 @@ def _credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def from_message(error: pb.ImageError) -> EncoderError:
-    """Return the error that the server sent for one image."""
+    """Return the error of one image, from the server's message."""
     return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
 
 
 def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
     """Return the error of a whole call, with the endpoint in its message."""
-    if (cut := _cut(error.code(), error.details(), endpoint)) is not None:
-        return cut
+    if (interrupted := _interruption(error.code(), error.details(), endpoint)) is not None:
+        return interrupted
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
-    why = error.details() or ""
-    if why.startswith(UNCONNECTED):
-        why = f"no server answers ({why_unconnected(why)})"
-    return from_status(error.code().value[0], f"{endpoint}: {why}", retry_after_ms=retry_after_ms)
+    details = error.details() or ""
+    if details.startswith(UNCONNECTED):
+        details = f"no server answers ({why_unconnected(details)})"
+    return from_status(error.code().value[0], f"{endpoint}: {details}", retry_after_ms=retry_after_ms)
 
 
 async def ended_early(call: Any, endpoint: str) -> EncoderError:
-    """Return the error of a call that the server ended before every image had an outcome."""
+    """Return the error of a call that ended before every image had an outcome."""
     code: grpc.StatusCode = await call.code()
     if code is grpc.StatusCode.OK:
         return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
     details = await call.details()
-    return _cut(code, details, endpoint) or from_status(code.value[0], f"{endpoint}: {details}")
+    return _interruption(code, details, endpoint) or from_status(code.value[0], f"{endpoint}: {details}")
 
 
-def _cut(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
+def _interruption(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
     """Return the error of a call that was cut off; None if it ended in another way."""
     if details == LOCAL_FAILURE:
         return UnavailableError(f"{endpoint}: the connection failed during a write")
-    # Not cancelled by this client, which would not ask for the reason. A server that stops cancels calls that reach it.
+    # The server cancelled the call, as it does with new calls while it stops: if this client cancels a call, it does
+    # not ask for the reason.
     if code is grpc.StatusCode.CANCELLED:
         return UnavailableError(f"{endpoint}: the server stopped before it accepted the call")
     return None

@@ -1,4 +1,4 @@
-"""One server: its channel, its description, and single attempts at Submit, Fetch and Put."""
+"""The connection to one server: its channel, its description, and single attempts at Submit, Fetch and Put."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, ServerClock, Submitted
-from prefill_client.transport import Receiver, Receivers, asked, receivers
+from prefill_client.transport import Receiver, Receivers, receivers, select_receivers
 from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream
@@ -27,22 +27,22 @@ from prefill_client.transport.rows import element_type
 from prefill_client.transport.submit_stream import SubmitStream
 
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
-# How long an estimate of the server's clock is used: two synchronized clocks drift by less than 0.1 ms in this time.
+# How long an estimate of the server's clock is used. Two synchronized clocks drift by less than 0.1 ms in this time.
 CLOCK_S = 60.0
 
-# The W3C trace context that this task's calls carry, for servers to log; empty for none.
+# The W3C trace context that the calls of this task carry, for servers to log. Empty means none.
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a server says about itself: model, fingerprints, geometry, limits.
+    """A server's description of itself: model, fingerprints, geometry and limits.
 
-    A row has `width` elements of type `dtype`: `hidden` for the language model's input, and as many again for each of
-    `deepstack_levels`. `geometry` gives an image's grid and tokens from its size, so that the client lays out prompts
-    without asking; where only the server can count rows it is None, and the answer to an image's Submit has both.
-    Limits are in bytes, pixels, images and milliseconds. `video_decoder` is what decodes videos; empty: the server
-    takes none, and `max_video_bytes` is 0.
+    A row has `width` elements of type `dtype`: `hidden` elements for the language model's input, and as many for each
+    of `deepstack_levels`. `geometry` computes an image's grid and token count from its size, so that a client lays out
+    prompts without a call. It is None if only the server can count rows; then the answer to Submit has both. The limits
+    are in bytes, pixels, images and milliseconds. `video_decoder` names the decoder of videos. It is empty, and
+    `max_video_bytes` is 0, if the server accepts no videos.
     """
 
     version: str
@@ -72,7 +72,10 @@ class Description:
     @classmethod
     def from_message(cls, message: pb.DescribeResponse) -> Self:
         """Return the description in a `DescribeResponse`."""
-        said = message.geometry if message.HasField("geometry") else None
+        geometry = None
+        if message.HasField("geometry"):
+            sizes = message.geometry
+            geometry = Geometry(sizes.patch_size, sizes.merge_size, sizes.min_pixels, sizes.max_pixels)
         return cls(
             version=message.version,
             model_type=message.model_type,
@@ -83,7 +86,7 @@ class Description:
             width=message.width,
             hidden=message.hidden,
             deepstack_levels=message.deepstack_levels,
-            geometry=said and Geometry(said.patch_size, said.merge_size, said.min_pixels, said.max_pixels),
+            geometry=geometry,
             max_image_bytes=message.limits.max_image_bytes,
             max_image_pixels=message.limits.max_image_pixels,
             max_images_per_call=message.limits.max_images_per_call,
@@ -96,7 +99,7 @@ class Description:
 
 
 class Connection:
-    """A channel to one server. Every method makes one attempt; `fleet` retries."""
+    """The connection to one server. Every method makes one attempt; `prefill_client.fleet` retries."""
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class Connection:
         channels: Channels,
         version: int,
     ) -> None:
-        """`version` is `channels.version` at the time when `channel` was opened."""
+        """`version` is the value of `channels.version` when `channel` was opened."""
         self.endpoint = endpoint
         self.version = version
         self._channels = channels
@@ -135,31 +138,31 @@ class Connection:
         wait: bool = True,
         receivers: Receivers = receivers,
     ) -> Self:
-        """Connect, and ask the server to describe itself. Raises `UnavailableError` if it cannot be reached.
+        """Connect, and ask the server for its description. Raises `UnavailableError` if it cannot be reached.
 
-        With `wait`, a refused connection is tried again until `timeout_s`: the server may be starting. `receivers`
-        makes those for a server.
+        With `wait`, a refused connection is tried again until `timeout_s`, because the server may be starting.
+        `receivers` creates the receivers for the server.
         """
-        version, shown = channels.version, channels.metadata(endpoint)
+        version, metadata = channels.version, channels.metadata(endpoint)
         channel = channels.open(endpoint)
         try:
             described = await EncoderServiceStub(channel).Describe(
-                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait, metadata=shown
+                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=wait, metadata=metadata
             )
-            # A second call: the first one included the time to connect.
-            clock = await _clock_of(channel, timeout_s, shown)
+            # Estimate the clock by a second call, because the first one includes the time to connect.
+            clock = await _estimate_clock(channel, timeout_s, metadata)
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
             raise from_rpc(error, endpoint) from error
-        except BaseException:  # also when cancelled: no one else can close the channel
+        except BaseException:  # also when cancelled: the caller gets no connection to close
             await channel.close()
             raise
         return cls(endpoint, channel, described, receivers(endpoint, described), clock, channels, version)
 
     async def close(self, after_s: float = 0.0) -> None:
-        """Close the channel after `after_s`, or at once if cancelled. Calls that still run then end."""
+        """Close the channel after `after_s`, or at once if cancelled. This ends calls that still run."""
         if self._clock_task is not None:
             self._clock_task.cancel()
         try:
@@ -168,7 +171,7 @@ class Connection:
             await self.channel.close()
 
     async def submit(self, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
-        """Name the images, send those that the server lacks, and return its answer to each, in order.
+        """Submit images, upload those that the server does not have, and return one answer per image, in order.
 
         Raises the error of the call.
         """
@@ -181,7 +184,7 @@ class Connection:
         return answers
 
     def submit_stream(self, images: Sequence[Image], caller: pb.Caller) -> SubmitStream:
-        """Begin a Submit call that the caller ends: to keep images, leave it open."""
+        """Start a Submit call. The caller ends it, and may leave it open to keep the images submitted."""
         call = self._stub.Submit(metadata=self.metadata())
         return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes)
 
@@ -195,11 +198,11 @@ class Connection:
         timeout_s: float,
         producer: Producer | None,
     ) -> RowStream:
-        """Begin a Fetch call. Rows come by the first of `transports` that both sides can use, else inline.
+        """Start a Fetch call. Rows arrive by the first of `transports` that both sides can use, else inline.
 
         `timeout_s` bounds the wait for the last outcome. The call itself has no deadline, because it may hold rows.
         """
-        receivers = asked(transports, self.receivers)
+        receivers = select_receivers(transports, self.receivers)
         message = pb.FetchRequest(
             caller=caller,
             images=[request.to_message(index) for index, request in enumerate(requests)],
@@ -210,11 +213,11 @@ class Connection:
             receiver.ask(message)
         call = self._fetch(message, metadata=self.metadata())
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
-            self._clock_task = asyncio.create_task(self._estimate_again(), name="clock")
+            self._clock_task = asyncio.create_task(self._update_clock(), name="clock")
         return RowStream(call, requests, receivers, self.endpoint, self.clock, timeout_s)
 
     async def put(self, producer: Producer, caller: pb.Caller, *, shared: bool) -> PutStream:
-        """Begin a Put call. With `shared`, rows go through shared memory if the server is on this host.
+        """Start a Put call. With `shared`, rows go through shared memory if the server is on this host.
 
         Raises the error of the call if the server refuses it.
         """
@@ -230,21 +233,21 @@ class Connection:
         )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call: the client's token, and the trace that the call belongs to."""
-        shown, given = self._channels.metadata(self.endpoint), traceparent.get()
-        return (*shown, (TRACEPARENT, given)) if given else shown
+        """Return the metadata of a call: the client's token, and the trace context of the current task."""
+        token, context = self._channels.metadata(self.endpoint), traceparent.get()
+        return (*token, (TRACEPARENT, context)) if context else token
 
-    async def _estimate_again(self) -> None:
-        with suppress(grpc.aio.AioRpcError, EncoderError):  # a Fetch will report it
-            self.clock = await _clock_of(self.channel, CLOCK_S, self._channels.metadata(self.endpoint))
+    async def _update_clock(self) -> None:
+        with suppress(grpc.aio.AioRpcError, EncoderError):  # the next Fetch reports the error
+            self.clock = await _estimate_clock(self.channel, CLOCK_S, self._channels.metadata(self.endpoint))
         self._clock_task = None
 
 
-async def _clock_of(
+async def _estimate_clock(
     channel: grpc.aio.Channel, timeout_s: float, metadata: tuple[tuple[str, str], ...]
 ) -> ServerClock:
-    asked_s = monotonic()
+    sent_s = monotonic()
     message = await EncoderServiceStub(channel).Describe(
         pb.DescribeRequest(), timeout=timeout_s, metadata=metadata
     )
-    return ServerClock.estimate(asked_s, message.clock_s, monotonic())
+    return ServerClock.estimate(sent_s, message.clock_s, monotonic())

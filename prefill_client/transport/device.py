@@ -1,4 +1,4 @@
-"""Rows in device memory: copied from a server's GPU to a GPU of this process, not through the host."""
+"""Rows in device memory: copied from a server's GPU to a GPU of this process without going through the host."""
 
 import importlib.util
 import logging
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class DeviceRows(SharedRows):
-    """The rows of a handle into device memory. They are always copied, at 1 TB/s and more, never lent in place.
+    """The rows of a handle into device memory. They are always copied, at 1 TB/s and more, and never lent in place.
 
-    A copy is made on the current GPU and stream of the calling thread. It is complete, and checked to be the handle's
-    rows, when it is returned.
+    Copies are made on the current GPU and stream of the calling thread. A returned copy is complete, and was checked to
+    be the handle's rows.
     """
 
     on_device = True
@@ -53,7 +53,7 @@ class DeviceRows(SharedRows):
         return array_view(self._copied(self.dtype))
 
     def open(self) -> DeviceMemory:
-        """Open the memory for this thread's current GPU, unless it is open. Raises `StaleHandleError`."""
+        """Open the memory for this thread's current GPU unless it is open. Raises `StaleHandleError`."""
         return self._segment.memory(self.handle, current_gpu())
 
     def _copied(self, dtype: str) -> "torch.Tensor":
@@ -61,38 +61,38 @@ class DeviceRows(SharedRows):
 
 
 class OwnDeviceRows(Rows):
-    """Rows in memory of this process on a GPU."""
+    """Rows in GPU memory of this process."""
 
     def __init__(self, tensor: "torch.Tensor") -> None:
         self._tensor = tensor
         self.shape = tuple(tensor.shape)
 
     def copy(self) -> NDArray[np.generic]:
-        """Return a copy on the host."""
+        """Return a copy in host memory."""
         return array_view(self._tensor)
 
     def tensor(self, dtype: str) -> "torch.Tensor":  # noqa: ARG002
-        """Return the rows themselves."""
+        """Return the rows without copying."""
         return self._tensor
 
     @contextmanager
     def lent(self) -> Iterator[Rows]:
-        """Lend the rows themselves."""
+        """Lend these rows, without a check."""
         yield self
 
     def own(self) -> "OwnDeviceRows":
-        """Return the rows themselves."""
+        """Return this object."""
         return self
 
 
 class DeviceReceiver(SharedMemoryReceiver):
-    """Receives handles into the GPU memory of a server of this host whose segment this process can read."""
+    """Receives handles into the GPU memory of a server on this host whose segment this process can read."""
 
     transport = pb.TRANSPORT_DEVICE
     by_default = False
 
     def __init__(self, proof: bytes, endpoint: str, probe: bytes, probe_bytes: int) -> None:
-        """`probe` names memory of the server's device, of `probe_bytes`, that this process must be able to open."""
+        """`probe` names `probe_bytes` of memory on the server's device that this process must be able to open."""
         super().__init__(proof)
         self._endpoint = endpoint
         self._probe = probe
@@ -100,9 +100,10 @@ class DeviceReceiver(SharedMemoryReceiver):
 
     @cached_property
     def usable(self) -> bool:  # type: ignore[override]
-        """Whether the probe can be opened: tried once, when a call first names this transport.
+        """Whether this process can open the probe. Tested once, when a call first requests this transport.
 
-        Not before: to open memory of a GPU makes a context on one of ours, hundreds of megabytes.
+        It is not tested earlier because opening GPU memory creates a context on a GPU of this process, which takes
+        hundreds of megabytes.
         """
         try:
             open_memory(self._probe, self._probe_bytes, current_gpu())
@@ -123,7 +124,7 @@ class DeviceReceiver(SharedMemoryReceiver):
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:
-        """Return whether the message has a handle into the memory of a device."""
+        """Return whether the message has a handle into device memory."""
         return bool(ready.handle.memory)
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
@@ -131,7 +132,7 @@ class DeviceReceiver(SharedMemoryReceiver):
         return _DeviceArrival(self, ready, is_open)
 
     def rows(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> DeviceRows:
-        """Return rows whose memory is open. If it cannot be opened, no later call asks for this transport."""
+        """Return the rows, with their memory opened. If that fails, later calls do not request this transport."""
         rows = DeviceRows(Handle.from_message(ready.handle), ready.width, ready.dtype, is_held=is_open)
         try:
             rows.open()
@@ -144,8 +145,8 @@ class DeviceReceiver(SharedMemoryReceiver):
 
     def _warn(self, error: Exception | str) -> None:
         log.warning(
-            "%s: rows come by shared memory, for its GPU's memory cannot be opened (%s). Both processes need one "
-            "namespace of process ids and one of IPC, and each needs to see both GPUs",
+            "%s: rows arrive by shared memory, because the server's GPU memory cannot be opened (%s). Both processes "
+            "must share the PID and IPC namespaces, and each must see both GPUs",
             *(self._endpoint, error),
         )
 
@@ -163,9 +164,9 @@ class _DeviceArrival(Arrival):
 def device_copy(
     memory: DeviceMemory, extents: Sequence[tuple[int, int]], width: int, dtype: str
 ) -> "torch.Tensor":
-    """Copy rows out of device memory, on this thread's current GPU and stream, and return the finished copy.
+    """Copy rows out of device memory on this thread's current GPU and stream; return the complete copy.
 
-    It is [rows, width] of type `dtype`. Memory that stands in for a GPU's in tests is copied on the CPU.
+    The copy is [rows, width] of type `dtype`. The memory that replaces a GPU's in tests is copied on the CPU.
     """
     import torch
 
@@ -187,7 +188,7 @@ def device_copy(
 
 
 def current_gpu() -> int:
-    """Return the number of this thread's current GPU; 0 without a GPU."""
+    """Return the index of this thread's current GPU; 0 without a GPU."""
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_available() else 0

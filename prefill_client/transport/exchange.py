@@ -1,4 +1,4 @@
-"""One running call to a server: what Submit, Put and Fetch have in common."""
+"""A running call to a server: the base class of Submit, Put and Fetch calls."""
 
 import asyncio
 from typing import Any
@@ -8,15 +8,15 @@ import grpc
 from encoder_contract.errors import EncoderError, InternalError
 from prefill_client.transport.channels import ended_early, from_rpc
 
-# How gRPC refuses an operation on a call that has ended; only the first says why it ended.
+# The errors of gRPC operations on a call that has ended. Only the first one says why it ended.
 _ENDED = (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
 class Exchange:
-    """Messages go out one after the other, and messages come in. Once the call has ended, both raise its error.
+    """A running call that writes one message at a time and reads messages. Once it has ended, both raise its error.
 
-    `SubmitStream` and `PutStream` have the same conversation: images are named, the server answers each, and what it
-    wants is sent in pieces. `RowStream` only reads.
+    In `SubmitStream` and `PutStream`, the client names images, the server answers each, and the client sends what the
+    server wants in pieces. `RowStream` only reads.
     """
 
     def __init__(self, call: Any, endpoint: str) -> None:
@@ -26,16 +26,16 @@ class Exchange:
         self._writing = asyncio.Lock()
 
     def is_open(self) -> bool:
-        """Whether the call is open, as far as the event loop knows; any thread may ask."""
+        """Whether the call is open, as far as the event loop knows. Thread-safe."""
         return not self._closed and not self._call.done()
 
     def close(self) -> None:
-        """End the call, if it has not ended; the server releases what it held for it."""
+        """End the call if it has not ended. The server releases everything that it holds for the call."""
         self._closed = True
         self._call.cancel()
 
     async def _read(self) -> Any:
-        """Return the next message. Raises the error of the call; a call that ends here has ended early."""
+        """Return the next message. Raises the error of the call. A call that ends here has ended too early."""
         try:
             message = await self._call.read()
         except _ENDED as error:
@@ -44,11 +44,11 @@ class Exchange:
             raise await ended_early(self._call, self._endpoint)
         if message is None:  # bytes that gRPC could not parse
             self.close()
-            raise InternalError(f"{self._endpoint}: sent what is no message of the contract")
+            raise InternalError(f"{self._endpoint}: the server sent a message that cannot be parsed")
         return message
 
     async def _write(self, message: Any) -> None:
-        """Write a message after those before it. Cancelling a write ends the call. Raises the error of the call."""
+        """Write a message, after earlier writes. Cancelling a write ends the call. Raises the error of the call."""
         try:
             async with self._writing:
                 await self._call.write(message)
@@ -56,7 +56,7 @@ class Exchange:
             raise await self._why(error) from error
 
     async def finish(self) -> None:
-        """End our side of the call, so that its images stay submitted, and read what is left. Raises its error."""
+        """End the client's side of the call and read the rest, so that its images stay submitted. Raises its error."""
         try:
             await self._call.done_writing()
             while await self._call.read() is not grpc.aio.EOF:

@@ -1,4 +1,4 @@
-"""How rows arrive: the interface of a transport's receiving side, and inline, which works with every server."""
+"""The receiving side of a transport: its interface, and the inline transport, which works with every server."""
 
 import threading
 import weakref
@@ -16,30 +16,30 @@ from prefill_client.transport.rows import OwnRows, Rows, element_type
 
 # Bytes kept for reuse: two images of 2560x1440 in Qwen3-VL-8B.
 MAX_IDLE_BYTES = 256 << 20
-# For smaller blocks the allocator's own reuse is as good.
+# The allocator reuses smaller blocks just as well.
 MIN_POOLED_BYTES = 1 << 20
 
 
 class Buffers:
-    """Hands out byte arrays and takes each back once nothing refers to it or to a view of it.
+    """A pool of byte arrays. An array returns to the pool once nothing refers to it or to a view of it.
 
-    A fresh block of 29 MB costs more in page faults than the copy into it.
+    Reuse matters because the page faults of a new block of 29 MB take longer than the copy into it.
     """
 
     def __init__(self, max_idle_bytes: int = MAX_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.RLock()  # the garbage collector may give a block back during `take`
+        self._lock = threading.RLock()  # the garbage collector may release a block during `acquire`
         self._idle: list[bytearray] = []
         self._idle_bytes = 0
 
-    def take(self, size: int) -> NDArray[np.uint8]:
+    def acquire(self, size: int) -> NDArray[np.uint8]:
         """Return an uninitialized array, uint8 [size]."""
         if size < MIN_POOLED_BYTES:
             return np.empty(size, np.uint8)
         block = self._reuse(size) or bytearray(size)
         whole = np.frombuffer(block, np.uint8)
         # Every view, and every view of a view, keeps `whole` alive.
-        weakref.finalize(whole, self._give_back, block).atexit = False
+        weakref.finalize(whole, self._release, block).atexit = False
         return whole[:size]
 
     def _reuse(self, size: int) -> bytearray | None:
@@ -53,7 +53,7 @@ class Buffers:
             self._idle_bytes -= len(block)
             return block
 
-    def _give_back(self, block: bytearray) -> None:
+    def _release(self, block: bytearray) -> None:
         with self._lock:
             self._idle.append(block)
             self._idle_bytes += len(block)
@@ -62,7 +62,7 @@ class Buffers:
 
 
 class Arrival(ABC):
-    """The rows of one image that are arriving."""
+    """The rows of one image while they arrive."""
 
     @property
     def complete(self) -> bool:
@@ -71,7 +71,7 @@ class Arrival(ABC):
 
     def add(self, data: memoryview) -> None:  # noqa: ARG002
         """Append the next bytes of the rows. Raises `InternalError` if there are too many."""
-        raise InternalError("the server sent bytes of rows that stay in its memory")
+        raise InternalError("the server sent the bytes of rows that should stay in its memory")
 
     @abstractmethod
     def rows(self) -> Rows:
@@ -82,47 +82,47 @@ class Arrival(ABC):
 
 
 class Receiver(ABC):
-    """One transport from one server; the server's `Sender` is its counterpart. One instance serves all calls.
+    """One transport from one server; the counterpart of the server's `Sender`. One instance serves all calls.
 
     Who holds what, and until when: the server holds rows until it has sent them or, with `holds`, until the Fetch call
-    ends. Such a call is kept open until the caller closes its stream; what the caller wants longer, it copies.
+    ends. Such a call stays open until the caller closes its stream. The caller copies rows that it needs longer.
 
-    Who decides: `from_server`, by what the server says; then `usable`, by what this process can do, which a receiver
-    may find out only when it is asked for, or when rows come.
+    Who decides: `from_server`, by the server's description; then `usable`, by what this process can do. A receiver may
+    learn the latter only when a call first selects it, or when rows arrive.
 
-    What is checked: by `rows` or by reading them, that these are all the bytes of the image asked for: a checksum over
-    bytes that travelled, before and after each use of bytes that are shared. No check is left to the caller.
+    What is checked: `rows`, or reading them, verifies that these are all bytes of the requested image. Bytes that were
+    sent have a checksum; shared bytes are checked before and after each use. The caller checks nothing.
 
-    What is always safe: to end a call at any point, and to read rows after it: they are right, or a `StaleHandleError`.
-    Nothing here blocks for longer than mapping memory takes.
+    What is always safe: ending a call at any point, and reading rows after it, which are correct or raise
+    `StaleHandleError`. Nothing here blocks for longer than it takes to map memory.
     """
 
     usable: bool = True
-    """Whether this process can use it, as far as is known. A call asks for those that are usable when it begins."""
+    """Whether this process can use the transport, as far as it knows. Calls request only usable transports."""
 
     transport: ClassVar[pb.Transport.ValueType]
     holds: ClassVar[bool]
     """Whether the rows stay at the server, so that the call must stay open while they are read."""
     by_default: ClassVar[bool] = True
-    """Whether it is used for callers that name no transports."""
+    """Whether callers use the transport by default."""
 
     @classmethod
     @abstractmethod
     def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
-        """Return a receiver for a server; None if it does not offer this transport or this process cannot use it."""
+        """Return a receiver for a server; None if the server does not offer it or this process cannot use it."""
 
     @staticmethod
     @abstractmethod
     def announced(ready: pb.ImageReady) -> bool:
-        """Return whether the rows that this message announces come by this transport."""
+        """Return whether the announced rows arrive by this transport."""
 
     def ask(self, request: pb.FetchRequest) -> None:
-        """Add the transport to a request, and the proof that this process may use it."""
+        """Add the transport to a request, with the proof that this process may use it."""
         request.transports.append(self.transport)
 
     @abstractmethod
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
-        """Return the arrival of the rows that are announced. `is_open` tells whether the call is known to be open."""
+        """Return the arrival of the announced rows. `is_open` returns whether the call is known to be open."""
 
 
 _buffers = Buffers()
@@ -141,22 +141,22 @@ class InlineReceiver(Receiver):
 
     @staticmethod
     def announced(ready: pb.ImageReady) -> bool:  # noqa: ARG004
-        """Return True: rows come inline if they come by no other transport."""
+        """Return True, because rows arrive inline unless another transport announces them."""
         return True
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:  # noqa: ARG002
-        """Return the arrival of the rows, which are still to come."""
+        """Return the arrival of rows whose bytes follow."""
         return _InlineArrival(ready)
 
 
 class _InlineArrival(Arrival):
-    """One buffer that is filled in order."""
+    """A buffer that is filled in order."""
 
     def __init__(self, ready: pb.ImageReady) -> None:
         self._ready = ready
         self._filled = 0
         self._checksum = Checksum()
-        self._buffer = _buffers.take(ready.row_bytes)
+        self._buffer = _buffers.acquire(ready.row_bytes)
 
     @property
     def complete(self) -> bool:
@@ -165,7 +165,7 @@ class _InlineArrival(Arrival):
     def add(self, data: memoryview) -> None:
         end = self._filled + len(data)
         if end > self._ready.row_bytes:
-            raise InternalError(f"image {self._ready.index}: more bytes than its {self._ready.row_bytes}")
+            raise InternalError(f"image {self._ready.index}: got more than its {self._ready.row_bytes} bytes")
         self._checksum.add(data)
         self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
         self._filled = end

@@ -1,4 +1,4 @@
-"""A running Fetch call: outcomes as they arrive, and the hold on rows that stay at the server."""
+"""A running Fetch call: outcomes as they arrive. The open call holds rows that stay at the server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -25,7 +25,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """An image that the server has announced."""
+    """An announced image whose rows are arriving."""
 
     ready: pb.ImageReady
     transport: str
@@ -35,8 +35,8 @@ class _Arriving:
 class RowStream(Exchange):
     """A running Fetch call. Iterate it for one outcome per request, in the order in which they become ready.
 
-    The open call keeps shared rows in place until `close`. Therefore the call has no deadline; `timeout_s` bounds the
-    wait for outcomes.
+    The server holds shared rows until `close`. Therefore the call has no deadline; `timeout_s` bounds the wait for the
+    outcomes.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class RowStream(Exchange):
         self._arriving: dict[int, _Arriving] = {}
 
     async def __aiter__(self) -> AsyncIterator[FetchedRows]:
-        ended = 0
-        while ended < len(self._requests):
-            outcome = self._take(await self._read_in_time())
+        completed = 0
+        while completed < len(self._requests):
+            outcome = self._process(await self._read_in_time())
             if outcome is not None:
-                ended += 1
+                completed += 1
                 yield outcome
 
     async def _read_in_time(self) -> Any:
         reading: Awaitable[Any] = self._read()
         if self._holds:
-            # Cancelling a read would end the call, and with it the hold on rows that have come.
+            # Cancelling a read would end the call, which holds the rows that have arrived.
             reading = asyncio.ensure_future(reading)
-            reading.add_done_callback(_forget)
+            reading.add_done_callback(_retrieve_exception)
             reading = asyncio.shield(reading)
         try:
             async with asyncio.timeout(self._deadline - monotonic()):
@@ -79,8 +79,8 @@ class RowStream(Exchange):
                 self.close()
             raise DeadlineError(f"{self._endpoint}: the deadline passed") from None
 
-    def _take(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
-        """Return the outcome that `message` completes; None if it completes none."""
+    def _process(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
+        """Process a message. Return the outcome that it completes, or None."""
         if isinstance(message, tuple):
             index, data = message
             self._arriving[index].arrival.add(data)
@@ -92,27 +92,27 @@ class RowStream(Exchange):
             self._arriving[index] = self._announced(message.ready)
         if not self._arriving[index].arrival.complete:
             return None
-        return self._arrived(self._arriving.pop(index))
+        return self._outcome(self._arriving.pop(index))
 
     def _announced(self, ready: pb.ImageReady) -> _Arriving:
         transport = transport_of(ready)
         if transport not in self._receivers:
             raise InternalError(
-                f"{self._endpoint}: rows came by {transport}, which the client did not request"
+                f"{self._endpoint}: rows arrived by {transport}, which the client did not request"
             )
         receiver = self._receivers[transport]
         self._holds |= receiver.holds
         return _Arriving(ready, transport, receiver.receive(ready, self.is_open))
 
-    def _arrived(self, arriving: _Arriving) -> FetchedRows:
-        """Return the outcome. Rows that are gone or cannot be reached are the error of that image alone."""
+    def _outcome(self, arriving: _Arriving) -> FetchedRows:
+        """Return the outcome of complete rows. If they are gone or cannot be read, only this image fails."""
         ready = arriving.ready
         digest = self._requests[ready.index].digest
         try:
             rows = arriving.arrival.rows()
         except StaleHandleError as error:
             return FetchedRows(ready.index, digest, error=error)
-        began_s = {name: self._clock.ours(their_s) for name, their_s in ready.stage_began_s.items()}
+        began_s = {name: self._clock.to_local(server_s) for name, server_s in ready.stage_began_s.items()}
         return FetchedRows(
             index=ready.index,
             digest=digest,
@@ -129,7 +129,7 @@ class RowStream(Exchange):
         )
 
 
-def _forget(reading: "asyncio.Future[Any]") -> None:
-    """Retrieve the outcome of a read that no one waits for, so that asyncio does not log it."""
+def _retrieve_exception(reading: "asyncio.Future[Any]") -> None:
+    """Retrieve the exception of a read that has no waiter, so that asyncio does not log it."""
     if not reading.cancelled():
         reading.exception()

@@ -1,4 +1,4 @@
-"""Rows of one image: their elements in numpy and torch, and the memory they lie in."""
+"""Rows of one image: their element types in numpy and torch, and where they are stored."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from encoder_contract.handle import Handle
 if TYPE_CHECKING:
     import torch
 
-# numpy has no bfloat16: its bits are carried as uint16.
+# numpy has no bfloat16: uint16 holds its bit patterns.
 _NUMPY_TYPES: "dict[str, np.dtype[Any]]" = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.float16),
@@ -23,14 +23,14 @@ _NUMPY_TYPES: "dict[str, np.dtype[Any]]" = {
 
 
 def element_type(dtype: str) -> "np.dtype[Any]":
-    """Return the numpy type that carries elements of type `dtype`."""
+    """Return the numpy type that holds elements of type `dtype`."""
     return _NUMPY_TYPES[dtype]
 
 
 def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
     """Return a torch tensor of type `dtype` over the memory of `array` (uint16 bit patterns for bfloat16).
 
-    Tensors have no read-only flag: writing to one over a mapped segment kills the process.
+    Tensors have no read-only flag: writing to a tensor over a mapped segment kills the process.
     """
     import torch
 
@@ -41,7 +41,7 @@ def tensor_view(array: NDArray[np.generic], dtype: str) -> "torch.Tensor":
 
 
 def array_view(tensor: "torch.Tensor") -> NDArray[np.generic]:
-    """Return a tensor's elements as numpy carries them: over the same memory, or a copy if it is on a GPU."""
+    """Return a tensor's elements as an array (uint16 for bfloat16): in the same memory, or copied from a GPU."""
     import torch
 
     on_host = tensor.cpu()
@@ -49,11 +49,11 @@ def array_view(tensor: "torch.Tensor") -> NDArray[np.generic]:
 
 
 class Rows(ABC):
-    """Rows of one image. `shape` is (rows, width); arrays carry bfloat16 as uint16 bit patterns."""
+    """Rows of one image. `shape` is (rows, width). Arrays hold bfloat16 as uint16 bit patterns."""
 
     shape: tuple[int, ...]
     handle: Handle | None = None
-    """Other processes of this host read the rows by it; None if they are not shared."""
+    """The handle with which other processes of this host can read the rows; None if they are not shared."""
 
     @property
     def lost(self) -> bool:
@@ -62,27 +62,27 @@ class Rows(ABC):
 
     @abstractmethod
     def copy(self) -> NDArray[np.generic]:
-        """Return the rows on the host, valid after the Fetch call. Raises `StaleHandleError`."""
+        """Return the rows in host memory. They stay valid after the Fetch call. Raises `StaleHandleError`."""
 
     def tensor(self, dtype: str) -> "torch.Tensor":
-        """Return the rows as a tensor, valid after the Fetch call; on the GPU that they come from.
+        """Return the rows as a tensor in host memory, or on the GPU from which they come.
 
-        Raises `StaleHandleError`.
+        The tensor stays valid after the Fetch call. Raises `StaleHandleError`.
         """
         return tensor_view(self.copy(), dtype)
 
     @abstractmethod
     def lent(self) -> "AbstractContextManager[Rows]":
-        """Lend the rows in place, read-only. Use what was read only after the block has ended without an error.
+        """Lend the rows in place, read-only. Use results only after the block has ended without an error.
 
-        Raises `StaleHandleError` on entry, or on exit if the rows were replaced during the block.
+        Raises `StaleHandleError` on entry if the rows are gone, or on exit if they were replaced during the block.
         """
 
     @abstractmethod
     def own(self) -> "Rows":
-        """Return the rows as `Rows` valid after the Fetch call; on the GPU that they come from.
+        """Return `Rows` in memory of this process, on the host or on the GPU from which the rows come.
 
-        Raises `StaleHandleError`.
+        They stay valid after the Fetch call. Raises `StaleHandleError`.
         """
 
 
@@ -94,14 +94,14 @@ class OwnRows(Rows):
         self.shape = array.shape
 
     def copy(self) -> NDArray[np.generic]:
-        """Return the rows themselves: no other code writes to them."""
+        """Return the rows without copying, because nothing else writes to them."""
         return self._array
 
     @contextmanager
     def lent(self) -> Iterator[Rows]:
-        """Lend the rows themselves."""
+        """Lend these rows, without a check."""
         yield self
 
     def own(self) -> "OwnRows":
-        """Return the rows themselves."""
+        """Return this object."""
         return self

@@ -1,4 +1,4 @@
-"""Rows in shared memory: a server's segment is mapped once, read-only, and rows are read in place."""
+"""Rows in shared memory: maps a server's segment once, read-only, and reads rows in place."""
 
 import mmap
 import os
@@ -21,14 +21,14 @@ from prefill_client.transport.receiver import Arrival, Receiver
 from prefill_client.transport.rows import OwnRows, Rows, element_type
 
 _MAPPED_SEGMENTS = 16
-"""Segments that are mapped at once; of more, the least recently used is unmapped."""
+"""Number of segments mapped at the same time. The least recently used one is unmapped first."""
 
 
 class SharedRows(Rows):
-    """The rows of a handle, read in place. This keeps the segment mapped; the open Fetch call holds the rows.
+    """The rows of a handle, read in place. The object keeps the segment mapped; the open Fetch call holds the rows.
 
-    Every read checks, before and after, that the memory still has the handle's rows. `handle`, `width` and `dtype` are
-    enough to read the rows in another process of this host.
+    Every read checks before and after that the memory still has the handle's rows. Another process of this host needs
+    only `handle`, `width` and `dtype` to read the rows.
     """
 
     handle: Handle
@@ -40,8 +40,8 @@ class SharedRows(Rows):
     ) -> None:
         """Map the handle's segment unless it is mapped. A row has `width` elements of type `dtype`.
 
-        `is_held` tells whether the Fetch call is known to be open. Raises `StaleHandleError` if the segment or the rows
-        are gone, and `InternalError` for an invalid handle.
+        `is_held` returns whether the Fetch call is known to be open. Raises `StaleHandleError` if the segment or the
+        rows are gone, and `InternalError` for an invalid handle.
         """
         if bool(handle.memory) != self.on_device:
             transport = "device" if handle.memory else "shm"
@@ -63,8 +63,8 @@ class SharedRows(Rows):
     def reading(self) -> Iterator[NDArray[np.generic]]:
         """Lend the rows [rows, width], read-only: in place if they are one extent, else a copy.
 
-        Raises `StaleHandleError` on entry, or on exit if the rows were replaced: then discard what was read. That error
-        also replaces an error of the block.
+        Raises `StaleHandleError` on entry if the rows are gone, or on exit if they were replaced: discard results then.
+        That error replaces an error of the block, which may be a consequence of it.
         """
         with self._checked():
             yield self._array()
@@ -110,12 +110,12 @@ class SharedMemoryReceiver(Receiver):
     holds = True
 
     def __init__(self, proof: bytes) -> None:
-        """`proof` has the first bytes of the segment, which show the server that this process can read it."""
+        """`proof` is the beginning of the segment, which shows the server that this process can read it."""
         self._proof = proof
 
     @classmethod
     def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
-        """Return a receiver if the server is on this host and its segment can be read."""
+        """Return a receiver if the server is on this host and this process can read its segment."""
         proof = segment_proof(endpoint, description.shm_segment)
         return cls(proof) if proof else None
 
@@ -150,7 +150,7 @@ class _MappedSegment:
     segment_id: bytes
     content: NDArray[np.uint8]
     memories: dict[tuple[bytes, int], DeviceMemory] = field(default_factory=dict)
-    """Device memory that was opened to read a handle, by name and GPU; closed with the segment."""
+    """Opened device memory, by name and GPU. It is closed with the segment."""
 
     def memory(self, handle: Handle, gpu: int) -> DeviceMemory:
         with _segments_lock:
@@ -179,7 +179,7 @@ _segments_lock = threading.Lock()
 
 
 def _mapped(handle: Handle) -> _MappedSegment:
-    """Return the mapping of the handle's segment, made on first use. Raises `InternalError` for an invalid handle."""
+    """Return the mapping of the handle's segment; map it on first use. Raises `InternalError` for an invalid handle."""
     with _segments_lock:
         segment = _segments.get(handle.segment)
         if segment is None or segment.segment_id != handle.segment_id:
@@ -212,16 +212,14 @@ def _map(handle: Handle) -> _MappedSegment:
         os.close(file)
     segment_id = content[:SEGMENT_ID_BYTES].tobytes()
     if segment_id != handle.segment_id:
-        raise StaleHandleError(
-            f"{handle.segment} is another segment than the handle's: the server has restarted"
-        )
+        raise StaleHandleError(f"{handle.segment} is not the segment of the handle: the server has restarted")
     return _MappedSegment(handle.segment, segment_id, content)
 
 
 def _check_bounds(handle: Handle, segment_bytes: int) -> None:
     if not handle.generation:
         # Free pages have generation 0.
-        raise InternalError(f"a handle into {handle.segment} names no generation")
+        raise InternalError(f"a handle into {handle.segment} has no generation")
     slot = (handle.generation_offset, GENERATION_BYTES)
     whole = (0, handle.memory_bytes) if handle.memory else (SEGMENT_ID_BYTES, segment_bytes)
     if not (
@@ -229,7 +227,7 @@ def _check_bounds(handle: Handle, segment_bytes: int) -> None:
         and _is_inside(slot, SEGMENT_ID_BYTES, segment_bytes)
         and all(_is_inside(extent, *whole) for extent in handle.extents)
     ):
-        raise InternalError(f"a handle into {handle.segment} points outside of its memory")
+        raise InternalError(f"a handle into {handle.segment} points outside its memory")
 
 
 def _is_inside(extent: tuple[int, int], begin: int, end: int) -> bool:

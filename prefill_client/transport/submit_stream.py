@@ -1,4 +1,4 @@
-"""A running Submit call: its answers, and the images that it keeps."""
+"""A running Submit call: the server's answers, and uploads."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -14,9 +14,9 @@ from prefill_client.transport.exchange import Exchange
 
 
 class SubmitStream(Exchange):
-    """One attempt at images of one server: `answers`, then `finish`, or `send_again` if they are kept; then `close`.
+    """One attempt to submit images to a server: call `answers`, then `finish` or, to keep them, `resend`; then `close`.
 
-    Images of a call that is closed before it has finished are withdrawn, unless other callers want them.
+    If the call is closed before it has finished, the server drops its images unless other callers want them.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class SubmitStream(Exchange):
         self._piece_bytes = piece_bytes
 
     async def answers(self, *, kept: bool = False) -> list[Submitted]:
-        """Name the images, send the bytes of those the server lacks, and return its answer to each, in order.
+        """Name the images, upload those that the server does not have, and return one answer per image, in order.
 
-        Raises the error of the call.
+        With `kept`, the server may ask for a file again until the call ends. Raises the error of the call.
         """
         await self._write(pb.SubmitRequest(open=self._caller))
         names = [image.to_message(index) for index, image in enumerate(self._images)]
@@ -48,8 +48,8 @@ class SubmitStream(Exchange):
                 answers[state.index] = self._submitted(state, upload_s)
         return [answers[index] for index in range(len(self._images))]
 
-    async def send_again(self) -> EncoderError:
-        """Send images again when the server asks for them. Return the reason once it refuses one or the call ends."""
+    async def resend(self) -> EncoderError:
+        """Upload images again when the server asks for them. Return the error of a refused image or of the call."""
         try:
             while True:
                 state = (await self._read()).state
@@ -73,9 +73,9 @@ class SubmitStream(Exchange):
         if state.state == pb.STATE_FAILED:
             return Submitted(digest, error=from_message(state.error), frames=image.frames)
         if state.state == pb.STATE_PROBED:
-            said = state.video
+            info = state.video
             video = VideoInfo(
-                said.frames, said.readable_frames, said.fps, said.width, said.height, said.rotation
+                info.frames, info.readable_frames, info.fps, info.width, info.height, info.rotation
             )
             return Submitted(digest, upload_s=upload_s, endpoint=self._endpoint, video=video)
         return Submitted(

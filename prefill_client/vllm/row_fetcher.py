@@ -24,7 +24,7 @@ from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
-from prefill_client.images import FetchedRows, PutAnswer, RowRequest, again, use_in_place
+from prefill_client.images import FetchedRows, PutAnswer, RowRequest, refetch_lost, use_in_place
 from prefill_client.transport import BY_DEFAULT, DEVICE, INLINE
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
@@ -329,4 +329,4 @@ async def copy_rows(rows: FetchedRows, memory: HostMemory, extents: Sequence[Ext
         try:
             return use_in_place([rows], write)
         except StaleHandleError as error:
-            (rows,) = await asyncio.gather(*again([rows], error))
+            (rows,) = await asyncio.gather(*refetch_lost([rows], error))

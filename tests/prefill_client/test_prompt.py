@@ -45,7 +45,7 @@ def test_expanded_prompt_lays_out_like_its_short_form(data: st.DataObject, sizes
         ([1, IMAGE], [], "1 placeholders fit neither 0 images"),
         ([1, 2], [3], "0 placeholders fit neither 1 images"),
         ([IMAGE, IMAGE, 1], [3], "nor their 3 tokens"),
-        ([IMAGE, 1, IMAGE, IMAGE], [3], "image 0 has 3 tokens, but its placeholders are interrupted"),
+        ([IMAGE, 1, IMAGE, IMAGE], [3], "the 3 placeholders of image 0 are not contiguous"),
         ([IMAGE], [0], "at least one token"),
         ([[IMAGE]], [1], "one row of token ids"),
     ],

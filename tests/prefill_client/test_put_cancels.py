@@ -47,7 +47,7 @@ def stream_of(session: PutSession) -> PutStream:
 def yours_at(session: PutSession, server: Server) -> Collection[int]:
     """Return the indexes of what this server has answered `yours`."""
     opening = session._streams.get(server.endpoint)
-    return opening.result()._yours if opening is not None and opening.done() else ()
+    return opening.result()._leases if opening is not None and opening.done() else ()
 
 
 class HeldBack:

@@ -182,7 +182,7 @@ async def test_a_worker_that_cannot_open_the_probe_is_never_sent_a_handle(
         (image,) = await engine.submit(1)
         await soon(lambda: engine.staging.is_complete)
         assert [await engine.transport(image) for _ in range(5)] == ["shm"] * 5
-        assert caplog.text.count("rows come by shared memory") == 1
+        assert caplog.text.count("rows arrive by shared memory") == 1
         assert not server.store.stats().promotions
 
 

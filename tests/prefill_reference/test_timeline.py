@@ -104,7 +104,7 @@ def test_the_clock_estimate_is_right_within_its_error(
 ) -> None:
     clock = ServerClock.estimate(asked, asked + there + offset, asked + there + back)
     assert abs(clock.offset_s - offset) <= clock.error_s + 1e-6
-    assert abs(clock.ours(asked + there + offset) - (asked + there)) <= clock.error_s + 1e-6
+    assert abs(clock.to_local(asked + there + offset) - (asked + there)) <= clock.error_s + 1e-6
 
 
 @pytest.mark.parametrize(

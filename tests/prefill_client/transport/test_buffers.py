@@ -19,24 +19,24 @@ def address(array: np.ndarray) -> int:
 
 def test_memory_is_used_again_once_the_last_view_of_it_is_gone() -> None:
     buffers = Buffers()
-    first = buffers.take(SIZE)
+    first = buffers.acquire(SIZE)
     first[:] = 7
     view = first.view(np.uint16).reshape(-1, 64)[3:]
     where = address(first)
     del first
     gc.collect()
     assert buffers._idle_bytes == 0, "a view still reads it"
-    assert address(buffers.take(SIZE)) != where
+    assert address(buffers.acquire(SIZE)) != where
     assert (view == 0x0707).all()
     del view
     gc.collect()
     assert buffers._idle_bytes >= SIZE
-    assert where in {address(buffers.take(SIZE)), address(buffers.take(SIZE))}
+    assert where in {address(buffers.acquire(SIZE)), address(buffers.acquire(SIZE))}
 
 
 def test_a_tensor_over_the_memory_keeps_it() -> None:
     buffers = Buffers()
-    tensor = torch.from_numpy(buffers.take(SIZE)).view(torch.bfloat16)
+    tensor = torch.from_numpy(buffers.acquire(SIZE)).view(torch.bfloat16)
     gc.collect()
     assert buffers._idle_bytes == 0
     del tensor
@@ -46,10 +46,10 @@ def test_a_tensor_over_the_memory_keeps_it() -> None:
 
 def test_kept_buffers_are_bounded_and_fit_their_use() -> None:
     buffers = Buffers(max_idle_bytes=3 * SIZE)
-    held = [buffers.take(SIZE) for _ in range(5)]
+    held = [buffers.acquire(SIZE) for _ in range(5)]
     held.clear()
     gc.collect()
     assert buffers._idle_bytes == 3 * SIZE
-    small = buffers.take(MIN_POOLED_BYTES)
+    small = buffers.acquire(MIN_POOLED_BYTES)
     assert buffers._idle_bytes == 3 * SIZE
     assert len(small) == MIN_POOLED_BYTES

@@ -150,7 +150,7 @@ async def test_a_client_that_cannot_open_the_probe_uses_shared_memory(
             assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3
     (said,) = (each.getMessage() for each in caplog.records if "cannot be opened" in each.getMessage())
     assert device.endpoint in said
-    assert "namespace of process ids" in said
+    assert "PID and IPC namespaces" in said
 
 
 async def test_an_image_falls_back_to_shared_memory(
@@ -164,7 +164,7 @@ async def test_an_image_falls_back_to_shared_memory(
     for outcomes in (first, second):
         assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3
         assert all(np.array_equal(ours.array, inline[index].array) for index, ours in outcomes.items())
-    assert caplog.text.count("rows come by shared memory") == 1
+    assert caplog.text.count("rows arrive by shared memory") == 1
     assert not (await connection(reader)).receivers["device"].usable
 
 

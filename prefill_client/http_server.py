@@ -1,4 +1,4 @@
-"""An HTTP server in a process of its own: takes its port first, says when it answers, and stops at a signal."""
+"""The HTTP server of a service process: binds its port first, prints a banner once it answers, stops at a signal."""
 
 import asyncio
 import errno
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that ends with exit code 0 after a signal: uvicorn itself would raise the signal once more.
+    """A uvicorn server that exits with code 0 after a signal, which uvicorn itself would raise once more.
 
-    Prints its banner once it answers requests, so that its parent process can wait for that.
+    It prints its banner once it answers requests, so that the parent process can wait for that.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class HttpServer(uvicorn.Server):
         self._pem = certificates.pem if certificates else None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, and say so."""
+        """Start to answer requests, and print the banner."""
         await super().startup(sockets)
         if self.started:
             say(self._banner)
 
     async def on_tick(self, counter: int) -> bool:
-        """Check every tenth of a second whether to stop, and every second for new certificates."""
+        """Check every 0.1 s whether to stop, and every second for new certificates."""
         if (
             self._certificates is not None
             and counter % 10 == 0
             and (pem := self._certificates.pem) is not self._pem
         ):
             assert self.config.ssl is not None
-            with suppress(ValueError):  # changed this moment: the next look loads them
+            with suppress(ValueError):  # the files are changing at this moment: the next check loads them
                 self._certificates.load_into(self.config.ssl)
                 self._pem = pem
         return await super().on_tick(counter)
@@ -79,9 +79,9 @@ class HttpServer(uvicorn.Server):
 
 
 def bound(address: str) -> socket.socket:
-    """Bind the port, before slow work begins; connections are refused until the server answers.
+    """Bind the port before slow work starts. Connections are refused until the server answers.
 
-    Raises `ConfigError` when the address of `--listen` cannot be taken.
+    Raises `ConfigError` if the address of `--listen` is not available.
     """
     host, port, _ = Endpoint.parse(address)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -96,11 +96,11 @@ def bound(address: str) -> socket.socket:
 
 
 class CallerLeftError(Exception):
-    """The caller hung up before its answer."""
+    """The caller disconnected before it got its answer."""
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, and cancel it if the caller hangs up: that releases what it holds. Raises `CallerLeftError` then.
+    """Run `work`, and cancel it if the caller disconnects, which raises `CallerLeftError`.
 
     The request's body must have been read.
     """

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
-from prefill_client.sglang_gateway.families import SERVED
+from prefill_client.sglang_gateway.model_check import SERVED
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 PLACE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- /families -->)", re.DOTALL)

@@ -1,7 +1,7 @@
 """The first frame of SGLang's embedding messages: a pickle of its `EmbeddingData`, written opcode by opcode.
 
-A message has two frames: this one, and the rows, C-contiguous. SGLang 0.5.20 to 0.5.23 read the same bytes. Writing
-them takes neither SGLang nor torch, and nothing is ever unpickled here.
+A message has two frames: this one, and the C-contiguous rows. SGLang 0.5.20 to 0.5.23 read the same bytes. Writing them
+needs neither SGLang nor torch, and the gateway never unpickles anything.
 """
 
 import struct
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from encoder_contract.geometry import Grid
 
 SUPPORTED = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
-"""The releases of SGLang against whose classes and unpicklers the frames are tested."""
+"""The releases of SGLang whose classes and unpicklers the frames are tested with."""
 
 
 class _Global(NamedTuple):
-    """A name that the reader imports; its unpickler allows only those on a list."""
+    """A name that the reader imports. Its unpickler allows only certain names."""
 
     module: str
     name: str
@@ -30,12 +30,12 @@ class _Call(NamedTuple):
 
 
 _EMBEDDING = _Global("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData")
-# 0.5.23 defines the class elsewhere, but 0.5.21 and 0.5.22 allow this name alone.
+# 0.5.23 defines the class in another module, but 0.5.21 and 0.5.22 allow only this name.
 _MODALITY = _Global("sglang.srt.managers.schedule_batch", "Modality")
 
 
 class Modality(IntEnum):
-    """What a part consists of, with the numbers of SGLang's own class."""
+    """The contents of a part, with the values of SGLang's own enum."""
 
     IMAGE = 1
     VIDEO = 2
@@ -55,8 +55,8 @@ def embedding_frame(
 ) -> bytes:
     """Return the frame that announces the rows of one part.
 
-    `req_id` is the part's own, with SGLang's suffix. `grids` has (t, h, w) in patches for each image, in order. The
-    rows have `shape` (rows, width) and torch's type `dtype`. `times` are those of videos, by their names in SGLang.
+    `req_id` is the id of the part, with SGLang's suffix. `grids` has (t, h, w) in patches for each image, in order. The
+    rows have `shape` (rows, width) and torch's type `dtype`. `times` has the timestamps of videos, by SGLang's names.
     """
     state: dict[str, Any] = {
         "req_id": req_id,
@@ -73,7 +73,7 @@ def embedding_frame(
         "error_code": None,
         **(times or {}),
     }
-    # Protocol 4: the class, no arguments, a new object, its state, set, the end.
+    # Protocol 4: class, empty arguments, NEWOBJ, state, BUILD, STOP.
     return b"\x80\x04" + _opcodes(_EMBEDDING) + b")\x81" + _opcodes(state) + b"b."
 
 
@@ -98,4 +98,4 @@ def _opcodes(value: object) -> bytes:
             return b"}(" + b"".join(items) + b"u"
         case list():
             return b"](" + b"".join(map(_opcodes, value)) + b"e"
-    raise TypeError(f"a frame holds no {type(value).__name__}")
+    raise TypeError(f"a frame cannot hold a {type(value).__name__}")

@@ -1,6 +1,6 @@
-"""The gateway: each part of a request becomes images of the encoder service, and their rows a message to SGLang.
+"""The gateway: submits the images of a request's part to the encoder service, and sends their rows to SGLang.
 
-Of a video, the images are its pairs of frames, and their rows are those of the video, one pair after the other.
+A video becomes one image per pair of frames. Its rows are those of the pairs, one pair after the other.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from prefill_client import (
 from prefill_client.images import File, raise_first
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
-from prefill_client.sglang_gateway.families import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.frames import Modality, embedding_frame
 from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.model_check import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
 from prefill_client.sglang_gateway.videos import shown, times
 from prefill_client.transport.rows import element_type
@@ -40,21 +40,21 @@ from prefill_client.video import Video, read_videos
 
 log = logging.getLogger(__name__)
 
-# How long after a failed attempt the service is asked again.
+# Pause after a failed attempt.
 RETRY_S = 0.25
-# How long the ranks of SGLang may take to name where they receive a part, after its rows are ready.
+# How long SGLang's ranks may take to register their receivers for a part once its rows are ready.
 RANKS_S = 30.0
-# Images of one part whose rows are fetched at a time; the others are being encoded.
+# Images of one part whose rows are fetched at the same time, while the others are being encoded.
 _FETCHES_OF_A_PART = 16
-# Parts whose ranks have named receivers, and for how long they are remembered when no /encode comes.
-_MAX_PLACES, _PLACE_S = 65536, 600.0
-# Tokens that no context of a served model has room for: 1,010,000 is the longest.
+# Bound on the parts with registered receivers, and how long they are remembered without a call to /encode.
+_MAX_WAITING_PARTS, _WAITING_PART_S = 65536, 600.0
+# More tokens than the context of any served model: the longest has 1,010,000.
 TOO_MANY_TOKENS = 1 << 20
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where the ranks of one SGLang server receive a part; `complete` once all have said so."""
+class _RankReceivers:
+    """The receivers of one part, one for each rank of an SGLang server. `complete` is set once all are known."""
 
     addresses: list[Address] = field(default_factory=list)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,7 +64,7 @@ class _Place:
 class PartRows:
     """The rows of a part: [rows, width], C-contiguous, of torch's type `dtype`, and the grid of each image or video.
 
-    `times` are those of its videos, by their names in SGLang.
+    `times` has the timestamps of its videos, under SGLang's names.
     """
 
     grids: list[Grid]
@@ -75,7 +75,7 @@ class PartRows:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """What is submitted for the items of a part, and what messages call each. Of videos, `clips` has their pairs."""
+    """The files to submit for a part, and their names in messages. `clips` has the pairs of each video."""
 
     files: Sequence[File]
     names: list[str]
@@ -83,10 +83,10 @@ class _Items:
 
 
 class Gateway:
-    """Serves parts. Belongs to one event loop. `part_s` is what the images of a part may take, retries included.
+    """Serves parts. Not thread-safe: use it from one event loop.
 
-    `loaders` load the files of each modality. `videos` are the settings of SGLang's checkpoint for videos, or say why
-    none are served.
+    `loaders` load the files of each modality. `videos` has the video settings of SGLang's checkpoint, or the error of
+    parts with videos. `part_s` is how long the images of a part may take, with all retries.
     """
 
     def __init__(
@@ -109,29 +109,29 @@ class Gateway:
         self._allowed = allowed
         self._max_images = max_images
         self._part_s = part_s
-        self._places: TTLCache[str, _Place] = TTLCache(_MAX_PLACES, _PLACE_S)
+        self._rank_receivers: TTLCache[str, _RankReceivers] = TTLCache(_MAX_WAITING_PARTS, _WAITING_PART_S)
         self._warned = False
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a replica of the service can be reached."""
+        """Whether at least one replica of the service may be up."""
         return self._client.any_serves
 
     def add_receiver(self, req_id: str, count: int, address: Address) -> None:
-        """Note where one of `count` ranks receives a part (zmq_to_scheduler). Raises `ForbiddenError`."""
+        """Register the receiver of one of `count` ranks for a part (zmq_to_scheduler). Raises `ForbiddenError`."""
         self._allowed.check(address)
         self._warn_of_scheduler()
-        place = self._places.setdefault(req_id, _Place())
-        if address not in place.addresses and not place.complete.is_set():
-            place.addresses.append(address)
-        if len(place.addresses) >= count:
-            place.complete.set()
+        receivers = self._rank_receivers.setdefault(req_id, _RankReceivers())
+        if address not in receivers.addresses and not receivers.complete.is_set():
+            receivers.addresses.append(address)
+        if len(receivers.addresses) >= count:
+            receivers.complete.set()
 
     async def encode(self, part: Part) -> None:
-        """Send the rows of a part to SGLang; returns when they are sent. Cancelling withdraws its images.
+        """Send the rows of a part to SGLang, and return once they are sent. Cancelling withdraws the images.
 
-        Raises the error of the first image that failed, and of a receiver that is not allowed or cannot be reached.
-        With zmq_to_scheduler an image's error would end SGLang: it is logged, and SGLang gets rows that it refuses.
+        Raises the error of the first image that failed, or of a receiver that is not allowed or cannot be reached. With
+        zmq_to_scheduler, an image's error would end SGLang. The gateway logs it and sends rows that SGLang refuses.
         """
         began = monotonic()
         for address in part.receivers or ():
@@ -158,7 +158,7 @@ class Gateway:
         )
 
     async def _rows(self, part: Part, held: AsyncExitStack) -> PartRows:
-        """Return the rows of a part, valid until `held` is closed. What a retry can cure is retried until `part_s`."""
+        """Return the rows of a part, valid until `held` is closed. Retries temporary errors until `part_s`."""
         deadline = monotonic() + self._part_s
         last: EncoderError = DeadlineError(f"the images were not encoded within {self._part_s:g} s")
         try:
@@ -186,7 +186,7 @@ class Gateway:
         self, part: Part, files: Sequence[bytes], deadline: float, held: AsyncExitStack
     ) -> PartRows:
         left_s = max(deadline - monotonic(), 0.001)
-        # Kept: a caller who hangs up withdraws the images, and a server that goes away does not lose them.
+        # Keep the images submitted: hanging up withdraws them, and they survive the loss of a server.
         items = await self._items(part, files, left_s)
         kept = await self._client.keep(items.files, request_id=part.call_id, timeout_s=left_s, again_s=left_s)
         await held.enter_async_context(kept)
@@ -195,14 +195,15 @@ class Gateway:
             rows = await self._in_place(part, items, kept.answers[0], left_s, held)
         else:
             rows = await self._together(part, items, kept.answers, left_s)
-        said = self._client.description
         if part.modality is Modality.VIDEO:
             grids = [clip.grid._replace(t=len(clip.pairs)) for clip in items.clips]
             return PartRows(grids, *rows, times(items.clips))
-        return PartRows([grid_of_patches(answer.grid, said) for answer in kept.answers if answer.grid], *rows)
+        description = self._client.description
+        grids = [grid_of_patches(answer.grid, description) for answer in kept.answers if answer.grid]
+        return PartRows(grids, *rows)
 
     async def _items(self, part: Part, files: Sequence[bytes], left_s: float) -> _Items:
-        """Return what is submitted for these files: of a video, after the service said what is in it, its pairs."""
+        """Return what to submit for these files. Probes videos at the service, and selects their pairs of frames."""
         names = [f"{part.kind} {index}" for index in range(len(files))]
         if part.modality is not Modality.VIDEO or isinstance(self._videos, EncoderError):
             return _Items(files, names)
@@ -225,10 +226,10 @@ class Gateway:
     async def _in_place(
         self, part: Part, items: _Items, image: Submitted, left_s: float, held: AsyncExitStack
     ) -> tuple[NDArray[np.generic], str]:
-        """Return the rows of an image where they lie, held there until `held` is closed, and their type."""
+        """Return the rows of an image in place, valid until `held` is closed, and their type."""
         stream = await held.enter_async_context(self._fetch(part, image, left_s))
         fetched = await self._outcome(stream, items.names[0])
-        # Entered last and left first: the rows are checked again before the call that holds them ends.
+        # Entered last, so that it exits first: it checks the rows again before the call that holds them ends.
         lent = await asyncio.to_thread(held.enter_context, fetched.in_place())
         return lent.array, lent.dtype
 
@@ -237,17 +238,17 @@ class Gateway:
     ) -> tuple[NDArray[np.generic], str]:
         """Return the rows of several images as one block, as SGLang takes them, and their type.
 
-        Each image has a call of its own, which ends when its rows are copied: a large part must not pin more than the
-        service lets a caller pin.
+        Each image has its own call, which ends once the rows are copied, so that a large part does not exceed what a
+        caller may pin.
         """
         dtype = self._client.description.dtype
         ends = np.cumsum([image.tokens for image in images])
         together = np.empty((ends[-1], self._client.description.width), element_type(dtype))
-        turns = asyncio.Semaphore(_FETCHES_OF_A_PART)
+        slots = asyncio.Semaphore(_FETCHES_OF_A_PART)
 
         async def copy(index: int, image: Submitted) -> None:
             window = together[ends[index] - image.tokens : ends[index]]
-            async with turns, self._fetch(part, image, left_s) as stream:
+            async with slots, self._fetch(part, image, left_s) as stream:
                 fetched = await self._outcome(stream, items.names[index])
                 await read([fetched], lambda rows: np.copyto(window, rows[0].array))
 
@@ -286,42 +287,43 @@ class Gateway:
         await self._delivery.deliver(receivers, frame, rows.array)
 
     async def _ranks(self, req_id: str) -> list[Address]:
-        """Return where the ranks receive a part, once all have named it. Raises `DeadlineError`."""
+        """Return the receivers of a part once all ranks have registered. Raises `DeadlineError`."""
         self._warn_of_scheduler()
-        place = self._places.setdefault(req_id, _Place())
+        receivers = self._rank_receivers.setdefault(req_id, _RankReceivers())
         try:
             async with asyncio.timeout(RANKS_S):
-                await place.complete.wait()
+                await receivers.complete.wait()
         except TimeoutError:
             raise DeadlineError(
-                f"no scheduler of SGLang said within {RANKS_S:g} s where it receives {req_id}"
+                f"SGLang's schedulers did not all register their receivers for {req_id} within {RANKS_S:g} s"
             ) from None
         finally:
-            self._places.pop(req_id, None)
-        return place.addresses
+            self._rank_receivers.pop(req_id, None)
+        return receivers.addresses
 
     def _warn_of_scheduler(self) -> None:
         if not self._warned:
             self._warned = True
             log.warning(
-                "SGLang uses the back end zmq_to_scheduler: a caller who hangs up while images are encoded ends an "
-                "SGLang up to 0.5.23, whatever its encoder does. Start it with "
-                "--encoder-transfer-backend zmq_to_tokenizer (docs/sglang.md)"
+                "SGLang uses the back end zmq_to_scheduler. With it, SGLang up to 0.5.23 ends when a caller hangs up "
+                "while images are encoded, with any encoder. Start SGLang with --encoder-transfer-backend "
+                "zmq_to_tokenizer (docs/sglang.md)"
             )
 
 
 def stand_in(part: Part, description: Description) -> PartRows:
-    """Return rows for a part that failed, for a scheduler of SGLang, which an error would end.
+    """Return replacement rows for a failed part, because an error would end SGLang's scheduler.
 
-    A request of one part gets more tokens than any context has: SGLang answers it with 400. Its rows have one element
-    each, as nothing computes with them. With several parts, rows must fit those of the others: the images are blank.
+    If the request has one part, it gets more tokens than any context, so that SGLang answers it with 400. Its rows have
+    one element each, because nothing computes with them. If the request has several parts, the rows must fit those of
+    the other parts, so the images are blank.
     """
     count = len(part.items)
     grids = [Grid(1, MERGE_SIZE, MERGE_SIZE)] * count
-    said = times([None] * count) if part.modality is Modality.VIDEO else {}
+    timestamps = times([None] * count) if part.modality is Modality.VIDEO else {}
     if part.num_parts > 1:
         blank = np.zeros((count, description.width), element_type(description.dtype))
-        return PartRows(grids, blank, description.dtype, said)
+        return PartRows(grids, blank, description.dtype, timestamps)
     side = MERGE_SIZE * int(TOO_MANY_TOKENS**0.5)
     grids[0] = Grid(1, side, side)
-    return PartRows(grids, np.zeros((TOO_MANY_TOKENS + count - 1, 1), np.uint8), "uint8", said)
+    return PartRows(grids, np.zeros((TOO_MANY_TOKENS + count - 1, 1), np.uint8), "uint8", timestamps)

@@ -1,4 +1,4 @@
-"""The HTTP edge of the gateway: the calls that SGLang makes to an encoder."""
+"""The HTTP routes of the gateway: the calls that SGLang makes to an encoder."""
 
 import asyncio
 import logging
@@ -25,23 +25,23 @@ from prefill_client.sglang_gateway.parts import MAX_RANKS, Address, Part, read_o
 log = logging.getLogger(__name__)
 
 ENCODE, RECEIVER, HEALTH, METRICS = "/encode", "/scheduler_receive_url", "/health", "/metrics"
-# A body that names a receiver is short.
+# A body that registers a receiver is short.
 _MAX_RECEIVER_BYTES = 64 << 10
-# SGLang sends a body at once. One whose host is gone never ends, and would keep the place of other parts.
+# SGLang sends a body at once. If its host is gone, the body never ends, and would occupy the slot of another part.
 BODY_S = 60.0
-# The HTTP status of each gRPC status; any other is a 503: SGLang answers its own caller with 503 anyway.
+# The HTTP status of each gRPC status. Any other becomes 503, because SGLang answers its own caller with 503 anyway.
 _HTTP_STATUS = {Status.INVALID_ARGUMENT: 400, Status.PERMISSION_DENIED: 403}
 
 
 class HttpService:
-    """The routes. Every route also has a path below `/v0`, `/v1` and on: to SGLang, each is an encoder of its own."""
+    """The routes. Each one also exists below `/v0`, `/v1` and so on, which SGLang treats as separate encoders."""
 
     def __init__(self, gateway: Gateway, metrics: Metrics, *, max_parts: int, max_body_bytes: int) -> None:
         self._gateway = gateway
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
-        self._places = asyncio.Semaphore(max_parts)
-        # JSON of megabytes holds the interpreter: one body at a time, so that health is answered between two.
+        self._slots = asyncio.Semaphore(max_parts)
+        # Parsing megabytes of JSON holds the GIL. Parse one body at a time, so that health checks run in between.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="json")
 
     def app(self) -> Starlette:
@@ -60,30 +60,30 @@ class HttpService:
         return Response(status_code=200 if self._gateway.is_healthy else 503)
 
     async def exposition(self, _: Request) -> Response:
-        """Give the metrics to Prometheus."""
+        """Return the metrics for Prometheus."""
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def receiver(self, request: Request) -> Response:
-        """Note where a rank of SGLang receives a part."""
+        """Register the receiver of one of SGLang's ranks for a part."""
         try:
-            said = read_object(await _body(request, _MAX_RECEIVER_BYTES))
-            count, address = said.get("receive_count"), said.get("receive_url")
+            body = read_object(await _body(request, _MAX_RECEIVER_BYTES))
+            count, address = body.get("receive_count"), body.get("receive_url")
             if type(count) is not int or not 1 <= count <= MAX_RANKS or not isinstance(address, str):
                 raise InvalidRequestError(
                     f"receive_count must be a number from 1 to {MAX_RANKS}, and receive_url host:port"
                 )
-            self._gateway.add_receiver(req_id_of(said), count, Address.parse(address))
+            self._gateway.add_receiver(req_id_of(body), count, Address.parse(address))
         except EncoderError as error:
             log.error("a receiver was refused: %s", error.message)
             return _refusal(error)
         return JSONResponse(None)
 
     async def encode(self, request: Request) -> Response:
-        """Serve a part. Parts beyond `max_parts` wait unread: their bodies stay at the sender."""
+        """Serve a part. Parts beyond `max_parts` wait unread, and their bodies stay at the sender."""
         outcome = "failed"
         try:
             with self._metrics.parts_now.track_inprogress():
-                async with self._places:
+                async with self._slots:
                     part = await self._part(request)
                     await unless_left(request, self._gateway.encode(part))
                     outcome = ""

@@ -6,7 +6,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class Metrics:
-    """One registry and what is counted in it."""
+    """The registry and its metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -18,27 +18,29 @@ class Metrics:
         )
         self.parts_now = Gauge(
             "sglang_gateway_parts_now",
-            "Parts that are being served or wait for a place.",
+            "Parts that are being served or wait to be served.",
             registry=self.registry,
         )
         self.images = Counter(
             "sglang_gateway_images",
-            "Images and pairs of video frames whose rows were fetched, by where the service found them.",
+            "Images and pairs of video frames whose rows were fetched, by where the service found the rows.",
             ["source"],
             registry=self.registry,
         )
         self.row_bytes = Counter(
-            "sglang_gateway_row_bytes", "Bytes of rows sent to SGLang, once a part.", registry=self.registry
+            "sglang_gateway_row_bytes",
+            "Bytes of rows sent to SGLang, counted once per part.",
+            registry=self.registry,
         )
         self.seconds = Histogram(
             "sglang_gateway_part_seconds",
-            "Seconds from having read a part to having sent its rows.",
+            "Seconds from reading a part to having sent its rows.",
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.retries = Counter(
             "sglang_gateway_retries",
-            "Attempts at a part that failed and were made again.",
+            "Failed attempts at a part that were retried.",
             registry=self.registry,
         )
         for outcome in ("served", "stand_in", "refused", "failed", "left"):

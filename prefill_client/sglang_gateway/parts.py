@@ -1,4 +1,4 @@
-"""A part: what one `/encode` call of SGLang asks for, checked before anything is loaded or connected to."""
+"""A part: the contents of one `/encode` call of SGLang, validated before the gateway loads or connects to anything."""
 
 import ipaddress
 import json
@@ -9,17 +9,17 @@ from typing import Any, Self
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidRequestError
 from prefill_client.sglang_gateway.frames import Modality
 
-# SGLang's encoders for the families that the service has read none of these; `content_hash` is another hash than ours.
+# Options that SGLang's own encoders of these families ignore. `content_hash` is not the service's content digest.
 _IGNORED_KEYS = frozenset({"url", "content_hash", "detail", "max_dynamic_patch"})
 _MAX_ID_CHARACTERS, _MAX_CALL_ID_BYTES = 512, 128
 _MAX_PARTS = 1 << 20
 MAX_RANKS = 1024
-"""The most ranks of one SGLang that receive a part, each by a socket of its own."""
+"""Largest number of SGLang ranks that receive a part, each on its own socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where SGLang receives rows: an IP address and a port."""
+    """The IP address and port where SGLang receives rows."""
 
     host: str
     port: int
@@ -34,15 +34,15 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The address as ZeroMQ names it."""
+        """The address in the form that ZeroMQ expects."""
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
 class AllowedReceivers:
-    """Where the gateway may send rows: it connects wherever a request says, so the operator lists the networks."""
+    """The addresses to which the gateway may send rows. Requests name addresses, so the operator limits them."""
 
     def __init__(self, networks: Collection[str], ports: str) -> None:
-        """Read addresses and networks, and a range of ports such as `1024-65535`. Raises `ValueError`."""
+        """Parse addresses or networks, and a range of ports such as `1024-65535`. Raises `ValueError`."""
         self._networks = [ipaddress.ip_network(each.strip()) for each in networks]
         first, _, last = ports.partition("-")
         self._ports = range(int(first), int(last or first) + 1)
@@ -52,7 +52,7 @@ class AllowedReceivers:
     def check(self, address: Address) -> None:
         """Raise `ForbiddenError` for an address that is not allowed, or for a name instead of an IP address."""
         try:
-            # Not with a zone, which is any text: ZeroMQ connects to another address that it finds there.
+            # A zone (after %) may be any text, and ZeroMQ would connect to another address that it finds there.
             host = ipaddress.ip_address("" if "%" in address.host else address.host)
         except ValueError:
             raise ForbiddenError(
@@ -67,10 +67,10 @@ class AllowedReceivers:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a request: `part_idx` of `num_parts`, under an id of its own.
+    """One part of a request: number `part_idx` of `num_parts`, with its own id.
 
-    `receivers` are named by the request with the back end zmq_to_tokenizer. They are None with zmq_to_scheduler, where
-    each rank names its own by another call.
+    With the back end zmq_to_tokenizer, the request names the `receivers`. With zmq_to_scheduler they are None, and each
+    rank registers its receiver by another call.
     """
 
     req_id: str
@@ -82,71 +82,71 @@ class Part:
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read the body of `/encode`. Raises `InvalidRequestError`, which names what is wrong."""
-        said = read_object(body)
-        num_parts, part_idx = _whole(said, "num_parts"), _whole(said, "part_idx")
+        """Parse the body of an `/encode` call. Raises `InvalidRequestError` with the reason."""
+        fields = read_object(body)
+        num_parts, part_idx = _integer(fields, "num_parts"), _integer(fields, "part_idx")
         if not 0 <= part_idx < num_parts <= _MAX_PARTS:
             raise InvalidRequestError(f"part_idx {part_idx} is not below num_parts {num_parts}")
-        items, modality = said.get("mm_items"), str(said.get("modality", "IMAGE"))
+        items, modality = fields.get("mm_items"), str(fields.get("modality", "IMAGE"))
         if not isinstance(items, list) or not items:
             raise InvalidRequestError("mm_items must be a list of at least one item")
         if modality not in Modality.__members__:
             raise InvalidRequestError(f"modality must be one of {', '.join(Modality.__members__)}")
         return cls(
-            req_id_of(said), num_parts, part_idx, Modality[modality], tuple(items), _receivers_of(said)
+            req_id_of(fields), num_parts, part_idx, Modality[modality], tuple(items), _receivers_of(fields)
         )
 
     @property
     def call_id(self) -> str:
-        """By what the encoder service knows it, which takes fewer bytes for an id than SGLang's callers may choose."""
+        """The request id at the encoder service, which accepts shorter ids than SGLang's callers may choose."""
         return self.req_id.encode("ascii", "replace")[-_MAX_CALL_ID_BYTES:].decode()
 
     @property
     def kind(self) -> str:
-        """What messages call an item."""
+        """The name of an item in messages: image or video."""
         return self.modality.name.lower()
 
-    def urls(self, most: int) -> list[str]:
-        """Return the URL of each image or video; one without a scheme is base64, which becomes a data URL.
+    def urls(self, max_items: int) -> list[str]:
+        """Return the URL of each image or video. An item without a scheme is base64, and becomes a data URL.
 
-        Raises `InvalidRequestError` for sound and for options that change pixels, `ImageLimitError` for more than
-        `most`, and `ForbiddenError` for files: the gateway reads none.
+        Raises `InvalidRequestError` for audio and for options that change pixels, `ImageLimitError` for more than
+        `max_items` items, and `ForbiddenError` for file URLs, because the gateway reads no files.
         """
         if self.modality is Modality.AUDIO:
             raise InvalidRequestError("AUDIO is not served: the encoder service encodes images and videos")
-        if len(self.items) > most:
-            raise ImageLimitError(f"a part has at most {most} {self.kind}s, not {len(self.items)}")
+        if len(self.items) > max_items:
+            raise ImageLimitError(f"a part has at most {max_items} {self.kind}s, not {len(self.items)}")
         return [_url_of(index, item) for index, item in enumerate(self.items)]
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Read a JSON object. Raises `InvalidRequestError`."""
+    """Parse a JSON object. Raises `InvalidRequestError`."""
     try:
-        said = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(parsed, dict):
         raise InvalidRequestError("the body is not a JSON object")
-    return said
+    return parsed
 
 
-def req_id_of(said: Mapping[str, Any]) -> str:
-    """Return the id of the part that a call is about. Raises `InvalidRequestError`."""
-    req_id = said.get("req_id")
+def req_id_of(fields: Mapping[str, Any]) -> str:
+    """Return the id of the part to which a call belongs. Raises `InvalidRequestError`."""
+    req_id = fields.get("req_id")
     if not isinstance(req_id, str) or not 0 < len(req_id) <= _MAX_ID_CHARACTERS:
         raise InvalidRequestError(f"req_id must be a text of at most {_MAX_ID_CHARACTERS} characters")
     return req_id
 
 
-def _whole(said: Mapping[str, Any], name: str) -> int:
-    value = said.get(name)
+def _integer(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be a whole number")
     return value
 
 
-def _receivers_of(said: Mapping[str, Any]) -> tuple[Address, ...] | None:
-    ports, host = said.get("embedding_port"), said.get("prefill_host")
+def _receivers_of(fields: Mapping[str, Any]) -> tuple[Address, ...] | None:
+    ports, host = fields.get("embedding_port"), fields.get("prefill_host")
     if ports is None:
         return None
     listed = ports if isinstance(ports, list) else [ports]
@@ -163,8 +163,8 @@ def _url_of(index: int, item: object) -> str:
         key for key, value in options.items() if key not in _IGNORED_KEYS and value is not None
     ):
         raise InvalidRequestError(
-            f"item {index}: {', '.join(unknown)} may change pixels for one request alone and is not supported: the "
-            "encoder service processes all images as its checkpoint says"
+            f"item {index}: {', '.join(unknown)} is not supported, because it may change pixels for this request only: "
+            "the encoder service processes all images as its checkpoint says"
         )
     url = options.get("url")
     if not isinstance(url, str) or not url:
@@ -174,6 +174,6 @@ def _url_of(index: int, item: object) -> str:
         return f"data:;base64,{url}"
     if scheme.lower() == "file":
         raise ForbiddenError(
-            f"item {index}: the gateway reads no files; send the image itself or an http URL"
+            f"item {index}: the gateway does not read files; send the image itself or an http URL"
         )
     return url

@@ -1,4 +1,4 @@
-"""Registering at SGLang's encoder bootstrap server, for an SGLang that is started without `--encoder-urls`."""
+"""Registers the gateway at SGLang's encoder bootstrap server, for an SGLang without `--encoder-urls`."""
 
 import asyncio
 import json
@@ -9,34 +9,34 @@ from urllib.request import Request, urlopen
 
 log = logging.getLogger(__name__)
 
-# SGLang forgets its encoders when it restarts, and encoders that were away for long.
-AGAIN_S = 10.0
+# SGLang forgets all encoders when it restarts, and an encoder that was away for long. Register this often.
+REGISTER_EVERY_S = 10.0
 _CALL_S = 5.0
-# SGLang reads the list of encoders when a request comes, and sends its parts later: so long after they left the list.
+# SGLang reads the list of encoders when a request arrives, and may send its parts this long after they left the list.
 LAST_PARTS_S = 3.0
 
 
 class Registration:
-    """Keeps `urls`, each an encoder to SGLang, registered at every bootstrap server, until `end`."""
+    """Keeps the URLs of the gateway, which SGLang treats as encoders, registered at every bootstrap server."""
 
     def __init__(self, servers: Sequence[str], urls: Sequence[str]) -> None:
         self._servers = servers
         self._urls = urls
         self._registered: set[str] = set()
         self._ended = False
-        self._turn = asyncio.Lock()  # one call at a time at a server: the last one counts there
+        self._lock = asyncio.Lock()  # calls to a server must not overlap, because the last one counts there
 
     async def keep(self) -> None:
-        """Register again and again. A server that does not answer is tried again; the log says so once."""
+        """Register periodically until `end`. A server that does not answer is logged once and tried again."""
         while not self._ended:
-            async with self._turn:
+            async with self._lock:
                 await asyncio.gather(*(asyncio.to_thread(self._register, server) for server in self._servers))
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(REGISTER_EVERY_S)
 
     async def end(self) -> None:
-        """Unregister, and return when SGLang sends no more parts."""
+        """Unregister, and return once SGLang no longer sends parts."""
         self._ended = True
-        async with self._turn:
+        async with self._lock:
             servers = tuple(self._registered)
             await asyncio.gather(*(asyncio.to_thread(self._unregister, server) for server in servers))
         if servers:

@@ -1,4 +1,4 @@
-"""The gateway as a process: constructs and wires its components, and serves."""
+"""The process of the gateway: constructs the components, connects them, and serves."""
 
 import asyncio
 import logging
@@ -15,24 +15,22 @@ from prefill_client.http_server import HttpServer, bound
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.sglang_gateway.delivery import Delivery
-from prefill_client.sglang_gateway.families import check_family
 from prefill_client.sglang_gateway.frames import SUPPORTED, Modality
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.http_service import HttpService
 from prefill_client.sglang_gateway.metrics import Metrics
-from prefill_client.sglang_gateway.model_check import check_model
+from prefill_client.sglang_gateway.model_check import check_family, check_model
 from prefill_client.sglang_gateway.registration import Registration
 from prefill_client.sglang_gateway.videos import video_settings
 
-DRAIN_S = 30  # what running parts are given after SIGTERM
+DRAIN_S = 30  # how long running parts may take after SIGTERM
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then let running parts end.
+    """Serve until SIGTERM or SIGINT, then let running parts finish.
 
-    Raises `EncoderError` when the service cannot be reached, `ModelMismatchError` when its model is not the language
-    server's, or of a family that is not served, `OSError` and `ValueError` when that model's folder cannot be used,
-    `ConfigError` when the port is unavailable.
+    Raises `EncoderError` if the service cannot be reached, `ModelMismatchError` if its model is not SGLang's or is not
+    supported, `OSError` or `ValueError` if SGLang's checkpoint cannot be read, and `ConfigError` if the port is taken.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s")
     with bound(config.listen) as listener:

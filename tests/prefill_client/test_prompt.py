@@ -47,7 +47,7 @@ def test_expanded_prompt_lays_out_like_its_short_form(data: st.DataObject, sizes
         ([IMAGE, IMAGE, 1], [3], "nor their 3 tokens"),
         ([IMAGE, 1, IMAGE, IMAGE], [3], "the 3 placeholders of image 0 are not contiguous"),
         ([IMAGE], [0], "at least one token"),
-        ([[IMAGE]], [1], "one row of token ids"),
+        ([[IMAGE]], [1], "must have one dimension"),
     ],
 )
 def test_placeholders_that_do_not_fit_are_refused(ids: list[int], sizes: list[int], said: str) -> None:

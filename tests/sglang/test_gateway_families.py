@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from prefill_client.sglang_gateway.families import _REFUSED, SERVED
 from prefill_client.sglang_gateway.frames import SUPPORTED
+from prefill_client.sglang_gateway.model_check import _REFUSED, SERVED
 from testing.families import CHECKPOINTS
 
 LIST = "sglang/srt/arg_groups/pd_disaggregation_hook.py"

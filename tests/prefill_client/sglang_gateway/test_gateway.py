@@ -222,7 +222,7 @@ async def test_nothing_stays_pinned_once_rows_were_sent_or_could_not_be(
         answer = await http.post(
             f"{gateway.url}/encode", json=body_of([data_url(THIRD)], port=port), timeout=100
         )
-    assert (answer.status_code, "accepts no rows" in answer.json()["message"]) == (503, True)
+    assert (answer.status_code, "does not accept a connection" in answer.json()["message"]) == (503, True)
 
     async def unpinned() -> bool:
         return (await numbers(server)).total("store_pinned_bytes") == 0

@@ -133,7 +133,7 @@ async def test_a_gateway_takes_parts_for_a_while_after_it_unregistered(
 async def test_a_bootstrap_server_that_answers_no_http_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prefill_client.sglang_gateway.registration.AGAIN_S", 0.01)
+    monkeypatch.setattr("prefill_client.sglang_gateway.registration.REGISTER_EVERY_S", 0.01)
     calls = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

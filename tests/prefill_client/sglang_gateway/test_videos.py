@@ -99,7 +99,7 @@ def test_why_no_videos_are_served_is_said(
         assert isinstance(found, EncoderError)
         return found.message
 
-    assert "takes no videos" in refused(checkpoint, replace(client.description, video_decoder=""))
+    assert "accepts no videos" in refused(checkpoint, replace(client.description, video_decoder=""))
     assert "no video_preprocessor_config.json" in refused(tmp_path, client.description)
     assert "each row depends on all frames" in refused(kept_checkpoint("qwen2_5_vl"), client.description)
 

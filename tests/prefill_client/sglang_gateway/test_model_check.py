@@ -16,9 +16,9 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
 from prefill_client import EncoderClient, RowRequest, content_digest
-from prefill_client.sglang_gateway.families import SERVED, check_family
 from prefill_client.sglang_gateway.frames import SUPPORTED
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
+from prefill_client.sglang_gateway.model_check import SERVED, check_family
 from testing.photos import data_url, photo
 from tests.processes import run
 from tests.servers import server_of
@@ -108,7 +108,7 @@ async def test_a_family_that_sglang_does_not_start_for_is_refused_at_start(
         done = await asyncio.to_thread(run, *GATEWAY, server.endpoint)
     assert done.returncode == 1
     assert "cannot serve 'paligemma'" in done.stderr
-    assert f"SGLang {SUPPORTED[0]} to {SUPPORTED[-1]} start for other models alone" in done.stderr
+    assert f"SGLang {SUPPORTED[0]} to {SUPPORTED[-1]} does not start" in done.stderr
     assert ", ".join(SERVED) in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -116,7 +116,7 @@ async def test_a_family_that_sglang_does_not_start_for_is_refused_at_start(
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("kimi_k25", "SGLang serves it with code from the checkpoint"),
+        ("kimi_k25", "SGLang runs it with code from the checkpoint"),
         ("glm5_next", "its rows were not compared with those of SGLang's own tower"),
     ],
 )

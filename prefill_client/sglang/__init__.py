@@ -1,5 +1,5 @@
-"""An unmodified SGLang takes its image embeddings from the encoder service; docs/sglang.md has the three variables.
+"""The plug-in with which an unmodified SGLang gets its image embeddings from the encoder service (docs/sglang.md).
 
-`processors` is the package that SGLang's tokenizer loads: it submits the images of a request and waits until all are
-encoded. `models` is the package that its scheduler loads: the model fetches the rows of the images in a prefill chunk.
+SGLang's tokenizer loads the package `processors`, which submits the images of a request and waits until all are
+encoded. SGLang's scheduler loads the package `models`, which fetches the rows of the images in a prefill chunk.
 """

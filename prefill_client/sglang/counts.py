@@ -1,4 +1,4 @@
-"""What SGLang counts of the service: images by where their rows came from, bytes, and what its own tower encoded."""
+"""The plug-in's metrics in SGLang: images by source of their rows, bytes, and images that SGLang's tower encoded."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
-# The metric of each, its label, and its help.
+# For each key: the metric, its label, and its help.
 METRICS = {
     "images": (
         "sglang:encoder_service_images_total",
@@ -32,14 +32,14 @@ METRICS = {
 
 
 def count(metric: str, label: str = "", amount: int = 1) -> None:
-    """Add to the counter of a key of `METRICS`."""
+    """Add `amount` to a counter. `metric` is a key of `METRICS`."""
     counter = _counter(metric)
     (counter.labels(label) if label else counter).inc(amount)
 
 
 @cache
 def _counter(metric: str) -> "Counter":
-    # SGLang says where its processes write metrics before it imports the library, and after it has imported us.
+    # Import late: SGLang imports this module before it configures where its processes write their metrics.
     from prometheus_client import Counter
 
     name, label, text = METRICS[metric]

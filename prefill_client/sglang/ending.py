@@ -1,7 +1,7 @@
-"""Ends requests in SGLang's scheduler whose images have no rows; an exception in a forward would end the engine.
+"""Ends requests in SGLang's scheduler whose images have no rows. An exception in a forward would end the engine.
 
-The model returns zeros in the place of such rows, and names the image here. When the forward is over, and before SGLang
-answers or caches what it computed, the requests of the batch with that image end, each with a status of its own.
+The model returns zeros in place of missing rows, and records the image here. After the forward, before SGLang answers
+or caches its results, every request of the batch with such an image ends with the status of that image.
 """
 
 import logging
@@ -17,18 +17,18 @@ _log = logging.getLogger("sglang.encoder_service")
 
 
 class ImagesWithoutRows:
-    """Those of the current forward, the same on all ranks. Used by the thread that runs forwards."""
+    """The images without rows in the current forward, the same on all ranks. Used by the thread that runs forwards."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[HTTPStatus, str]] = {}
 
     def add(self, item: Any, status: HTTPStatus, why: str) -> None:
-        """Have the requests of this batch with this image answered with `status` and `why`."""
+        """End the requests of this batch that have this image with `status` and the reason `why`."""
         self._found[item.hash] = status, why
 
     def watch_forwards(self) -> None:
-        """Let the scheduler of this process end the requests of these images after each forward; called once."""
-        from sglang.srt.managers.scheduler import Scheduler  # it imports the models
+        """Patch the scheduler of this process to end the requests of these images after each forward. Call it once."""
+        from sglang.srt.managers.scheduler import Scheduler  # imported late, because it imports the models
 
         run_batch = Scheduler.run_batch
 
@@ -45,7 +45,7 @@ class ImagesWithoutRows:
         found, self._found = self._found, {}
         for image in found:
             mm_schedule.embedding_cache.free(image, None)
-        generating = batch.decoding_reqs or ()  # of a batch that also prefills: they have their rows
+        generating = batch.decoding_reqs or ()  # in a mixed batch, requests that already have their rows
         for request in batch.reqs:
             if request in generating or request.multimodal_inputs is None:
                 continue
@@ -57,12 +57,12 @@ class ImagesWithoutRows:
 
 
 def _end(scheduler: Any, request: Any, reason: Any) -> None:
-    """Answer the caller, and drop the request without caching what the forward has computed for it."""
+    """Answer the caller, and drop the request without caching the results of the forward."""
     _log.error("request %s ends with %d: %s", request.rid, reason.status_code, reason.message)
     answer = AbortReq(rid=request.rid, finished_reason=reason.to_json())
     scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
-    if request is scheduler.chunked_req:  # dropped before its next chunk
+    if request is scheduler.chunked_req:  # SGLang drops it before its next chunk
         scheduler._pending_chunked_abort_req = request
-    else:  # dropped when the result of this forward is processed
+    else:  # SGLang drops it when it processes the result of this forward
         request.skip_radix_cache_insert = True
         request.to_finish = reason

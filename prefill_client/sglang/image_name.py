@@ -1,4 +1,4 @@
-"""What travels with an image from SGLang's tokenizer to its schedulers: its name, and the file itself."""
+"""The data that an image carries from SGLang's tokenizer to its schedulers: its name, and the file."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,14 +10,14 @@ from encoder_contract.geometry import Grid
 from prefill_client.images import Image, Submitted
 
 KEY = "encoder_service"
-"""Where it stands in the data that SGLang's items carry for their model."""
+"""The key of the name in the data that SGLang's items carry for their model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageName:
-    """An image that the service has encoded.
+    """The name of an image that was submitted to the service.
 
-    `digest` and `address` name its file and its rows (32 bytes each), `endpoint` the server that it was submitted to.
+    `digest` names the file and `address` the rows (32 bytes each). `endpoint` is the server that has the image.
     """
 
     digest: bytes
@@ -28,15 +28,15 @@ class ImageName:
 
     @classmethod
     def of_answer(cls, answer: Submitted) -> Self:
-        """Return the name of an image that was submitted."""
+        """Return the name of a submitted image."""
         assert answer.grid is not None, "an answer without an error has a grid"
         return cls(answer.digest, answer.address, answer.endpoint, answer.grid, answer.tokens)
 
     @classmethod
     def of_item(cls, item: Any) -> Self | None:
-        """Return the name in an item of SGLang's; None for one that SGLang has processed itself.
+        """Return the name in an item of SGLang; None for an item that SGLang has processed itself.
 
-        Callers may send processed images, with any data: a name without a file, or that is none of ours, is no name.
+        Callers may send processed images with arbitrary data, so a name without a file, or an invalid one, is ignored.
         """
         if not isinstance(item.feature, Tensor) or item.feature.dtype != torch.uint8:
             return None
@@ -47,7 +47,7 @@ class ImageName:
             return None
 
     def as_data(self) -> dict[str, Any]:
-        """Return the data of an item for its model: the grid, as SGLang's own, and the name."""
+        """Return the model data of an item: the grid, under SGLang's own key, and the name."""
         named = [self.digest.hex(), self.address.hex(), self.endpoint, list(self.grid), self.tokens]
         return {"image_grid_thw": torch.tensor([list(self.grid)]), KEY: named}
 
@@ -57,11 +57,11 @@ class ImageName:
 
 
 def file_as_feature(file: bytes) -> Tensor:
-    """Return a file as a tensor, uint8 [bytes]: SGLang moves it as it does pixels."""
+    """Return a file as a tensor, uint8 [bytes], which SGLang transports like pixels."""
     return torch.frombuffer(bytearray(file), dtype=torch.uint8)
 
 
 def file_of(item: Any) -> bytes:
-    """Return the file in an item that has a name."""
+    """Return the file of an item that has a name."""
     file: bytes = item.feature.cpu().numpy().tobytes()
     return file

@@ -1,4 +1,4 @@
-"""Fetches the rows of the images in a prefill chunk. It never raises: an exception in a forward ends the engine."""
+"""Fetches the rows of the images in a prefill chunk. Never raises: an exception in a forward would end the engine."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ from prefill_client.transport.rows import element_type
 
 _log = logging.getLogger("sglang.encoder_service")
 
-# How long a chunk does not ask a service that failed the chunk before it: each would hold the engine up.
+# How long chunks do not ask the service after it failed one, because each attempt would stall the engine.
 PAUSE_S = 10.0
 
 Found = Tensor | InvalidImageError | None
-"""The rows of an image, the error of one that the service cannot decode, or None: they did not arrive."""
+"""The rows of an image, the error of an image that the service cannot decode, or None if the rows did not arrive."""
 
 
 class ChunkRows:
-    """The rows of one rank. `fetch` is called in its forward, by one thread."""
+    """Fetches rows for one rank. Not thread-safe: the rank's forward calls `fetch`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -38,10 +38,10 @@ class ChunkRows:
         self._not_before_s = 0.0
 
     def fetch(self, images: Sequence[tuple[ImageName, Any]], like: Tensor) -> list[Found]:
-        """Return the rows [tokens, width] of each image, on the device and of the type of `like`.
+        """Return the rows [tokens, width] of each image, with the device and type of `like`.
 
-        The error of an image that the service cannot decode is returned in their place, and None for other failures.
-        An image is given with SGLang's item of it, which has its file.
+        An image that the service cannot decode gets its error instead, and any other failure gets None. `images` has
+        the name of each image and SGLang's item, which has the file.
         """
         rows: dict[int, Tensor | InvalidImageError] = {}
         if monotonic() >= self._not_before_s:
@@ -62,7 +62,7 @@ class ChunkRows:
         client = self._connected()
         names = {index: name for index, (name, _) in enumerate(images)}
         lost = self._fetch(client, names, rows, like, deadline_s)
-        if lost:  # evicted since their request was let in
+        if lost:  # evicted since the scheduler accepted their request
             _log.info("%d images are encoded again", len(lost))
             again = [name.image(file_of(item)) for name, item in (images[index] for index in lost)]
             client.submit(again, timeout_s=_left_s(deadline_s))
@@ -76,7 +76,7 @@ class ChunkRows:
         like: Tensor,
         deadline_s: float,
     ) -> dict[int, ImageName]:
-        """Fill in the rows of these images; return those that the service does not know.
+        """Add the rows of these images to `rows`; return the images that the service does not know.
 
         Raises `EncoderError` if the service does not answer.
         """
@@ -117,7 +117,7 @@ class ChunkRows:
 
 
 def agreed(here: Sequence[bool]) -> list[bool]:
-    """Return, for each image, whether all ranks of this forward have it: the layers of a tower work across ranks."""
+    """Return for each image whether all ranks have it. They must agree, because a tower's layers work across ranks."""
     group = get_parallel().attn_tp_group
     if group.world_size == 1:
         return list(here)
@@ -127,7 +127,7 @@ def agreed(here: Sequence[bool]) -> list[bool]:
 
 
 def counts_here() -> bool:
-    """Return whether this rank counts for all: each has the same rows."""
+    """Return whether this rank updates the metrics. Only one does, because all ranks have the same rows."""
     return bool(get_parallel().attn_tp_rank == 0)
 
 
@@ -136,13 +136,13 @@ def _left_s(deadline_s: float) -> float:
 
 
 def _wrong(outcome: FetchedRows, name: ImageName) -> str | None:
-    """Return why rows cannot be used. The address tells apart models, processors, types and tenants."""
+    """Return why rows cannot be used, or None. The address covers the model, processor, element type and tenant."""
     if outcome.error is not None:
         return outcome.error.message
     if outcome.address != name.address:
         return "the service has another model now"
     if outcome.shape[0] != name.tokens:
-        return f"{outcome.shape[0]} rows, and the prompt has {name.tokens} tokens for them"
+        return f"the service sent {outcome.shape[0]} rows, but the prompt has {name.tokens} tokens for them"
     return None
 
 

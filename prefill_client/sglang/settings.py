@@ -1,4 +1,4 @@
-"""The settings, which SGLang has no flag for: JSON in one environment variable."""
+"""The settings of the plug-in: JSON in one environment variable, because SGLang has no flag for them."""
 
 import json
 import os
@@ -13,24 +13,24 @@ Gating = Literal["request", "chunk"]
 
 @dataclass(frozen=True, slots=True)
 class Settings(ServiceSettings):
-    """The keys of all engines, and those of SGLang alone."""
+    """The settings of all engines, and those of SGLang only."""
 
     location: ClassVar[str] = VARIABLE
 
     start_timeout_s: float = 60.0
-    """How long SGLang waits at its start for the service, while its weights load; then it starts without."""
+    """How long SGLang waits for the service at start, while its weights load. Then it starts without the service."""
     timeout_s: float = 60.0
-    """How long the images of a request may take to be encoded; then SGLang's own tower encodes them."""
+    """How long the images of a request may take to be encoded. Then SGLang's own tower encodes them."""
     fetch_timeout_s: float = 5.0
-    """How long a prefill chunk, and with it the engine, may wait for its rows; then SGLang's own tower encodes."""
+    """How long a prefill chunk, and with it the engine, may wait for its rows. Then SGLang's own tower encodes them."""
 
     gating: Gating = "request"
-    """When a request reaches the scheduler: once all its images are encoded, or once the service has taken them. Then a
-    prefill chunk, and with it the engine, waits for its images up to `timeout_s`."""
+    """When a request reaches the scheduler. "request": once all its images are encoded. "chunk": once the service has
+    accepted them; a prefill chunk, and with it the engine, then waits up to `timeout_s` for its images."""
 
     @property
     def rows_timeout_s(self) -> float:
-        """How long a prefill chunk may wait for its rows, in seconds."""
+        """Seconds that a prefill chunk may wait for its rows."""
         return self.timeout_s if self.gating == "chunk" else self.fetch_timeout_s
 
     def _check(self) -> None:
@@ -42,14 +42,14 @@ class Settings(ServiceSettings):
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read the variable; raises `ValueError` naming what is wrong."""
+        """Read the environment variable. Raises `ValueError` with the reason."""
         text = os.environ.get(VARIABLE, "")
         try:
-            given = json.loads(text or "{}")
+            values = json.loads(text or "{}")
         except ValueError as error:
             raise ValueError(f"{VARIABLE} is not JSON: {error}") from error
-        if not isinstance(given, dict):
+        if not isinstance(values, dict):
             raise ValueError(
                 f'{VARIABLE} must be a JSON object, such as {{"endpoints": "unix:/tmp/encoder/socket"}}'
             )
-        return cls.read(given)
+        return cls.read(values)

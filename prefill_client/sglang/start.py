@@ -1,4 +1,4 @@
-"""Before SGLang serves: whether both packages are loaded, its tower is there, and the service has its model."""
+"""Checks at SGLang's start: both packages are loaded, SGLang has its tower, and the service has SGLang's model."""
 
 import logging
 from pathlib import Path
@@ -19,31 +19,31 @@ _log = logging.getLogger("sglang.encoder_service")
 
 
 def check_packages() -> None:
-    """Raise `ValueError` unless SGLang loads both packages: each makes what only the other can read."""
+    """Raise `ValueError` unless SGLang loads both packages, because each one needs the other."""
     variables = (envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE, envs.SGLANG_EXTERNAL_MODEL_PACKAGE)
     for variable, package in zip(variables, (PROCESSORS, MODELS), strict=True):
         if variable.get() != package:
             raise ValueError(
-                f"the encoder service needs {variable.name}={package}, and it is {variable.get()!r}"
+                f"the encoder service needs {variable.name}={package}, but it is {variable.get()!r}"
             )
 
 
 def check_configuration(pipeline_stages: int) -> None:
-    """Raise `ValueError` for settings of SGLang under which our rows would be wrong, or have no tower beside them."""
+    """Raise `ValueError` for settings of SGLang that make the service's rows wrong or leave SGLang without a tower."""
     if (get_mm().mm_process_config or {}).get("image"):
         raise ValueError(
-            "--mm-process-config changes images in SGLang alone; set it in the checkpoint's "
-            "preprocessor_config.json, which the encoder service reads too"
+            "--mm-process-config changes images only in SGLang; set it in the checkpoint's preprocessor_config.json, "
+            "which the encoder service reads too"
         )
     if pipeline_stages > 1:
         raise ValueError(
-            "--pp-size must be 1: a request whose images have no rows must end on all ranks, and only the first "
-            "pipeline stage knows of it"
+            "--pp-size must be 1: a request whose images have no rows must end on all ranks, but only the first "
+            "pipeline stage knows about it"
         )
     if get_disagg().language_only:
         raise ValueError(
-            "--language-only sends images to SGLang's own encoders; leave it out: the tower has to be there for when "
-            "the encoder service is not"
+            "--language-only sends images to SGLang's own encoders; remove it, because SGLang needs its tower for when "
+            "the encoder service does not answer"
         )
 
 
@@ -51,13 +51,13 @@ def check_tower(tower: object) -> None:
     """Raise `ValueError` if SGLang has loaded no vision tower."""
     if tower is None:
         raise ValueError(
-            "SGLang has no vision tower for this checkpoint, which is marked language_model_only; start it with the "
-            "tower, which encodes when the encoder service does not answer"
+            "SGLang has no vision tower, because the checkpoint is marked language_model_only; start SGLang with its "
+            "tower, which encodes images when the encoder service does not answer"
         )
 
 
 def engine_model(config: Any, image_processor: Any, dtype: torch.dtype) -> EngineModel:
-    """Return what the service's model is compared with; `config` is the checkpoint's."""
+    """Return the engine's model, to compare the service's with. `config` is the checkpoint's configuration."""
     return EngineModel(
         config=config,
         dtype=str(dtype).removeprefix("torch."),
@@ -67,18 +67,18 @@ def engine_model(config: Any, image_processor: Any, dtype: torch.dtype) -> Engin
 
 
 def check_service(settings: Settings, engine: EngineModel) -> None:
-    """Ask the service what it is. SGLang has its own tower, so it starts without a service that does not answer.
+    """Compare the service's model with SGLang's. Does nothing if no service answers, because SGLang has its own tower.
 
-    Raises `ValueError` with both values of everything that differs.
+    Raises `ValueError` with both values of every difference.
     """
     if settings.takes_any_model:
         _log.warning(
-            'the service\'s model is not compared with %s, as "model_fingerprint" is "any": if it has other weights, '
-            "answers about images are wrong",
+            'the service\'s model is not compared with %s, because "model_fingerprint" is "any": if the service has '
+            "other weights, answers about images are wrong",
             get_model().model_path,
         )
     endpoints = ", ".join(settings.endpoints)
-    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, settings.start_timeout_s)
+    _log.info("waiting up to %g s for the encoder service at %s", settings.start_timeout_s, endpoints)
     try:
         description = describe(settings, wait=True)
     except (UnavailableError, DeadlineError) as error:
@@ -91,5 +91,5 @@ def check_service(settings: Settings, engine: EngineModel) -> None:
 def _folder() -> Path:
     model = get_model()
     if model.load_format == "dummy":
-        raise ValueError("--load-format dummy makes random weights: no other process has the same")
+        raise ValueError("--load-format dummy creates random weights, which no other process has")
     return checkpoint_folder(model.model_path, revision=model.revision, cache_dir=model.download_dir)

@@ -37,7 +37,7 @@ def test_settings_that_change_images_in_sglang_alone_are_refused(
 ) -> None:
     config = '{"image": {"max_pixels": 4096}}'
     said = refusal(checkpoint, "--mm-process-config", config, environment=variables(service.endpoint))
-    assert "--mm-process-config changes images in SGLang alone" in said
+    assert "--mm-process-config changes images only in SGLang" in said
 
 
 def test_a_checkpoint_without_a_tower_is_refused(service: Restartable, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_checkpoint_without_a_tower_is_refused(service: Restartable, tmp_path:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "language_model_only": True}))
     said = refusal(model, environment=variables(service.endpoint))
-    assert "SGLang has no vision tower for this checkpoint, which is marked language_model_only" in said
+    assert "SGLang has no vision tower, because the checkpoint is marked language_model_only" in said
 
 
 def test_pipeline_stages_are_refused(checkpoint: Path, service: Restartable) -> None:
@@ -55,7 +55,7 @@ def test_pipeline_stages_are_refused(checkpoint: Path, service: Restartable) -> 
 
 def test_an_engine_that_would_drop_its_tower_is_refused(checkpoint: Path, service: Restartable) -> None:
     said = refusal(checkpoint, "--language-only", environment=variables(service.endpoint))
-    assert "--language-only sends images to SGLang's own encoders; leave it out" in said
+    assert "--language-only sends images to SGLang's own encoders; remove it" in said
 
 
 @pytest.mark.parametrize("package", ["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
@@ -83,4 +83,4 @@ from sglang.srt.models.registry import import_model_classes
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode != 0
-    assert "prefill_client.sglang is for SGLang >=0.5.21,<0.5.24, and this is 0.5.24" in ran.stderr
+    assert "prefill_client.sglang supports SGLang >=0.5.21,<0.5.24, but 0.5.24 is installed" in ran.stderr

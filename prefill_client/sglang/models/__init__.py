@@ -1,7 +1,7 @@
-"""What SGLANG_EXTERNAL_MODEL_PACKAGE names."""
+"""The package that SGLANG_EXTERNAL_MODEL_PACKAGE names."""
 
 from prefill_client.sglang.release import check_release
 
 check_release()
 
-from prefill_client.sglang.models import qwen  # noqa: E402, F401 - SGLang would ignore that it cannot be imported
+from prefill_client.sglang.models import qwen  # noqa: E402, F401 - SGLang would only warn if it could not import it

@@ -1,8 +1,8 @@
-"""SGLang's models, whose image rows come from the encoder service.
+"""SGLang's models, with image rows from the encoder service.
 
-SGLang asks a model for the images that overlap the next prefill chunk and are not in its own cache; the tower's answer
-is replaced by a fetch. If rows do not arrive, SGLang's tower encodes those images, on all tensor-parallel ranks. If it
-cannot either, the requests of these images end.
+SGLang asks a model for the rows of images that overlap the next prefill chunk and are not in its own cache. These
+classes fetch the rows instead of running the tower. If rows do not arrive, SGLang's tower encodes the images, on all
+tensor-parallel ranks. If it cannot encode them either, their requests end.
 """
 
 import io
@@ -36,7 +36,7 @@ Items = Mapping[int, MultimodalDataItem]
 
 
 class EncoderServiceRows:
-    """Goes before one of SGLang's models."""
+    """A mixin that precedes one of SGLang's models in the class's bases."""
 
     visual: torch.nn.Module
 
@@ -52,13 +52,13 @@ class EncoderServiceRows:
         self._rows = ChunkRows(Settings.from_environment())
         self._without_rows = ImagesWithoutRows()
         self._without_rows.watch_forwards()
-        # Not when the service fails: nothing may fail then.
+        # Load it now, because nothing may fail at the time when the service does.
         self._image_processor = AutoImageProcessor.from_pretrained(
             model.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
 
     def get_image_feature(self, items: Sequence[MultimodalDataItem]) -> Tensor | list[Tensor]:
-        """Return the rows of images: [tokens, width] of each, or as SGLang's own if none of them is ours."""
+        """Return the rows of images, [tokens, width] of each. If none has a name, return SGLang's own result."""
         names = {index: name for index, item in enumerate(items) if (name := ImageName.of_item(item))}
         if not names:
             return self._by_own_tower(items)
@@ -69,24 +69,24 @@ class EncoderServiceRows:
             for index, rows, is_here in zip(names, fetched, here, strict=True)
             if is_here and isinstance(rows, Tensor)
         }
-        left = {index: item for index, item in enumerate(items) if index not in found}
-        if left:
+        missing = {index: item for index, item in enumerate(items) if index not in found}
+        if missing:
             errors = zip(names, fetched, strict=True)
             invalid = {index: each.message for index, each in errors if isinstance(each, InvalidImageError)}
-            found |= self._made_here(left, names, invalid)
+            found |= self._encoded_here(missing, names, invalid)
         return [found[index] for index in range(len(items))]
 
     @property
     def _weight(self) -> Tensor:
         return next(self.visual.parameters())
 
-    def _made_here(
+    def _encoded_here(
         self, items: Items, names: Mapping[int, ImageName], invalid: Mapping[int, str]
     ) -> dict[int, Tensor]:
-        """Return the rows of images by SGLang's own tower; zeros for those whose requests end.
+        """Return the rows of images from SGLang's own tower, and zeros for the images whose requests end.
 
-        The service cannot decode those in `invalid`, and says why. Of the others, it does not answer for those whose
-        files cannot be read here.
+        `invalid` has the service's reason for each image that it cannot decode: its request ends with 400. A request
+        ends with 503 if the service did not answer and its image cannot be read here.
         """
         pixels = {
             index: None if index in invalid else self._with_pixels(item, names[index])
@@ -110,13 +110,13 @@ class EncoderServiceRows:
         return {**dict(zip(encoded, rows, strict=True)), **zeros}
 
     def _with_pixels(self, item: MultimodalDataItem, name: ImageName) -> MultimodalDataItem | None:
-        """Return an image with pixels in the place of its file; None if it cannot be read."""
+        """Return an image with pixels in place of its file; None if the file cannot be read."""
         try:
             picture = _rgb(ImageOps.exif_transpose(Image.open(io.BytesIO(file_of(item)))))
             made = self._image_processor(images=[picture], return_tensors="pt")
             if made["image_grid_thw"].tolist() != [[*name.grid]]:
                 raise ValueError(
-                    f"grid {made['image_grid_thw'].tolist()}, and the service has {[*name.grid]}"
+                    f"grid {made['image_grid_thw'].tolist()}, but the service has {[*name.grid]}"
                 )
         except Exception:  # noqa: BLE001 - the engine would end
             _log.exception("an image whose rows are lost cannot be read here: its request ends")
@@ -134,7 +134,7 @@ class EncoderServiceRows:
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture in RGB as the service does, transparency over white."""
+    """Convert a picture to RGB as the service does, with transparency over white."""
     if picture.mode == "RGB" or ("A" not in picture.getbands() and "transparency" not in picture.info):
         return picture.convert("RGB")
     picture = picture.convert("RGBA")
@@ -144,7 +144,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def _with_rows(model: type[torch.nn.Module]) -> type:
-    """Return a model that goes by the name of SGLang's own, by which SGLang finds it."""
+    """Return a subclass with the name of SGLang's model, because SGLang looks it up by name."""
     return type(
         model.__name__, (EncoderServiceRows, model), {"__module__": __name__, "__doc__": model.__doc__}
     )
@@ -160,4 +160,4 @@ EntryClass = [
         qwen3_5.Qwen3_5MoeForConditionalGeneration,
     )
 ]
-"""What SGLang looks for in a module."""
+"""The name under which SGLang looks for models in a module."""

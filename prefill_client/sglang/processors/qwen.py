@@ -1,8 +1,7 @@
-"""Images of a request go to the encoder service as files; SGLang's tokenizer neither decodes nor resizes one.
+"""Submits the images of a request to the encoder service as files, so that SGLang's tokenizer does not decode them.
 
-A request goes on to the scheduler once the service has encoded all its images, so nothing can be wrong with an image
-when prefill needs it; with `gating` "chunk", once the service has taken them. What the service cannot do for want of an
-answer, SGLang's own tower does.
+A request reaches the scheduler once the service has encoded all its images, so that no image can fail during prefill;
+with `gating` "chunk", once the service has accepted them. If the service does not answer, SGLang's own tower encodes.
 """
 
 import asyncio
@@ -40,12 +39,12 @@ from prefill_client.sglang.start import check_configuration, check_packages, che
 
 _log = logging.getLogger("sglang.encoder_service")
 
-# What is wrong with the request, whoever encodes it.
+# Errors of the request itself: SGLang's own tower could not encode its images either.
 _OF_THE_REQUEST = (InvalidImageError, InvalidRequestError, ForbiddenError)
 
 
 class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
-    """In place of SGLang's own for the families whose towers the service runs."""
+    """Replaces SGLang's own processor for the families whose towers the service runs."""
 
     models = [  # noqa: RUF012 - SGLang's name and type
         Qwen2_5_VLForConditionalGeneration,
@@ -69,7 +68,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
     async def process_mm_data_async(
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return SGLang's inputs of a request. Raises `ValueError`, its 400, for what is wrong with an image."""
+        """Return SGLang's inputs of a request. Raises `ValueError`, which SGLang answers with 400, for a bad image."""
         own = partial(super().process_mm_data_async, image_data, input_text, request_obj, *args, **kwargs)
         if not image_data or request_obj.video_data or request_obj.audio_data:
             return await own()
@@ -84,7 +83,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
             _log.warning("SGLang's own tower encodes the images of a request: %s", error.message)
             return await self._left_to_own_tower(own, len(sources), error.status.name.lower())
         composed = self.compose_image_artifacts(input_text, artifacts)
-        # None: its text marks other images than it has. SGLang has an answer to that.
+        # None means that the text marks another number of images than the request has. SGLang handles that itself.
         return (
             composed if composed is not None else await self._left_to_own_tower(own, len(sources), "prompt")
         )
@@ -96,7 +95,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
     async def _encoded(
         self, sources: Sequence[str | bytes], request_id: str
     ) -> list[QwenVLImagePreprocessArtifact]:
-        """Return the images of a request once it may reach the scheduler."""
+        """Return the images of a request once the request may reach the scheduler."""
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
         try:
@@ -123,7 +122,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         return answers
 
     async def _wait(self, client: EncoderClient, answers: Sequence[Submitted], request_id: str) -> None:
-        """Return when all images are encoded; raise the error of the first that cannot be."""
+        """Wait until all images are encoded. Raises the error of the first image that fails."""
         waited = {index: answer for index, answer in enumerate(answers) if not answer.cached}
         if not waited:
             return
@@ -146,7 +145,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         return [each if isinstance(each, bytes) else next(loaded) for each in sources]
 
     async def _open(self) -> EncoderClient:
-        """Connect. Raises `ModelMismatchError` for a service whose rows are not those of this engine's model."""
+        """Connect. Raises `ModelMismatchError` if the service has another model than this engine."""
         client = await connect(self._settings, wait=False)
         try:
             await asyncio.to_thread(check_description, self._settings, self._engine, client.description)
@@ -157,14 +156,14 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
 
 
 def _url(source: str) -> str:
-    """Return what a caller sends as a URL. SGLang takes base64 without one too; a path is never read."""
+    """Return an image source as a URL. SGLang also accepts plain base64. Paths are never read."""
     return source if ":" in source[:16] else f"data:image;base64,{source}"
 
 
 def _artifact(answer: Submitted, file: bytes) -> QwenVLImagePreprocessArtifact:
-    """Return an image as SGLang's own preprocessing would, but for its pixels: in their place travels the file.
+    """Return an image in the form of SGLang's own preprocessing, with the file in place of its pixels.
 
-    SGLang's prefix cache knows the image by the address of its rows.
+    SGLang's prefix cache identifies the image by the address of its rows.
     """
     return QwenVLImagePreprocessArtifact(
         content_digest=answer.digest.hex(),

@@ -1,4 +1,4 @@
-"""A replica in this process, on an address of its own, and a client of it alone."""
+"""A replica in this process, on a separate address, and a client of only this replica."""
 
 import asyncio
 import itertools
@@ -42,7 +42,7 @@ class Replica:
         return self.cluster.index
 
     async def encodes(self) -> int:
-        """Images it has encoded and kept."""
+        """Return the number of images that it has encoded and stored."""
         found = await asyncio.to_thread(scrape, self.server.watch.endpoint, PATIENCE_S)
         return int(found.total("encoded_images_total", outcome="kept"))
 
@@ -53,7 +53,7 @@ class Replica:
             return await anext(aiter(stream))
 
     async def die(self) -> None:
-        """As peers see kill -9: silence from one moment to the next, and no farewell to the index."""
+        """Stop like kill -9 does, for peers: at once, and without leaving the index."""
         await self.index.close()
         await self.server._listener._server.stop(None)
 
@@ -62,14 +62,13 @@ class Replica:
         return self.server._model.recipe.key(digest, **variant).address
 
     async def locates(self, digest: bytes, **variant: int) -> bool:
-        """Whether it knows a peer that holds the image."""
+        """Whether it locates the image at a peer."""
         return bool(await self.index.locate([self.address(digest, **variant)]))
 
 
 Start = Callable[..., Awaitable[Replica]]
-# Replicas that share a process and a busy machine stall together, for seconds: times within which a replica on its own
-# machine is known to have died say nothing here. A test in which one dies starts those that are to notice with
-# `PROMPTLY`.
+# Replicas that share a process and a busy machine stall together, for seconds. So the timeouts that detect a dead
+# replica are longer here. A test in which a replica dies starts the replicas that must notice it with `PROMPTLY`.
 PATIENCE = 15.0
 PROMPTLY = 1.0
 fleets = itertools.count()
@@ -79,7 +78,7 @@ fleets = itertools.count()
 async def starting(
     config: Config, model: Model, index: str, credentials: Credentials = NO_CREDENTIALS
 ) -> AsyncIterator[Start]:
-    """Give a function that starts a replica on an address of its own; all are gone at the end."""
+    """Yield a function that starts a replica on a separate address; all are drained at the end."""
     prefix = f"test-{next(fleets)}"
     hosts = (f"127.0.0.{n}" for n in itertools.count(2))
     async with AsyncExitStack() as stack:
@@ -88,7 +87,7 @@ async def starting(
             settings = {
                 "index": index,
                 "index_prefix": prefix,
-                "index_timeout_ms": 2000,  # a busy machine is no fault
+                "index_timeout_ms": 2000,  # a stall of a busy machine is not an outage
                 "listen": f"{next(hosts)}:0",
                 "metrics_listen": "127.0.0.1:0",
                 "drain_s": 1,

@@ -1,4 +1,4 @@
-"""Replicas of a test, as the index knows them."""
+"""Replicas for tests of the index."""
 
 import asyncio
 import itertools
@@ -15,13 +15,13 @@ from testing.holding import Holding, cluster_of
 from tests.waiting import PATIENCE_S, soon
 
 MODEL, PROCESSOR = b"m" * 32, b"p" * 32
-# Long enough for a stall of a busy machine; a test in which one dies, or a lease ends, asks for `SHORT_TTL_MS`.
+# Long enough for a stall of a busy machine. Tests in which a replica dies or a lease expires use `SHORT_TTL_MS`.
 TTL_MS = 60_000
 SHORT_TTL_MS, HEARTBEAT_MS = 800, 100
 GRID = Grid(1, 18, 20)
 numbers = itertools.count()
 Join = Callable[..., Awaitable[RedisCluster]]
-CALL_TIMEOUT_S = 1.0  # ten times that of production: a busy machine holds a thread up for 0.1 s
+CALL_TIMEOUT_S = 1.0  # ten times the default: a busy machine may delay a thread by 0.1 s
 NAMESPACE = "faults"
 
 
@@ -30,7 +30,7 @@ def new_addresses(count: int) -> list[bytes]:
 
 
 def grids(addresses: Iterable[bytes]) -> dict[bytes, Grid]:
-    """What is published of embeddings whose grid is beside the point."""
+    """Return publications of the addresses, all with the same grid."""
     return dict.fromkeys(addresses, GRID)
 
 
@@ -42,7 +42,7 @@ def redis_settings(url: str, space: str) -> RedisSettings:
     return RedisSettings(
         url=url,
         namespace=space,
-        # These tests are about answers, not about speed: a busy machine must not send them alone.
+        # These tests check answers, not speed: a stall of a busy machine must not count as an outage.
         call_timeout_ms=10_000,
         socket_timeout_ms=10_000,
         beat_timeout_ms=20_000,
@@ -54,14 +54,14 @@ def redis_settings(url: str, space: str) -> RedisSettings:
 
 
 async def publish(cluster: RedisCluster, grids: Mapping[bytes, Grid]) -> None:
-    """Announce that a replica holds addresses, and wait until the index was told."""
+    """Publish addresses, and wait until the changes are sent."""
     for address, grid in grids.items():
         cluster.publish(address, grid)
     await cluster.leases.send()
 
 
 async def release(cluster: RedisCluster, addresses: Iterable[bytes]) -> None:
-    """Give leases up, and wait until the index was told."""
+    """Release leases, and wait until the changes are sent."""
     for address in addresses:
         cluster.release(address)
     await cluster.leases.send()
@@ -69,7 +69,7 @@ async def release(cluster: RedisCluster, addresses: Iterable[bytes]) -> None:
 
 @dataclass
 class Watched:
-    """A replica, what it holds, and what it said about itself."""
+    """A replica, the addresses that it holds, and its state changes."""
 
     cluster: RedisCluster
     held: Holding = field(default_factory=Holding)
@@ -87,7 +87,7 @@ class Watched:
         await soon(lambda: self.index.state is state)
 
     async def acquires_until_alone(self, addresses: list[bytes]) -> int:
-        """Return after how many calls it was alone; each granted everything, as an empty index does."""
+        """Acquire until the replica is alone; return the number of calls. Each must grant every address."""
         calls = 0
         async with asyncio.timeout(PATIENCE_S):
             while self.index.state is IndexState.JOINED:
@@ -96,7 +96,7 @@ class Watched:
         return calls
 
     async def locates(self, addresses: list[bytes], at: str) -> bool:
-        """Whether it knows that the replica `at` holds them all."""
+        """Whether it locates all addresses at the replica `at`."""
         found = await self.index.locate(addresses)
         return set(found) == set(addresses) and all(place[0].replica_id == at for place in found.values())
 
@@ -106,7 +106,7 @@ JoinWatched = Callable[..., Awaitable[Watched]]
 
 @asynccontextmanager
 async def watched_replicas() -> AsyncIterator[JoinWatched]:
-    """Give a function that makes a replica join, by any URL; all are closed at the end."""
+    """Yield a function that joins a replica by a URL; all are closed at the end."""
     joined: list[Watched] = []
 
     async def join(

@@ -1,4 +1,4 @@
-"""Servers that take rows from callers, and servers of tenants."""
+"""Fixtures: servers that accept Put, and servers with tenants."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,7 +17,7 @@ from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table
 
 @pytest.fixture
 async def start(config: Config, model: Model) -> AsyncIterator[Any]:
-    """Return a function that starts a server that takes rows, and a client of it."""
+    """Return a function that starts a server that accepts Put, and a client of it."""
     async with AsyncExitStack() as stack:
 
         async def start(**settings: Any) -> tuple[Server, EncoderClient]:
@@ -38,7 +38,7 @@ def tenants_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def guarded(config: Config, tenants_file: Path) -> Config:
-    """Settings of a server that serves tenants only."""
+    """Settings of a server with tenants."""
     return guarded_by(tenants_file, config)
 
 
@@ -51,7 +51,7 @@ async def guard(guarded: Config, model: Model) -> AsyncIterator[Server]:
 
 @pytest.fixture
 def as_tenant(guard: Server, tmp_path: Path) -> As:
-    """Return what connects with somebody's token."""
+    """Return a function that connects with a token."""
 
     @asynccontextmanager
     async def as_tenant(token: str, **options: Any) -> AsyncIterator[EncoderClient]:

@@ -1,4 +1,4 @@
-"""The border: whatever a handler raises, its caller gets a status of ours, and the log the reason."""
+"""Error handling: any exception of a handler becomes a status for its caller and a reason in the log."""
 
 import logging
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""The one line that a call leaves in the log, and the log's level."""
+"""The log line of each call, and the log level."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def test_each_call_leaves_one_line_with_its_stages_and_no_image(
     async with await EncoderClient.connect(server.endpoint) as client:
         with gate.closed():
             using = asyncio.create_task(use(client))
-            await fetches_wait_for(server, 3)  # else they might be done before
+            await fetches_wait_for(server, 3)  # otherwise they might finish first
         await using
     await settled(server, "calls_total", 3)
     lines = lines_of_calls(caplog)

@@ -1,4 +1,4 @@
-"""Names that callers invent: a host that gives itself many has no more of the server than a few of them have."""
+"""Invented client names: a host with many names gets no more than the shares of a few."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from tests.tcp_proxy import TcpProxy
 PLACES = 64
 
 
-def test_the_first_names_of_a_host_count_and_others_are_the_host() -> None:
+def test_the_first_names_of_a_host_have_their_own_share() -> None:
     names = ClientNames()
     first = [f"client {n}" for n in range(MAX_NAMES_PER_HOST)]
     for _ in range(2):
@@ -31,7 +31,7 @@ def test_the_first_names_of_a_host_count_and_others_are_the_host() -> None:
     assert names.resolve("one more", "ipv4:10.0.0.2") == "one more"
 
 
-def test_a_name_gives_its_place_up_when_it_was_not_used_for_long() -> None:
+def test_an_unused_name_loses_its_share() -> None:
     now = 0.0
     names = ClientNames(lambda: now)
     for n in range(MAX_NAMES_PER_HOST):

@@ -1,4 +1,4 @@
-"""Connections: those without a call are closed, those with one stay, and clients notice nothing."""
+"""Connections: idle ones are closed without clients noticing, and no host can use up all of them."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
 IDLE = "grpc.max_connection_idle_ms"
-# Otherwise channels of one process to one server share a connection.
+# Otherwise the channels of one process to one server share a connection.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -31,7 +31,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_with_a_call_stays(
 ) -> None:
     options = dict(listener.OPTIONS)
     assert options[IDLE] == 60_000
-    # A second here: only what is awaited tells when it has passed.
+    # Shorter here: the test waits for the closing itself, not for a time.
     monkeypatch.setattr(listener, "OPTIONS", tuple({**options, IDLE: 1000}.items()))
     async with (
         server_of(config, model) as server,
@@ -44,7 +44,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_with_a_call_stays(
         await watching.call(WATCH, HealthCheckRequest().SerializeToString())
         await soon(idle.closed.is_set)
         assert not watching.closed.is_set()
-        await soon(lambda: channel.get_state() is grpc.ChannelConnectivity.IDLE)  # it was closed, too
+        await soon(lambda: channel.get_state() is grpc.ChannelConnectivity.IDLE)  # the server closed it, too
         await describe(pb.DescribeRequest(), timeout=PATIENCE_S)
 
 
@@ -81,7 +81,7 @@ async def test_one_host_cannot_keep_new_clients_out(
         ([7, 7, 7], 10, 3),
     ],
 )
-def test_the_room_is_shared_between_hosts(counts: list[int], room: int, most: int) -> None:
+def test_connections_are_shared_fairly_between_hosts(counts: list[int], room: int, most: int) -> None:
     assert fair_share(counts, room) == most
     assert sum(min(count, most) for count in counts) <= room
 

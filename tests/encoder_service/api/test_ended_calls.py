@@ -1,4 +1,4 @@
-"""Ended calls: however a call ends, what it held is freed at once, and the log says only what matters."""
+"""Ended calls: every ending frees memory and budgets at once, and is not logged as an error."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ from tests.waiting import soon
 
 PUT = FETCH.replace("Fetch", "Put")
 CALLS = 20
-# What a call must not leave behind: its messages, its state, and gRPC's own side of it.
+# Types of a call's messages and state, including those of gRPC: no instance may outlive the call.
 HELD = (
     "FetchRequest",
     "SubmitRequest",
@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Only reference counts free memory."""
+    """Disable garbage collection: only reference counts free memory."""
     gc.collect()
     gc.disable()
     try:
@@ -54,24 +54,24 @@ def no_collections() -> Iterator[None]:
 
 @pytest.fixture
 async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
-    """A connection for messages that are bytes already: none is made by the caller."""
+    """A channel that sends serialized messages, so the caller creates no message objects."""
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         yield channel
 
 
 def held() -> Counter[str]:
-    """Count the objects of calls that exist now."""
+    """Count the objects of calls that exist now, by type."""
     names = Counter(type(each).__name__ for each in gc.get_objects())
     return Counter({name: names[name] for name in HELD if names[name]})
 
 
 def more_than_one(before: Counter[str]) -> Counter[str]:
-    """Count those that came since; gRPC waits for the next call of each method with a state of its own."""
+    """Count the objects created since; gRPC keeps one state per method for the next call, so one may remain."""
     return Counter({name: count for name, count in (held() - before).items() if count > 1})
 
 
 def in_use(server: Server) -> dict[str, int]:
-    """Return what callers hold of each of the server's budgets, as far as it is anything."""
+    """Return the amounts that callers hold, for each budget of the server that is in use."""
     budgets = ((each.name, getattr(server.budgets, each.name)) for each in fields(Budgets))
     return {name: each.held for name, each in budgets if isinstance(each, Budget) and each.held}
 
@@ -128,10 +128,10 @@ async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
 
 
 @pytest.mark.parametrize("path", [SUBMIT, FETCH, PUT])
-async def test_a_caller_that_leaves_during_its_refusal_is_no_error(
+async def test_a_caller_that_leaves_during_its_refusal_logs_no_error(
     server: Server, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """A call that ends without a request is refused; here its caller is gone by then."""
+    """A call without a request is refused; here the caller has left by then."""
     listener = server._listener
     places = (listener._submit_gate if path == SUBMIT else listener._gate)._budget
     async with await RawConnection.open(server.endpoint) as connection:
@@ -144,10 +144,10 @@ async def test_a_caller_that_leaves_during_its_refusal_is_no_error(
 
 
 def test_requests_of_many_empty_messages_are_refused_unparsed() -> None:
-    """Two bytes of a message can take a hundred in memory: the fields are counted first."""
+    """Two bytes of a message can take a hundred in memory, so the fields are counted first."""
     empty = b"\x12\x00" * 49_000
     names = b"\x0a\x00" * 49_000
-    opens_and_names = b"\x0a\x00\x12\x00" * 24_000  # each makes a message anew
+    opens_and_names = b"\x0a\x00\x12\x00" * 24_000  # each creates a message
     in_list = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName()] * 49_000)).SerializeToString()
     put = pb.PutRequest(names=pb.PutNames(names=[pb.PutName()] * 49_000)).SerializeToString()
     assert in_list.endswith(names)
@@ -165,7 +165,7 @@ TOGETHER = 10
 
 
 async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
-    """A parsed message of this kind takes 5 MB: 300 that stay are 1500 MB."""
+    """A parsed message of this kind takes 5 MB: 300 that were never freed would take 1500 MB."""
     message = b"\x12\x00" * (messages.names_bytes(512) // 2)
     with running(checkpoint, store_only="yes") as server:
         process = psutil.Process(server.process.pid)
@@ -176,10 +176,10 @@ async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
                 assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
             async def many_refused(calls: int) -> None:
-                for _ in range(calls // TOGETHER):  # each is answered late
+                for _ in range(calls // TOGETHER):  # each refusal is delayed
                     await asyncio.gather(*(refused() for _ in range(TOGETHER)))
 
-            await many_refused(30)  # what a server takes for its first calls, it keeps
+            await many_refused(30)  # memory for the first calls stays allocated
             before = process.memory_info().rss
             await many_refused(300)
             assert process.memory_info().rss - before < 200 * MIB

@@ -1,4 +1,4 @@
-"""Frames whose pixels were encoded before, in another file or elsewhere in the same one, get those rows."""
+"""Frames with pixels that were encoded before, in the same or another file, reuse those rows."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Health by gRPC: answers at once, tells every watcher when the server ends, and waits for none that does not read."""
+"""Health over gRPC: it answers at once, notifies watchers of a drain, and does not wait for stalled ones."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(
         assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-async def test_a_drain_notifies_every_watcher_despite_gone_and_stalled_ones(
+async def test_a_drain_notifies_every_watcher_despite_dead_and_stalled_ones(
     config: Config, model: Model
 ) -> None:
     server = Server(replace(config, drain_s=60), model)

@@ -1,4 +1,4 @@
-"""Whom a call counts against: a tenant, a name at a host, or a host; and two tenants at one server."""
+"""Holders: calls count against a tenant, a name at a host, or a host; two tenants share one server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -92,7 +92,7 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
 
 
 @pytest.mark.parametrize("value", ["9", "-9", "1.0", "true", '"8"'])
-def test_a_max_priority_that_is_no_priority_is_refused(tmp_path: Path, value: str) -> None:
+def test_an_invalid_max_priority_is_refused(tmp_path: Path, value: str) -> None:
     path = tmp_path / "priorities.toml"
     path.write_text(f"{table('chat', TOKENS['chat'], rights=['submit'])}max_priority = {value}\n")
     with pytest.raises(ValueError, match=r"\[chat\] max_priority must be an integer from -8 to 8"):

@@ -1,4 +1,4 @@
-"""What may come in at the port: bounded before it is parsed, uncompressed, and refused with a status that says why."""
+"""Inbound messages: bounded before they are parsed, never decompressed, and refused with a reason."""
 
 import asyncio
 import gc
@@ -82,7 +82,7 @@ async def test_a_gzip_client_is_refused_with_the_reason(server: Server) -> None:
         (OURS + "Describe", b"\xff"),
     ],
 )  # fmt: skip
-async def test_a_request_too_large_for_its_kind_or_no_message_at_all_is_invalid(
+async def test_an_oversized_or_malformed_request_is_invalid(
     server: Server, path: str, message: bytes
 ) -> None:
     raw = await RawConnection.open(server.endpoint)
@@ -159,7 +159,7 @@ async def test_reflection_names_the_services(server: Server) -> None:
     assert {"encoder_contract.v1.EncoderService", "grpc.health.v1.Health"} <= names
 
 
-async def test_calls_over_the_bound_are_refused_unread_and_health_still_answers(
+async def test_calls_over_the_limit_are_refused_unread_and_health_still_answers(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Calls that send nothing have ten seconds, which may be too few on a busy machine.

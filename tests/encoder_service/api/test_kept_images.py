@@ -1,4 +1,4 @@
-"""Submit calls whose callers keep their images: asked again for lost ones, ended by a drain, withdrawn at their end."""
+"""Retaining Submit calls: lost images are requested again, a drain ends the call, its end withdraws the images."""
 
 import asyncio
 import gc
@@ -57,7 +57,7 @@ def lose(server: Server) -> None:
     assert not server.store.contains(server._model.recipe.key(content_digest(PHOTO)).address)
 
 
-async def test_a_kept_image_that_is_lost_is_asked_for_again_once_it_is_fetched(
+async def test_a_lost_retained_image_is_requested_again_when_a_fetch_waits(
     server: Server, client: EncoderClient
 ) -> None:
     call = await kept(client)
@@ -83,9 +83,7 @@ def claims() -> int:
     return sum(type(each) is Claim for each in gc.get_objects())
 
 
-async def test_a_lost_image_of_a_call_that_does_not_keep_it_stays_unknown(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_lost_image_that_is_not_retained_stays_unknown(server: Server, client: EncoderClient) -> None:
     assert (await client.submit([PHOTO]))[0].error is None
     wanted = [RowRequest(content_digest(PHOTO))]
     await collect(client, wanted, transports=["inline"])
@@ -95,7 +93,7 @@ async def test_a_lost_image_of_a_call_that_does_not_keep_it_stays_unknown(
         assert (await collect(other, wanted, grace_ms=100))[0].error is not None
 
 
-async def test_a_call_that_ends_withdraws_the_images_it_kept(
+async def test_a_call_that_ends_withdraws_its_retained_images(
     server: Server, client: EncoderClient, gate: Gate
 ) -> None:
     with gate.closed():
@@ -108,7 +106,7 @@ async def test_a_call_that_ends_withdraws_the_images_it_kept(
         await soon(lambda: len(server.jobs) == 0)
 
 
-async def test_a_drain_ends_calls_that_keep_images_at_once(config: Config, model: Model) -> None:
+async def test_a_drain_ends_retaining_calls_at_once(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, drain_s=10 * PATIENCE_S) as server,
         await EncoderClient.connect(server.endpoint) as client,
@@ -120,7 +118,7 @@ async def test_a_drain_ends_calls_that_keep_images_at_once(config: Config, model
             assert "draining" in await call.details()
 
 
-async def test_a_drain_ends_a_call_that_begins_to_keep_images_during_it(config: Config, model: Model) -> None:
+async def test_a_drain_ends_a_call_that_starts_to_retain_images(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, drain_s=10 * PATIENCE_S) as server,
         await EncoderClient.connect(server.endpoint) as client,
@@ -136,7 +134,7 @@ async def test_a_drain_ends_a_call_that_begins_to_keep_images_during_it(config: 
             await draining
 
 
-async def test_calls_that_keep_images_leave_room_for_fetches(config: Config, model: Model) -> None:
+async def test_retaining_calls_leave_room_for_fetches(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, max_calls=4) as server,
         await EncoderClient.connect(server.endpoint) as client,

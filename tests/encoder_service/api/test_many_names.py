@@ -1,4 +1,4 @@
-"""Calls of hundreds of names: the event loop reads a few, and polls its sockets before the next."""
+"""Calls with hundreds of names: the event loop handles a few at a time and polls its sockets in between."""
 
 import asyncio
 from itertools import pairwise

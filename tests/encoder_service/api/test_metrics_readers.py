@@ -1,4 +1,4 @@
-"""Who may read metrics: beyond this host, with tenants, only whom the operator gave the right; probes always pass."""
+"""Metrics readers: with tenants, another host needs the right `metrics`; probes never do."""
 
 import asyncio
 import urllib.error
@@ -75,7 +75,7 @@ async def test_metrics_and_page_need_the_right_and_probes_do_not(
         assert await status(server, path, authorization) == (200, "")
 
 
-async def test_top_takes_a_token_from_a_file_and_sends_it_within_this_host_only(
+async def test_top_reads_a_token_file_and_sends_the_token_only_within_this_host(
     server: Server, tmp_path: Path
 ) -> None:
     async def top(name: str) -> tuple[int, str]:
@@ -93,6 +93,6 @@ async def test_top_takes_a_token_from_a_file_and_sends_it_within_this_host_only(
         scrape("192.0.2.1:9464", token=Token(str(tmp_path / "prometheus.token")))
 
 
-async def test_a_port_of_this_host_asks_for_no_token(config: Config, server: Server, model: Model) -> None:
+async def test_a_loopback_port_needs_no_token(config: Config, server: Server, model: Model) -> None:
     async with server_of(server._config, model, metrics_listen="127.0.0.1:0") as local:
         assert await status(local, "/metrics", None) == (200, "")

@@ -1,4 +1,4 @@
-"""Put: names answered at once, leases that end, rows that exist only when they are whole, and who may put."""
+"""Put: names are answered at once, leases expire, incomplete rows are never served, and rights are checked."""
 
 import asyncio
 import gc
@@ -68,7 +68,7 @@ async def test_rows_go_through_shared_memory_where_they_can(start: Any) -> None:
     assert not list(server.store.segment.path.parent.glob(f"encoder-client-{os.getpid()}-*"))
 
 
-async def test_an_image_is_one_callers_to_compute_and_the_others_wait_for_it(start: Any) -> None:
+async def test_one_caller_computes_an_image_and_the_others_wait(start: Any) -> None:
     server, client = await start()
     image, rows = new_image(), rows_for(client, 3)
     async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
@@ -86,7 +86,7 @@ async def test_an_image_is_one_callers_to_compute_and_the_others_wait_for_it(sta
 
 
 @pytest.mark.parametrize("how", ["abandons it", "ends its call"])
-async def test_giving_up_an_image_wakes_its_waiters_at_once(start: Any, how: str) -> None:
+async def test_abandoning_an_image_wakes_its_waiters_at_once(start: Any, how: str) -> None:
     server, client = await start(put_lease_s=120.0, limits={"max_grace_ms": 120_000})
     image = new_image()
     async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
@@ -106,7 +106,7 @@ def waiting_at(server: Server) -> int:
     return server.budgets.awaited_images.held
 
 
-async def test_a_lease_ends_with_its_time_and_rows_that_come_late_are_not_taken(start: Any) -> None:
+async def test_rows_that_arrive_after_the_lease_are_refused(start: Any) -> None:
     server, client = await start(put_lease_s=0.3)
     image, rows = new_image(), rows_for(client, 4).tobytes()
     call = await RawPut.open(client)
@@ -205,8 +205,8 @@ async def test_a_producer_that_is_killed_leaves_nothing(start: Any) -> None:
     await soon(lambda: nothing_is_left(server))
 
 
-async def test_an_answer_that_is_used_up_puts_nothing(start: Any) -> None:
-    """Its index is another image's by now: rows must not go under that name."""
+async def test_a_finished_image_is_not_put_under_a_reused_index(start: Any) -> None:
+    """The index was reused for another image: rows must not be stored under that name."""
     _, client = await start()
     images, rows = [new_image(), new_image()], rows_for(client, 11)
     async with client.put(PRODUCER) as session:
@@ -220,7 +220,7 @@ async def test_an_answer_that_is_used_up_puts_nothing(start: Any) -> None:
     assert np.array_equal((await fetch_put(client, images[1])).array, rows)
 
 
-async def test_a_caller_that_is_cancelled_while_it_asks_has_no_lease(start: Any) -> None:
+async def test_a_caller_cancelled_while_acquiring_holds_no_lease(start: Any) -> None:
     server, client = await start(put_lease_s=300.0)
     async with client.put(PRODUCER) as session:
         (mine,) = await session.name([new_image()])

@@ -1,4 +1,4 @@
-"""What a Put refuses: rows that are not whole, names that cannot be, too much at a time."""
+"""Put refusals: incomplete rows, invalid names, and calls over a limit."""
 
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -69,7 +69,7 @@ NOT_OURS = {
 
 
 @pytest.mark.parametrize("fields", NOT_OURS.values(), ids=list(NOT_OURS))
-async def test_a_name_that_cannot_be_is_an_error_of_its_image(start: Any, fields: dict[str, Any]) -> None:
+async def test_an_invalid_name_fails_only_its_image(start: Any, fields: dict[str, Any]) -> None:
     _, client = await start()
     call = await RawPut.open(client)
     name = new_image().to_message(3, client.description.width, client.description.dtype)
@@ -122,7 +122,7 @@ async def test_unrequested_rows_end_the_call(start: Any) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_message_may_be_no_larger_than_its_names_or_one_piece(start: Any) -> None:
+async def test_a_message_may_not_exceed_its_names_or_one_piece(start: Any) -> None:
     _, client = await start()
     most = client.description.max_images_per_call
     name = new_image().to_message(0, client.description.width, client.description.dtype)
@@ -151,7 +151,7 @@ def replace_index(name: pb.PutName, index: int) -> pb.PutName:
     return other
 
 
-async def test_the_longest_names_fit_as_many_as_a_call_may_have(start: Any) -> None:
+async def test_a_full_call_of_the_longest_names_fits(start: Any) -> None:
     _, client = await start()
     most = client.description.max_images_per_call
     call = await RawPut.open(client)
@@ -192,7 +192,7 @@ async def test_incomplete_rows_are_bounded_per_caller_with_a_retry_hint(
     await soon(lambda: nothing_is_left(server))
 
 
-async def test_rows_for_which_there_can_never_be_room_are_refused_for_good(start: Any) -> None:
+async def test_rows_that_can_never_fit_are_refused_without_a_retry(start: Any) -> None:
     _, client = await start(store_host_gib=1 / 512)
     call = await RawPut.open(client)
     assert (await call.name(client, new_image(GRID._replace(h=96, w=96)))).holding == YOURS
@@ -202,7 +202,7 @@ async def test_rows_for_which_there_can_never_be_room_are_refused_for_good(start
     assert "--store-host-gib" in state.error.message
 
 
-async def test_leases_are_bounded_for_a_caller(start: Any) -> None:
+async def test_leases_are_bounded_per_caller(start: Any) -> None:
     server, client = await start(max_queued_images=8)
     call = await RawPut.open(client)
     states = [await call.name(client, new_image(), index) for index in range(8)]
@@ -237,7 +237,7 @@ async def test_pinned_rows_are_never_overwritten_and_a_full_store_refuses(start:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("transport", ["inline", "shm"])
-async def test_rows_with_a_nan_or_an_infinity_fail_their_image_alone(
+async def test_rows_with_nan_or_infinity_fail_only_their_image(
     start: Any, transport: Any, value: float
 ) -> None:
     server, client = await start()

@@ -1,4 +1,4 @@
-"""Rows that are put through a file of the caller's: which files a server opens, and what it takes from them."""
+"""Put through a caller's file: which files the server opens, and which extents it reads."""
 
 import os
 import resource
@@ -50,7 +50,7 @@ async def test_a_server_opens_only_the_files_that_its_callers_could_open(
         path.unlink(missing_ok=True)
 
 
-async def test_a_segment_that_is_cut_short_fails_the_image_and_not_the_server(start: Any) -> None:
+async def test_a_truncated_segment_fails_only_the_image(start: Any) -> None:
     server, client = await start()
     image, rows = new_image(), rows_for(client, 10).tobytes()
     segment = OutgoingSegment.beside(str(server.store.segment.path))
@@ -119,7 +119,9 @@ EXTENTS = {
 
 @pytest.mark.parametrize("extent", EXTENTS.values(), ids=list(EXTENTS))
 @pytest.mark.parametrize("opened", [True, False])
-async def test_rows_that_lie_nowhere_fail_their_image(start: Any, extent: pb.Extent, opened: bool) -> None:
+async def test_an_extent_outside_the_segment_fails_its_image(
+    start: Any, extent: pb.Extent, opened: bool
+) -> None:
     server, client = await start()
     segment = OutgoingSegment.beside(str(server.store.segment.path))
     assert segment is not None

@@ -1,4 +1,4 @@
-"""Readers that take nothing, and readers that hold everything: what they pin is bounded, and others are served."""
+"""Slow readers and readers that hold rows: their pins are bounded, and other callers are served."""
 
 import asyncio
 import gc
@@ -56,7 +56,7 @@ async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: S
         outcomes = await collect(other, await submitted(other, PHOTOS[8:]), transports=["inline"])
         assert [outcomes[n].error for n in range(4)] == [None] * 4
         await soon(lambda: small.store.stats().pins <= PINNED_AHEAD)
-        # Should it read after all, it gets every image, those included that were evicted while they waited.
+        # If the caller reads later, it gets every image, also those that were evicted while they waited.
         messages = [message async for message in unread]
         ready = [message.ready.index for message in messages if message.WhichOneof("message") == "ready"]
         assert sorted(ready) == list(range(8))
@@ -98,13 +98,13 @@ async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, clien
         assert not [thing for thing in gc.get_objects() if type(thing) is Job]
 
 
-async def test_a_reader_that_takes_nothing_is_given_up_with_its_pins(config: Config, model: Model) -> None:
+async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, limits={"reader_idle_s": 0.5}, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
         requests = await submitted(client, PHOTOS[:8])
-        # 100 MB, which is more than gRPC takes in before anyone reads, whatever window it has grown.
+        # 100 MB: more than gRPC buffers for an unread call, with any window size.
         names = [pb.FetchImage(index=n, digest=requests[n % 8].digest) for n in range(128)]
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
         await soon(lambda: server.budgets.pinned_bytes.held > 0)

@@ -1,4 +1,4 @@
-"""One Submit among others: what it may hold while it is unfinished, and what becomes of its images when it ends."""
+"""Submit: what an unfinished call may hold, and what happens to its images when it ends."""
 
 import asyncio
 import subprocess
@@ -47,9 +47,7 @@ async def send(call: object, index: int, data: bytes) -> None:
         await call.write(pb.SubmitRequest(bytes=piece))  # type: ignore[attr-defined]
 
 
-async def test_a_call_that_never_finishes_holds_one_image_and_others_are_served(
-    config: Config, model: Model
-) -> None:
+async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: Config, model: Model) -> None:
     async with server_of(config, model, max_queued_gib=16 * MIB / GIB, max_image_bytes=8 * MIB) as server:
         async with await EncoderClient.connect(server.endpoint, client_id="victim") as client:
             call = (await stub(client)).Submit(timeout=60)

@@ -1,4 +1,4 @@
-"""How callers show which tenant they are: tokens and certificates, replaced without a restart; the file of tenants."""
+"""Tenant credentials: tokens and certificates, reloaded without a restart, and errors in the tenants file."""
 
 import time
 from dataclasses import replace
@@ -49,7 +49,7 @@ async def test_tokens_are_replaced_without_a_restart(
         assert (await chat.submit([photo(64, 64, 24)]))[0].error is None
 
 
-async def test_a_token_that_is_taken_out_of_the_file_ends_open_submits_and_puts(
+async def test_removing_a_token_ends_open_submits_and_puts(
     guarded: Config, model: Model, tenants_file: Path
 ) -> None:
     both = ["submit", "put"]
@@ -98,7 +98,7 @@ async def test_a_token_that_is_taken_out_of_the_file_ends_open_submits_and_puts(
     ],
     ids=["empty", "a comment", "a name alone", "without a credential", "empty lists"],
 )
-def test_a_file_without_tenants_is_an_error_and_the_old_ones_stay(
+def test_a_file_without_tenants_is_an_error_and_the_previous_tenants_stay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     path = tmp_path / "tenants.toml"
@@ -115,7 +115,7 @@ def test_a_file_without_tenants_is_an_error_and_the_old_ones_stay(
     assert "stay in force" in caplog.text
 
 
-def test_a_file_that_could_not_be_read_is_read_once_it_can_be(
+def test_an_unreadable_file_is_read_once_it_becomes_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when it is replaced by another user first, and made readable then: nothing but its rights changes."""
@@ -138,7 +138,7 @@ def test_a_file_that_could_not_be_read_is_read_once_it_can_be(
     assert tenants.by_token("another-token") is not None
 
 
-async def test_a_client_takes_up_a_new_token_for_its_next_call(as_tenant: As, tmp_path: Path) -> None:
+async def test_a_client_uses_a_new_token_for_its_next_call(as_tenant: As, tmp_path: Path) -> None:
     async with as_tenant(TOKENS["reader"]) as client:
         assert isinstance((await client.submit([photo(64, 64, 30)]))[0].error, ForbiddenError)
         (tmp_path / f"{TOKENS['reader']}.token").write_text(TOKENS["chat"] + " \n")
@@ -171,7 +171,7 @@ async def test_a_certificate_names_a_tenant_and_a_token_wins_over_it(
             await EncoderClient.connect(server.endpoint, credentials=stranger, wait=False)
 
 
-async def test_a_token_is_not_sent_where_others_could_read_it(tmp_path: Path) -> None:
+async def test_a_token_is_not_sent_unencrypted_to_another_host(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     with pytest.raises(UnauthenticatedError, match="over TLS") as refusal:
@@ -200,7 +200,7 @@ async def test_a_token_is_not_sent_where_others_could_read_it(tmp_path: Path) ->
         (table("a", *map(str, range(MAX_TOKENS + 1)), rights=[]), "more than 1024"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused_at_start(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_tenants_file_is_refused_at_start(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=says) as refusal:
@@ -208,6 +208,6 @@ def test_a_file_that_cannot_be_meant_is_refused_at_start(tmp_path: Path, text: s
     assert "my-token" not in str(refusal.value)
 
 
-def test_tenants_need_the_key_of_which_their_salts_are_made(config: Config, tenants_file: Path) -> None:
+def test_tenants_need_the_fleet_key_for_their_salts(config: Config, tenants_file: Path) -> None:
     with pytest.raises(ConfigError, match="--tenants-file needs --fleet-key-file"):
         replace(config, tenants_file=str(tenants_file))

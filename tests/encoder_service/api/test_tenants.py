@@ -1,4 +1,4 @@
-"""Tenants: nobody else is served, each has its own rights, addresses and shares, and learns nothing of the others."""
+"""Tenants: separate rights, addresses and shares; a tenant cannot detect the images of another."""
 
 import asyncio
 import hashlib
@@ -75,7 +75,7 @@ async def test_a_client_without_a_token_is_refused_at_once(guard: Server) -> Non
         await EncoderClient.connect(guard.endpoint, timeout_s=20)
 
 
-async def test_a_tenant_may_do_what_its_rights_say_and_no_more(as_tenant: As) -> None:
+async def test_a_tenant_has_exactly_its_rights(as_tenant: As) -> None:
     picture = photo(64, 64, 1)
     async with as_tenant(TOKENS["chat"]) as chat:
         (submitted,) = await chat.submit([picture])

@@ -1,4 +1,4 @@
-"""TLS: who gets in, what a replaced certificate changes, and that nobody listens beyond this host by accident."""
+"""TLS: accepted clients, certificate reload, and no unencrypted port beyond this host without a flag."""
 
 import asyncio
 import os
@@ -69,7 +69,7 @@ async def refused(server: Server, credentials: Credentials) -> str:
 
 
 @pytest.mark.parametrize("transport", ["inline", "shm"])
-async def test_rows_come_over_tls_and_shared_memory_is_what_it_was(
+async def test_rows_are_served_over_tls_and_through_shared_memory(
     serving: Serving, ca: str, transport: str
 ) -> None:
     async with (
@@ -96,7 +96,7 @@ async def test_a_server_with_another_certificate_name_is_refused(serving: Servin
             assert await encoded(client, 2) == "inline"
 
 
-async def test_with_a_client_authority_only_its_certificates_get_in(
+async def test_with_a_client_authority_only_its_certificates_are_accepted(
     serving: Serving, authority: Authority, ca: str, tmp_path: Path
 ) -> None:
     ours = authority.issue(tmp_path, "client")
@@ -137,7 +137,7 @@ async def test_certificates_of_both_sides_are_replaced_without_a_restart(
         await refused(server, Credentials(ca, *retired.issue(elsewhere, "client")))
 
 
-async def test_a_pair_that_does_not_fit_changes_nothing(serving: Serving, ca: str, issued: Issued) -> None:
+async def test_an_invalid_key_file_is_not_loaded(serving: Serving, ca: str, issued: Issued) -> None:
     async with serving() as server:
         Path(issued.key).write_text("no key")
         async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client:
@@ -167,7 +167,7 @@ async def test_the_http_port_speaks_tls_and_follows_the_files(
             )
 
 
-async def test_a_connection_that_never_shakes_hands_keeps_no_probe_waiting(serving: Serving, ca: str) -> None:
+async def test_a_stalled_tls_handshake_does_not_delay_probes(serving: Serving, ca: str) -> None:
     context = ssl.create_default_context(cafile=ca)
     async with serving() as server:
         host, _, port = server.watch.endpoint.rpartition(":")
@@ -179,7 +179,7 @@ async def test_a_connection_that_never_shakes_hands_keeps_no_probe_waiting(servi
             writer.close()
 
 
-async def test_top_and_the_operator_reach_a_server_with_tls(serving: Serving, ca: str, capsys: Any) -> None:
+async def test_top_and_admin_calls_work_over_tls(serving: Serving, ca: str, capsys: Any) -> None:
     from encoder_service.cli import main
 
     async with serving() as server:
@@ -201,7 +201,7 @@ def test_listening_beyond_this_host_needs_tls_or_a_flag(config: Config, issued: 
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:0", "127.8.8.8:1", "[::1]:0", "localhost:0", "unix:/tmp/socket"]
 )
-def test_on_this_host_no_protection_is_asked_for(config: Config, address: str) -> None:
+def test_listening_on_loopback_needs_no_tls(config: Config, address: str) -> None:
     assert replace(config, listen=address).listen == address
 
 

@@ -1,4 +1,4 @@
-"""Pairs of a video in the queue of a real server: in the order of prefill, and gone with their caller."""
+"""Pairs of a video in the queue of a real server: ordered by prefill, withdrawn with their call."""
 
 import asyncio
 import random
@@ -54,7 +54,7 @@ async def test_pairs_are_decoded_in_the_order_in_which_prefill_needs_them(
     assert others == [image.frames for image in needed if image.frames != first]
 
 
-async def test_pairs_that_nobody_fetches_end_with_the_call_that_keeps_them(
+async def test_unfetched_pairs_are_withdrawn_when_their_retaining_call_ends(
     server: Server, client: EncoderClient, gate: Gate, video: Video
 ) -> None:
     with gate.closed():
@@ -64,10 +64,10 @@ async def test_pairs_that_nobody_fetches_end_with_the_call_that_keeps_them(
         await kept.close()
         await soon(lambda: len(server.jobs) <= 1)
     await soon(lambda: len(server.jobs) == 0)
-    assert len(gate.frames) == 1, "only what the decoder had begun"
+    assert len(gate.frames) == 1, "only the frame that the decoder had started"
 
 
-async def test_pairs_that_are_fetched_outlive_the_call_that_keeps_them(
+async def test_fetched_pairs_outlive_their_retaining_call(
     server: Server, client: EncoderClient, gate: Gate, video: Video
 ) -> None:
     async with await EncoderClient.connect(server.endpoint) as other:

@@ -1,4 +1,4 @@
-"""Videos at a real server: probed, uploaded once, encoded pair by pair, and found again by any sampling."""
+"""Videos at a real server: probed, uploaded once, encoded pair by pair, and cached across sampling rates."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ async def test_rows_of_a_clip_are_those_of_its_pairs(
         assert outcomes[index].grid == video.clip.grid
 
 
-async def test_equal_frames_are_found_again_at_another_rate(
+async def test_equal_frames_are_cached_at_another_sampling_rate(
     server: Server, client: EncoderClient, settings: VideoSettings
 ) -> None:
     first = await read_video(client, VIDEO, settings)
@@ -120,7 +120,7 @@ def pair_name(index: int, digest: bytes, first: int, second: int, **fields: Any)
     )
 
 
-async def test_a_file_that_many_pairs_need_is_asked_for_once(server: Server, client: EncoderClient) -> None:
+async def test_a_file_that_many_pairs_need_is_requested_once(server: Server, client: EncoderClient) -> None:
     data = clip("mp4", **SIZES, seed=20)
     names = [pair_name(index, content_digest(data), 2 * index, 2 * index + 1) for index in range(20)]
     answers = await conversation(client, names, data)
@@ -129,16 +129,14 @@ async def test_a_file_that_many_pairs_need_is_asked_for_once(server: Server, cli
     assert {answer.state for answer in answers[1:]} == {pb.STATE_QUEUED}
 
 
-async def test_a_file_that_is_not_what_was_named_fails_all_its_pairs(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_file_with_another_digest_fails_all_its_pairs(server: Server, client: EncoderClient) -> None:
     names = [pair_name(index, content_digest(b"other"), 2 * index, 2 * index + 1) for index in range(5)]
     answers = await conversation(client, names, clip("mp4", **SIZES, seed=21))
     assert [answer.state for answer in answers] == [pb.STATE_NEEDS_BYTES] + [pb.STATE_FAILED] * 5
     assert all("hash to" in answer.error.message for answer in answers[1:])
 
 
-async def test_pairs_that_were_evicted_are_decoded_again_from_the_file(
+async def test_evicted_pairs_are_decoded_again_from_the_file(
     server: Server, client: EncoderClient, model: Model, settings: VideoSettings
 ) -> None:
     data = clip("mp4", **SIZES, seed=22)
@@ -153,7 +151,7 @@ async def test_pairs_that_were_evicted_are_decoded_again_from_the_file(
     assert all(equal(again[index], first[index].tensor()) for index in range(len(requests)))
 
 
-async def test_a_video_that_a_server_lost_is_sent_again(
+async def test_a_video_that_the_server_lost_is_uploaded_again(
     server: Server, client: EncoderClient, settings: VideoSettings
 ) -> None:
     data = clip("mp4", **SIZES, seed=23)
@@ -168,7 +166,7 @@ async def test_a_video_that_a_server_lost_is_sent_again(
         assert equal(again[index], first[index].tensor())
 
 
-async def test_a_kept_video_is_asked_for_again_once(
+async def test_a_retained_video_is_requested_again_once(
     server: Server, client: EncoderClient, settings: VideoSettings
 ) -> None:
     data = clip("mp4", **SIZES, seed=24)
@@ -197,7 +195,7 @@ async def test_frames_that_do_not_exist_are_refused_and_others_are_not(
     assert "frame 50 does not exist: the video has 50 frames" in answers[1].error.message
 
 
-async def test_a_truncated_video_is_shown_by_the_frames_that_exist(
+async def test_a_truncated_video_is_encoded_from_its_readable_frames(
     server: Server, client: EncoderClient, model: Model, settings: VideoSettings
 ) -> None:
     data = with_index_first(clip("mp4", **SIZES, seed=26))
@@ -222,7 +220,7 @@ async def test_a_truncated_video_is_shown_by_the_frames_that_exist(
         ({"max_image_pixels": 15_000}, "exceed max_image_pixels 15000"),
     ],
 )
-async def test_limits_of_videos_are_named(
+async def test_video_errors_name_the_limit(
     config: Config, model: Model, settings: VideoSettings, limits: dict[str, Any], message: str
 ) -> None:
     async with (
@@ -236,7 +234,7 @@ async def test_limits_of_videos_are_named(
         assert image.error is None
 
 
-async def test_nobody_can_change_a_file_whose_digest_was_checked(
+async def test_a_file_cannot_change_after_its_digest_was_checked(
     server: Server, client: EncoderClient, settings: VideoSettings
 ) -> None:
     await read_video(client, VIDEO, settings)
@@ -250,7 +248,7 @@ async def test_nobody_can_change_a_file_whose_digest_was_checked(
             change()
 
 
-async def test_what_is_no_video_is_refused(client: EncoderClient, settings: VideoSettings) -> None:
+async def test_a_file_that_is_not_a_video_is_refused(client: EncoderClient, settings: VideoSettings) -> None:
     for data in (photo(64, 64, 1), b"#EXTM3U\n" + bytes(100), clip("mp4")[:3000]):
         (found,) = await read_videos(client, [data], settings)
         assert isinstance(found, InvalidImageError), found
@@ -286,7 +284,7 @@ async def test_what_is_no_video_is_refused(client: EncoderClient, settings: Vide
         ),
     ],
 )
-async def test_names_that_cannot_be_are_refused(
+async def test_impossible_frame_names_are_refused(
     client: EncoderClient, name: pb.ImageName, message: str
 ) -> None:
     (answer,) = await conversation(client, [name], b"")
@@ -294,10 +292,10 @@ async def test_names_that_cannot_be_are_refused(
     assert message in answer.error.message
 
 
-async def test_a_fetch_cannot_name_what_a_submit_cannot(
+async def test_a_fetch_refuses_the_same_names_as_a_submit(
     client: EncoderClient, settings: VideoSettings
 ) -> None:
-    """The file is there, so that nothing but the name keeps its frames from being encoded."""
+    """The server has the file, so only the name is wrong."""
     video = await read_video(client, VIDEO, settings)
     pair = video.clip.pairs[0]
     for wrong, message in (
@@ -326,7 +324,7 @@ async def test_a_server_without_a_decoder_says_so(
         assert "takes no videos" in found.message
 
 
-def test_addresses_tell_frames_sizes_decoders_and_stills_apart(model: Model) -> None:
+def test_addresses_differ_by_frames_size_decoder_and_still(model: Model) -> None:
     recipe, digest = model.recipe, bytes(32)
 
     def address(recipe: Recipe, first: int, second: int, grid: Grid) -> bytes:

@@ -1,4 +1,4 @@
-"""What the tests of the cluster share: a Redis of their own, and replicas that are watched."""
+"""Fixtures of the cluster tests: a separate Redis, and watched replicas."""
 
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,4 +1,4 @@
-"""The wall clock of a replica jumps an hour, forth and back, under load: nothing that lasts ends, nothing is stuck."""
+"""The wall clock of a replica jumps by an hour under load: no lease, entry or call ends or gets stuck."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.pages import ROOT
 from tests.waiting import soon
 
 pytestmark = pytest.mark.timeout(240)
-# Forth and back, then back before any start and forth again: both directions from either side.
+# One hour forward and back, then one hour back and forward.
 JUMPS = (signal.SIGUSR2, signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -32,7 +32,7 @@ JUMPS = (signal.SIGUSR2, signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2)
 def replicas(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ReplicaProcess, ReplicaProcess]]:
-    """One whose clock jumps, and one whose clock is right."""
+    """A replica whose clock jumps, and one with a correct clock."""
     command = tmp_path_factory.mktemp("clock") / "encoder-service"
     command.write_text(
         f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'proto')]}\n"
@@ -47,13 +47,13 @@ def replicas(
 
 
 def hours_off(replica: ReplicaProcess) -> set[int]:
-    """By how many hours the times in its log are off."""
+    """Return by how many hours the times in its log are off."""
     lines = [json.loads(line) for line in replica.process.lines if line.startswith("{")]
     times = (datetime.fromisoformat(line["time"]) for line in lines)
     return {round((at - datetime.now(UTC)).total_seconds() / HOUR_S) for at in times}
 
 
-async def test_a_clock_that_jumps_under_load_ends_no_lease_no_entry_and_no_call(
+async def test_clock_jumps_under_load_end_no_lease_entry_or_call(
     replicas: tuple[ReplicaProcess, ReplicaProcess],
 ) -> None:
     jumper, _ = replicas
@@ -68,7 +68,7 @@ async def test_a_clock_that_jumps_under_load_ends_no_lease_no_entry_and_no_call(
     assert load.errors == []
     assert await encodes(replicas) - before == load.distinct, "no image was encoded twice: leases held"
     await joined(replicas)
-    assert hours_off(jumper) == {-1, 0, 1}, "so that this was a test"
+    assert hours_off(jumper) == {-1, 0, 1}, "the clock did jump"
 
 
 async def answered(client: EncoderClient, name: pb.ImageName) -> pb.ImageState:
@@ -93,7 +93,7 @@ async def test_clock_jumps_change_no_duration_and_no_stage_time(
             jumper.process.process.send_signal(jump)
             variant = pb.Variant(max_pixels=65536 + 1024 * number)
             name = pb.ImageName(digest=content_digest(picture), variant=variant)
-            assert (await answered(client, name)).state == pb.STATE_QUEUED, "its file is there"
+            assert (await answered(client, name)).state == pb.STATE_QUEUED, "the server still has its file"
             asked_s = time.monotonic()
             (new,) = await client.submit([photo(64, 96, 70 + number)])
             (rows,) = (await collect(client, [RowRequest(new.digest)])).values()
@@ -102,7 +102,7 @@ async def test_clock_jumps_change_no_duration_and_no_stage_time(
                 assert asked_s - 1 < began_s < time.monotonic() + 1
 
 
-async def test_a_replica_whose_clock_jumped_drains_in_peace(
+async def test_a_replica_whose_clock_jumped_drains_normally(
     replicas: tuple[ReplicaProcess, ReplicaProcess],
 ) -> None:
     jumper, steady = replicas

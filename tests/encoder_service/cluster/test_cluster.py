@@ -1,4 +1,4 @@
-"""Replicas over a real Redis: one store, one encoder per image, and what one began another finishes."""
+"""Replicas over a real Redis: one encode per image, rows from peers, and takeover of a dead replica's work."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
-    """Starts a replica on an address of its own; all are gone at the end of the test."""
+    """Return a function that starts a replica on a separate address; all are drained after the test."""
     async with starting(config, model, redis.url) as start:
         yield start
 
@@ -60,7 +60,7 @@ async def test_images_are_fetched_through_any_replica_and_encoded_once(start: St
     assert await a.encodes() + await b.encodes() == 1
 
 
-async def test_a_replica_that_a_peer_spares_the_work_does_not_ask_for_the_bytes(start: Start) -> None:
+async def test_bytes_of_an_image_that_a_peer_holds_are_not_requested(start: Start) -> None:
     a, b = await start(), await start()
     file = new_photo()
     (image,) = await a.client.submit([file])
@@ -81,19 +81,19 @@ async def test_an_image_sent_to_two_replicas_at_once_is_encoded_by_one(start: St
         assert not second.cached
         waiting = asyncio.create_task(b.fetch(second.digest))
         await asyncio.sleep(0.3)
-        assert not waiting.done(), "the lease is with the other replica"
+        assert not waiting.done(), "the other replica has the lease"
     assert (await waiting).source == "peer"
     assert (await a.fetch(first.digest)).error is None
     assert (await a.encodes(), await b.encodes()) == (1, 0)
 
 
-async def test_work_of_a_killed_replica_is_finished_from_the_shared_source(start: Start) -> None:
+async def test_another_replica_encodes_the_shared_source_of_a_killed_one(start: Start) -> None:
     a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
     with a.gate.closed():
         (image,) = await a.client.submit([new_photo()])
         await soon(lambda: a.server.cluster.status.sources_shared == 1)
         await a.die()
-        # B's caller knows nothing but the digest.
+        # The caller of B knows only the digest.
         finished = await b.fetch(image.digest)
     assert (finished.error, finished.source) == (None, "encoded")
     assert await b.encodes() == 1
@@ -118,7 +118,7 @@ async def test_a_caller_that_leaves_before_its_bytes_releases_the_lease(start: S
     call = await _named_only(a, file)
     (image,) = await b.client.submit([file])
     call.cancel()
-    async with asyncio.timeout(PATIENCE_S):  # a lease that is not given back lasts five times as long
+    async with asyncio.timeout(PATIENCE_S):  # an unreleased lease would last five times as long
         assert (await b.fetch(image.digest)).source == "encoded"
 
 
@@ -140,16 +140,16 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     file = new_photo()
     (image,) = read_images([file], b.client.description.geometry)
     address = b.server._model.recipe.key(image.digest).address
-    await a.index.publish(grids([address]))  # which it does not hold
+    await a.index.publish(grids([address]))  # a stale location
     (submitted,) = await b.client.submit([file])
     assert submitted.cached
     found = await b.fetch(image.digest)
     assert (found.error, found.source) == (None, "encoded")
-    assert not await b.index.locate([address]), "the location was taken out"
+    assert not await b.index.locate([address]), "the location was retracted"
 
 
 async def test_an_unreachable_peer_is_avoided_and_stays_in_the_index(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as hole:  # takes connections, never answers
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts connections, never answers
         a = await start(patience=PROMPTLY, advertise=f"127.0.0.1:{hole.getsockname()[1]}")
         b, c = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
         images = await a.client.submit([new_photo() for _ in range(6)])
@@ -158,7 +158,7 @@ async def test_an_unreachable_peer_is_avoided_and_stays_in_the_index(start: Star
         async with asyncio.timeout(2 * PATIENCE_S):
             found = [await b.fetch(image.digest) for image in images]
         assert {(outcome.error, outcome.source) for outcome in found} == {(None, "encoded")}
-        # What B encoded is now at two replicas; that B could not reach A is B's own affair.
+        # The image is now at two replicas: B must not retract A's location, as others may reach A.
         address = found[0].address
 
         async def still_there() -> bool:
@@ -171,7 +171,7 @@ async def test_an_unreachable_peer_is_avoided_and_stays_in_the_index(start: Star
 async def test_encoding_is_chosen_over_a_slow_peer(start: Start) -> None:
     a, b = await start(), await start()
     (warm,) = await b.client.submit([new_photo()])
-    await b.fetch(warm.digest)  # B knows how fast it encodes
+    await b.fetch(warm.digest)  # so that B has measured how fast it encodes
     file = new_photo()
     with a.gate.closed():
         await a.client.submit([file])
@@ -183,7 +183,7 @@ async def test_encoding_is_chosen_over_a_slow_peer(start: Start) -> None:
         assert (await b.fetch(image.digest)).source == "encoded"
 
 
-async def test_replicas_that_hold_nothing_do_not_ask_each_other_in_circles(start: Start) -> None:
+async def test_stale_locations_do_not_make_replicas_call_each_other_in_a_loop(start: Start) -> None:
     a, b = await start(), await start()
     image = read_images([new_photo()], a.client.description.geometry)[0]
     address = a.server._model.recipe.key(image.digest).address
@@ -194,7 +194,7 @@ async def test_replicas_that_hold_nothing_do_not_ask_each_other_in_circles(start
     assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError] * 2
 
 
-async def test_a_client_of_the_fleet_goes_on_when_a_replica_dies_with_its_images(start: Start) -> None:
+async def test_a_client_fails_over_when_a_replica_dies(start: Start) -> None:
     replicas = [await start(patience=PROMPTLY) for _ in range(3)]
     files = [new_photo(200, 200) for _ in range(12)]
     async with await EncoderClient.connect([replica.endpoint for replica in replicas]) as client:
@@ -212,7 +212,7 @@ async def test_a_client_of_the_fleet_goes_on_when_a_replica_dies_with_its_images
     assert sum([await replica.encodes() for replica in replicas[1:]]) <= len(files)
 
 
-async def test_a_drained_replica_leaves_its_images_to_the_others(start: Start) -> None:
+async def test_images_of_a_drained_replica_are_served_by_the_others(start: Start) -> None:
     a, b = await start(), await start()
     async with await EncoderClient.connect([a.endpoint, b.endpoint]) as client:
         images = await client.submit([new_photo(200, 200) for _ in range(8)])
@@ -223,7 +223,7 @@ async def test_a_drained_replica_leaves_its_images_to_the_others(start: Start) -
             assert [outcome.error async for outcome in stream] == [None] * len(images)
 
 
-async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start: Start) -> None:
+async def test_a_drained_replica_hands_over_requested_images_with_hand_over_s(start: Start) -> None:
     a, b, c = await start(hand_over_s=20), await start(), await start()
     images = await a.client.submit([new_photo(200, 200) for _ in range(4)])
     made = [await a.fetch(image.digest) for image in images]
@@ -231,7 +231,7 @@ async def test_a_drained_replica_hands_over_what_was_asked_for_if_told_to(start:
     await b.fetch(images[0].digest)  # which a peer holds already
     await soon(lambda: len(a.index.peers()) == 2)
     await a.server.drain()
-    await soon(lambda: not any(r.index.peers()[1:] for r in (b, c)))  # they know that A has left
+    await soon(lambda: not any(r.index.peers()[1:] for r in (b, c)))  # they have seen that A left
     for image, before in zip(images, made, strict=True):
         after = await c.fetch(image.digest)
         assert after.source in ("host", "peer")
@@ -253,7 +253,7 @@ async def test_another_processor_in_a_namespace_is_refused_with_fingerprints(
 
 
 async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
-    """Name an image to a replica and leave it waiting for the bytes; cancel what is returned to leave."""
+    """Name an image to a replica and send no bytes; cancel the returned call to leave."""
     connection = await Connection.open(replica.endpoint, Channels(NO_CREDENTIALS))
     call: Any = EncoderServiceStub(connection.channel).Submit()
     (image,) = read_images([file], connection.description.geometry)
@@ -266,7 +266,7 @@ async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
     return cast("asyncio.Future[None]", call)
 
 
-async def test_unknown_digests_cost_the_index_a_few_questions_however_many_wait(start: Start) -> None:
+async def test_many_waiting_fetches_cost_the_index_few_calls(start: Start) -> None:
     a, b = await start(), await start()
     await soon(lambda: bool(a.index.peers()))
     before = await _index_calls(a)
@@ -275,7 +275,7 @@ async def test_unknown_digests_cost_the_index_a_few_questions_however_many_wait(
         call = EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images, grace_ms=1500))
         outcomes = [message.error.code async for message in call]
     assert outcomes == [Status.NOT_FOUND.value] * 200
-    # Two for the call, two for each sweep; a replica that waits for each by itself asks a thousand times.
+    # Two for the Fetch and two for each lookup of all images; one lookup per image would need a thousand calls.
     assert await _index_calls(a) - before < 50
     assert await b.encodes() == 0
 

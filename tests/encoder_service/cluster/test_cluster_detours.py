@@ -1,4 +1,4 @@
-"""Rows that a peer holds and this replica cannot have at once: what is tried instead, and at what price."""
+"""Rows at a peer that cannot be fetched at once: the fallbacks, and their cost."""
 
 import asyncio
 import itertools
@@ -36,7 +36,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
-    """Starts a replica on an address of its own; all are gone at the end of the test."""
+    """Return a function that starts a replica on a separate address; all are drained after the test."""
     async with starting(config, model, redis.url) as start:
         yield start
 
@@ -45,7 +45,7 @@ async def fails(_endpoint: str, _key: ImageKey) -> None:
     raise UnavailableError("the peer has no room for this reader")
 
 
-async def test_waiting_beside_a_failed_peer_hardly_asks_the_index(
+async def test_waiting_beside_a_failed_peer_makes_few_index_calls(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, holder, encoder = [await start() for _ in range(3)]
@@ -75,7 +75,7 @@ async def test_waiting_beside_a_failed_peer_hardly_asks_the_index(
 async def test_a_full_queue_refuses_no_image_that_a_peer_holds(start: Start) -> None:
     a, b = await start(), await start(max_queued_images=1)
     (warm,) = await b.client.submit([new_photo()])
-    await b.fetch(warm.digest)  # B knows how fast it encodes
+    await b.fetch(warm.digest)  # so that B has measured how fast it encodes
     file = new_photo()
     with a.gate.closed():
         await a.client.submit([file])
@@ -91,7 +91,7 @@ async def test_a_full_queue_refuses_no_image_that_a_peer_holds(start: Start) -> 
 async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the certificates change, or a 257th peer takes the place of this one."""
+    """Happens when the certificates change, or when a 257th peer needs the channel."""
     a, b = await start(), await start()
     file = new_photo()
     (image,) = await a.client.submit([file])
@@ -102,7 +102,7 @@ async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
 
     async def held(call: Any, address: bytes) -> Any:
         reading.set()
-        await soon(call.done)  # what a closed channel ends
+        await soon(call.done)  # the closed channel cancels it
         return await receive(call, address)
 
     monkeypatch.setattr(b.cluster._peers, "_receive", held)

@@ -1,4 +1,4 @@
-"""Faults of a fleet, under load: every image ends in its rows or one error, in time, and is encoded once per life."""
+"""Faults of a fleet under load: every image gets its rows in time, and is encoded once unless a replica dies."""
 
 import asyncio
 import shutil
@@ -26,7 +26,7 @@ from tests.cluster_load import alone, encodes, joined, seeds, steady, traffic
 from tests.waiting import soon
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
-# What a death may cost: two seconds until its heartbeat has lapsed, and encoding once more on a machine that is busy.
+# The longest delay after a death: two seconds until the heartbeat expires, and one more encode on a busy machine.
 BUMP_S = 8.0
 
 
@@ -44,7 +44,7 @@ def three(checkpoint: Path, redis: RedisServer) -> Iterator[Sequence[ReplicaProc
 
 @pytest.fixture
 async def fleet(three: Sequence[ReplicaProcess], redis: RedisServer) -> Sequence[ReplicaProcess]:
-    """Three replicas that see each other, whatever the last test did to them."""
+    """Three replicas that see each other, restarted if the last test killed some."""
     if redis.process is None:
         redis.start()
     await asyncio.to_thread(start_all, three)
@@ -58,7 +58,7 @@ async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(
     await steady(fleet, prompts=40)
 
 
-async def test_a_replica_killed_while_it_encodes_costs_a_moment_and_no_image(
+async def test_a_replica_killed_while_encoding_loses_no_image(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
     victim, *others = fleet
@@ -70,7 +70,7 @@ async def test_a_replica_killed_while_it_encodes_costs_a_moment_and_no_image(
         killed_s = time.monotonic()
         await load.more(40)
     assert load.errors == []
-    # Of what the victim had encoded, some was asked for again: once more per death, and only at one other.
+    # Images that the victim had encoded are encoded at most once more, at one of the others.
     assert await encodes(others) - before <= load.distinct
     assert max(served.seconds for served in load.since(killed_s)) < BUMP_S
 
@@ -79,7 +79,7 @@ def _encodes_now(replica: ReplicaProcess) -> bool:
     return replica.metrics().total("queue_images") > 0
 
 
-async def test_a_replica_killed_while_it_streams_is_gone_on_from_elsewhere(
+async def test_a_stream_of_a_killed_replica_continues_elsewhere(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
     base, seed = photo(1280, 720, 1), next(seeds) << 32
@@ -102,7 +102,7 @@ async def test_a_replica_killed_while_it_streams_is_gone_on_from_elsewhere(
     assert await encodes(fleet[1:]) - before <= len(files)
 
 
-async def test_a_replica_killed_while_it_holds_leases_gives_them_up_by_dying(
+async def test_leases_of_a_killed_replica_expire(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
     victim, *others = fleet
@@ -147,7 +147,7 @@ async def test_images_of_a_dead_replica_are_found_by_digest(
 
 
 async def _shared(replica: ReplicaProcess) -> int:
-    """Image files that it has shared."""
+    """Return the number of image files that it has shared."""
     found = await asyncio.to_thread(replica.metrics)
     return int(found.total("sources_offered_total", outcome="shared"))
 
@@ -212,7 +212,7 @@ async def test_redis_on_a_full_disk_costs_no_image(
     with redis.client() as client, _unwritable(redis):
         async with traffic(fleet) as load:
             await load.more(10)
-            client.config_set("save", "3600 1")  # from here a snapshot that fails stops all writes
+            client.config_set("save", "3600 1")  # from now on a failed snapshot stops all writes
             client.bgsave()
             await soon(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
             await load.more(20)
@@ -227,7 +227,7 @@ async def test_redis_on_a_full_disk_costs_no_image(
 
 @contextmanager
 def _unwritable(redis: RedisServer) -> Iterator[None]:
-    """Take the folder of its snapshots from under the server."""
+    """Remove the folder of the server's snapshots."""
     shutil.rmtree(redis.folder)
     try:
         yield
@@ -239,10 +239,10 @@ async def test_a_stale_location_costs_one_try(fleet: Sequence[ReplicaProcess], r
     endpoints, supply = [replica.endpoint for replica in fleet], Supply(seed=next(seeds))
     async with Traffic(endpoints, supply) as load:
         await load.more(10)
-    # What the replica published outlives it in Redis; its new life, under the same endpoint, holds none of it.
+    # The locations outlive the replica in Redis; restarted at the same endpoint, it holds none of these images.
     fleet[0].kill()
     await asyncio.to_thread(start_all, fleet)
-    supply.shared = 1.0  # only what was sent before
+    supply.shared = 1.0  # only images that were sent before
     async with Traffic(endpoints, supply) as again:
         await again.more(20)
     assert load.errors + again.errors == []

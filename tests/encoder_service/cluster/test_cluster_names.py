@@ -1,4 +1,4 @@
-"""What a replica confirms of an image that a peer holds or is encoding: the image's own grid, or nothing."""
+"""Claimed grids of images that a peer holds or encodes: only the image's own grid is confirmed."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -46,7 +46,7 @@ def grid_of(replica: Replica, file: bytes) -> pb.Grid:
 
 
 async def held_by(replica: Replica, seen_by: Replica) -> bytes:
-    """Have `replica` hold a new photo, and `seen_by` know it."""
+    """Have `replica` hold a new photo, and wait until `seen_by` locates it."""
     file = new_photo()
     (image,) = await replica.client.submit([file])
     assert (await replica.fetch(image.digest)).error is None
@@ -72,7 +72,7 @@ async def test_an_image_of_a_peer_is_confirmed_with_its_own_grid(start: Start) -
     assert state.tokens == state.grid.h * state.grid.w // 4
 
 
-async def test_a_wrong_grid_for_a_peers_image_is_refuted_by_the_header(
+async def test_a_wrong_grid_for_a_peers_image_is_refused_after_its_header(
     start: Start,
 ) -> None:
     a, b = await start(), await start()
@@ -83,12 +83,12 @@ async def test_a_wrong_grid_for_a_peers_image_is_refuted_by_the_header(
     assert states[0][-1].error.code == Status.INVALID_ARGUMENT.value
 
 
-async def test_a_wrong_grid_for_an_image_in_progress_is_refuted_by_its_bytes(start: Start) -> None:
+async def test_a_wrong_grid_for_an_image_in_progress_is_refused_after_its_bytes(start: Start) -> None:
     a, b = await start(), await start()
     file = new_photo()
     with a.gate.closed():
         await a.client.submit([file])
-        (image,) = await b.client.submit([file])  # B keeps the bytes; the lease is A's
+        (image,) = await b.client.submit([file])  # B keeps the bytes, A has the lease
         right, wrong = named(0, file)[0], named(1, file, grid=pb.Grid(t=1, h=2, w=2))[0]
         states = await first_answers(b.client, right, wrong)
     assert (states[0].state, states[0].grid) == (pb.STATE_QUEUED, grid_of(b, file))

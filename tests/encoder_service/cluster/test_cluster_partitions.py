@@ -1,4 +1,4 @@
-"""A fleet whose replicas lose sight of Redis, of each other, or of a Redis that fails over."""
+"""Network partitions: replicas disconnected from Redis or from each other, and a failover of Redis Cluster."""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
+async def test_a_replica_disconnected_from_redis_works_alone_and_rejoins(
     checkpoint: Path, redis: RedisServer
 ) -> None:
     proxy = await TcpProxy(redis.port).start()
@@ -49,12 +49,12 @@ async def test_a_replica_cut_off_from_redis_goes_on_alone_and_comes_back(
         await proxy.stop()
 
 
-async def test_a_replica_cut_off_from_peers_encodes_for_itself(checkpoint: Path, redis: RedisServer) -> None:
+async def test_a_replica_disconnected_from_peers_encodes_itself(checkpoint: Path, redis: RedisServer) -> None:
     replicas = [
         ReplicaProcess(checkpoint, n, index=redis.url, index_prefix="cut-from-peers") for n in range(2)
     ]
     a, b = replicas
-    a.endpoint = f"127.0.0.1:{a.port}"  # where a proxy listens
+    a.endpoint = f"127.0.0.1:{a.port}"  # a proxy listens there
     proxy = await TcpProxy(a.port).start()
     try:
         await asyncio.gather(
@@ -65,7 +65,7 @@ async def test_a_replica_cut_off_from_peers_encodes_for_itself(checkpoint: Path,
         async with Traffic([a.endpoint], supply) as at_a:
             await at_a.more(5)
         proxy.cut()
-        supply.shared = 1.0  # only what A holds: located at a peer that cannot be reached
+        supply.shared = 1.0  # only images that A holds, which is unreachable
         async with Traffic([b.endpoint], supply) as at_b:
             await at_b.more(10)
         assert at_b.errors == []

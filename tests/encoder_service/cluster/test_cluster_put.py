@@ -1,4 +1,4 @@
-"""Rows that callers put, in a fleet: one lease over all replicas, rows from peers, and what a dead replica leaves."""
+"""Put in a fleet: one lease over all replicas, put rows from peers, and operation without the index."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ def seen_by(replica: Replica, peers: int) -> bool:
     return len(replica.index.peers()) == peers
 
 
-async def test_cold_names_converge_on_one_caller_over_all_replicas(start: Start) -> None:
+async def test_one_caller_over_all_replicas_gets_the_lease(start: Start) -> None:
     a, b = await start(), await start()
     image, rows = new_image(), rows_for(a.client, 1)
     async with a.client.put(PRODUCER) as ours, b.client.put(PRODUCER) as theirs:
@@ -94,7 +94,7 @@ async def test_put_rows_are_handed_over_and_fetched_from_a_peer(
     assert np.array_equal(outcome.array, rows)
 
 
-async def test_without_its_index_a_replica_goes_on_alone(start: Start) -> None:
+async def test_without_its_index_a_replica_continues_alone(start: Start) -> None:
     a, b = await start(), await start()
     image, rows = new_image(), rows_for(a.client, 4)
     await a.index.close()

@@ -1,4 +1,4 @@
-"""A fleet whose wires are TLS: replicas among each other, and Redis, with a user that may do no more than it has to."""
+"""TLS in a fleet: between replicas, and to Redis with a user that has only the documented rights."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -105,7 +105,7 @@ async def test_the_index_works_over_tls_with_the_documented_rights(
         assert a.index.state is b.index.state is IndexState.JOINED
 
 
-async def test_that_user_may_touch_nothing_else(redis_with_tls: str) -> None:
+async def test_the_documented_user_has_no_other_rights(redis_with_tls: str) -> None:
     async with redis.asyncio.Redis.from_url(redis_with_tls) as client:
         assert await client.ping()
         for forbidden in (
@@ -119,7 +119,7 @@ async def test_that_user_may_touch_nothing_else(redis_with_tls: str) -> None:
                 await client.execute_command(*forbidden)
 
 
-async def test_a_redis_of_another_authority_is_not_talked_to(
+async def test_a_redis_with_a_certificate_of_another_authority_is_refused(
     config: Config, model: Model, redis_with_tls: str, tmp_path: Path
 ) -> None:
     Authority("other").write(tmp_path / "ca.pem")

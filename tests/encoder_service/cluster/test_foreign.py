@@ -1,4 +1,4 @@
-"""Whoever gets into Redis or takes a replica's place, but has not the fleet's key, is not believed."""
+"""The fleet's key: rows, files and calls without its signature are refused."""
 
 import asyncio
 import itertools
@@ -67,7 +67,7 @@ class Forger:
     heard: list[tuple[pb.FetchRequest, dict[str, Any]]] = field(default_factory=list)
 
     async def claim_to_hold(self, replica: Replica, file: bytes) -> bytes:
-        """Say in Redis that it holds an image, and wait until the replica has heard it; return its digest."""
+        """Publish an image that it does not hold, wait until the replica locates it, and return its digest."""
         (image,) = read_images([file], replica.client.description.geometry)
         assert image.grid is not None
         await self.index.publish({replica.address(image.digest): image.grid})
@@ -77,7 +77,7 @@ class Forger:
 
 @asynccontextmanager
 async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
-    """Run one that signs as `sign` does."""
+    """Run a forger that signs with `sign`."""
     description = victim.client.description
     forging: Forger
 
@@ -150,8 +150,8 @@ async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
     assert "not signed with" in caplog.text
 
 
-async def test_rows_with_its_signature_are_taken(start: Start) -> None:
-    """So that the tests above fail for no other reason: one who has the key would be believed."""
+async def test_signed_rows_are_accepted(start: Start) -> None:
+    """Control for the tests above: the same rows with a valid signature are accepted."""
     b = await start()
     async with forger(b, signed_by(SECRET)) as forging:
         digest = await forging.claim_to_hold(b, new_photo())
@@ -169,7 +169,7 @@ async def test_replicas_with_the_key_fetch_from_each_other(start: Start) -> None
     assert brought.array.tobytes() == made.array.tobytes()
 
 
-async def test_a_replica_with_another_key_is_a_foreign_one(start: Start, tmp_path: Path) -> None:
+async def test_rows_of_a_replica_with_another_key_are_refused(start: Start, tmp_path: Path) -> None:
     other = tmp_path / "other-key"
     other.write_bytes(OTHER_SECRET)
     a, b = await start(), await start(fleet_key_file=str(other))
@@ -181,7 +181,7 @@ async def test_a_replica_with_another_key_is_a_foreign_one(start: Start, tmp_pat
     assert (await b.fetch(image.digest)).source == "encoded"
 
 
-async def test_an_overheard_signature_is_useless_elsewhere(start: Start) -> None:
+async def test_a_replayed_signature_is_refused_elsewhere_and_later(start: Start) -> None:
     a, b = await start(), await start()
     (image,) = await a.client.submit([new_photo()])
     await a.fetch(image.digest)
@@ -228,7 +228,7 @@ async def test_a_file_in_redis_is_used_only_if_the_fleet_signed_it(
         assert (await metrics_of(b.server)).total("foreign_total", what="source") >= 1
 
 
-async def test_files_are_shared_with_a_signature_and_finished_by_another(start: Start) -> None:
+async def test_shared_files_are_signed_and_encoded_by_another_replica(start: Start) -> None:
     a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
     with a.gate.closed():
         file = new_photo()

@@ -1,4 +1,4 @@
-"""Who has what: the contract of the index, kept over a Redis and over a Redis Cluster alike."""
+"""Locations and sources: the contract of the index, over Redis and over Redis Cluster."""
 
 import pytest
 from redis.exceptions import ResponseError
@@ -55,7 +55,7 @@ async def test_any_replica_can_retract_a_stale_location(join: Join) -> None:
     await b.index.retract([address], replica_id="nobody")
 
 
-async def test_a_restarted_replica_is_not_asked_for_what_its_earlier_life_held(join: Join) -> None:
+async def test_publications_of_an_earlier_start_do_not_count(join: Join) -> None:
     a, b = await join("a", epoch=1), await join("b")
     addresses = new_addresses(2)
     await publish(a, grids(addresses))
@@ -83,7 +83,7 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     held, working = new_addresses(2)
     await publish(b, grids([held]))
     await b.acquire([working])
-    await b.leave()  # which is not waited for as a death is, a minute
+    await b.leave()  # seen at once, whereas a death takes a minute
     assert b.index.state is IndexState.LEFT
 
     async def alone() -> bool:
@@ -94,7 +94,7 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     assert (await a.acquire([working])).granted == {working}
 
 
-async def test_one_that_left_is_answered_as_by_an_empty_index(join: Join) -> None:
+async def test_after_leaving_the_index_acts_as_empty(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
     await publish(a, grids(addresses))
@@ -133,7 +133,7 @@ async def test_an_empty_batch_has_an_empty_answer(join: Join) -> None:
     assert await a.index.renew([]) == frozenset()
 
 
-async def test_an_empty_batch_is_no_call(redis_url: str) -> None:
+async def test_an_empty_batch_makes_no_call(redis_url: str) -> None:
     calls: list[str] = []
     settings = redis_settings(redis_url, f"empty{next(numbers)}")
     replica = cluster_of(settings, on_call=lambda name, *_: calls.append(name))
@@ -164,7 +164,7 @@ async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
     assert len(await b.index.locate(addresses)) == 700
 
 
-def test_a_replica_that_could_not_be_written_down_is_refused() -> None:
+def test_an_invalid_replica_description_is_refused() -> None:
     with pytest.raises(InvalidRequestError):
         Replica("a", 1, "two words", MODEL, PROCESSOR)
 

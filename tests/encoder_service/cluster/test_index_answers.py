@@ -1,4 +1,4 @@
-"""A Redis that lives and answers, but has forgotten everything, or answers too late, or nonsense."""
+"""A Redis that answers, but is empty, too slow, or sends invalid replies."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S, soon
 async def test_replicas_publish_again_after_redis_is_flushed(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    patient_s = 20.0  # what a busy machine adds is no outage
+    patient_s = 20.0  # a stall of a busy machine is not an outage
     a, b = [await join_watched(redis.url, name, timeout_s=patient_s) for name in "ab"]
     held, working = new_addresses(150), new_addresses(2)
     await a.hold(held)
@@ -37,7 +37,7 @@ async def test_replicas_publish_again_after_redis_is_flushed(
 async def test_a_slow_redis_costs_three_timeouts_and_is_rejoined_when_fast(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    # Heartbeats and probes, which may take two seconds, succeed all the time.
+    # Heartbeats and probes always succeed: their timeout is two seconds.
     proxy = await TcpProxy(redis.port).start()
     a, b = await join_watched(redis.url, "a"), await join_watched(f"redis://127.0.0.1:{proxy.port}", "b")
     held = new_addresses(40)

@@ -10,7 +10,7 @@ REPLICAS = Keys("faults").replicas
 HOUR_MS = 3_600_000
 
 
-async def test_the_dead_do_not_linger_when_the_clock_is_set_back(join_watched: JoinWatched) -> None:
+async def test_dead_replicas_expire_when_the_clock_is_set_back(join_watched: JoinWatched) -> None:
     with redis_server() as server:
         a, dead = [await join_watched(server.url, name, ttl_ms=SHORT_TTL_MS) for name in ("a", "dead")]
         await soon(lambda: [peer.replica_id for peer in a.index.peers()] == ["dead"])

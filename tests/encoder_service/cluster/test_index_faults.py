@@ -1,4 +1,4 @@
-"""Faults of the index in Redis: every one ends as `alone`, in bounded time, and the way back is found by itself."""
+"""Faults of the index in Redis: each leaves the replica `alone` in bounded time, and it rejoins by itself."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ from tests.waiting import PATIENCE_S, soon
 
 
 async def costs_nothing(replica: Watched) -> bool:
-    """Whether every call answers as an empty index without waiting; the best of some, on a machine that is busy."""
+    """Whether every call answers like an empty index without waiting: best of five, as the machine may be busy."""
     for _ in range(5):
         if await slowest_empty_answer(replica) < CALL_TIMEOUT_S / 2:
             return True
@@ -33,7 +33,7 @@ async def costs_nothing(replica: Watched) -> bool:
 
 
 async def slowest_empty_answer(replica: Watched) -> float:
-    """Make every call once; each must answer as an empty index; return the seconds of the slowest."""
+    """Make every call once; each must answer like an empty index. Return the time of the slowest."""
     cluster, index, (a, b) = replica.cluster, replica.index, new_addresses(2)
     slowest = 0.0
     for call, expected in (
@@ -92,7 +92,7 @@ async def test_replicas_publish_again_after_redis_restarts_empty(
     assert [state for state, _ in a.said] == [IndexState.JOINED, IndexState.ALONE, IndexState.JOINED]
 
 
-async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
+async def test_a_silent_redis_costs_three_timeouts_and_then_nothing(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
@@ -107,12 +107,12 @@ async def test_redis_that_answers_nothing_costs_three_bounds_and_then_nothing(
     for replica in (a, b):
         await replica.until(IndexState.JOINED)
     await soon(lambda: b.locates(held, "a"))
-    # Replies that came too late must not be taken for those of later calls.
+    # Late replies must not be taken for the replies of later calls.
     for address in held:
         assert list(await b.index.locate([address])) == [address]
 
 
-async def test_one_slow_moment_does_not_send_a_busy_replica_alone(
+async def test_one_short_stall_does_not_disconnect_a_busy_replica(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     a = await join_watched(redis.url, "a")
@@ -125,7 +125,7 @@ async def test_one_slow_moment_does_not_send_a_busy_replica_alone(
         redis.resume()
         lasted = time.monotonic() - paused
         await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
-        if lasted < 2 * CALL_TIMEOUT_S:  # else this machine made more of it than a moment
+        if lasted < 2 * CALL_TIMEOUT_S:  # otherwise the stall was too long for this test
             break
         await a.until(IndexState.JOINED)
     assert a.said == []
@@ -140,13 +140,13 @@ async def test_a_failed_publication_is_repeated_before_its_lease_ends(
     waiting = asyncio.create_task(b.cluster.wait_published(address, PATIENCE_S))
     await asyncio.sleep(0.1)
     redis.pause()
-    await publish(a.cluster, grids([address]))  # into the void, for one bound
+    await publish(a.cluster, grids([address]))  # gets no answer before its timeout
     redis.resume()
     places = await waiting
     assert [place.replica_id for place in places] == ["a"]
 
 
-async def test_a_server_out_of_memory_is_left_alone_until_it_takes_writes_again(
+async def test_a_redis_out_of_memory_is_avoided_until_it_accepts_writes(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     a = await join_watched(redis.url, "a")
@@ -180,11 +180,11 @@ async def is_loading(redis: RedisServer) -> bool:
     except BusyLoadingError:
         return True
     except RedisConnectionError:
-        pass  # not there yet
+        pass  # not listening yet
     return False
 
 
-async def test_a_server_that_is_loading_is_waited_for(join_watched: JoinWatched) -> None:
+async def test_a_loading_redis_is_joined_when_it_is_ready(join_watched: JoinWatched) -> None:
     # Loads 120 keys of 256 KiB at 50 ms each, and answers LOADING after each 2 MiB.
     with redis_server("--key-load-delay", "50000", "--rdbcompression", "no") as server:
         with server.client() as admin:
@@ -200,7 +200,7 @@ async def test_a_server_that_is_loading_is_waited_for(join_watched: JoinWatched)
         await a.until(IndexState.JOINED)
 
 
-async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(
+async def test_a_redis_that_starts_later_is_joined(
     join_watched: JoinWatched,
 ) -> None:
     server = RedisServer()
@@ -215,7 +215,7 @@ async def test_redis_that_is_not_there_at_the_start_is_joined_when_it_comes(
         server.stop()
 
 
-async def test_a_replica_cut_off_from_redis_works_alone(
+async def test_a_replica_disconnected_from_redis_works_alone(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
     proxy = await TcpProxy(redis.port).start()
@@ -267,7 +267,7 @@ async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
 async def test_two_hundred_calls_at_once_are_served_without_a_failure(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    # All wait for one thread, which a busy machine may hold up.
+    # All calls wait for one thread, which a busy machine may delay.
     a = await join_watched(redis.url, "a", timeout_s=20.0)
     batches = [new_addresses(8) for _ in range(200)]
     answers = await asyncio.gather(*(a.cluster.acquire(batch) for batch in batches))

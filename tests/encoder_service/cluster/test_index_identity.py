@@ -1,4 +1,4 @@
-"""Who a replica is to the index: its name, its model, its password."""
+"""The identity of a replica in the index: its id, its model and its password."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ async def test_a_namespace_taken_during_an_outage_keeps_the_replica_alone(
     await proxy.stop()
 
 
-async def test_a_password_is_taken_from_the_url_and_a_wrong_one_keeps_us_alone(
+async def test_the_password_of_the_url_is_used_and_a_wrong_one_keeps_the_replica_alone(
     join_watched: JoinWatched,
 ) -> None:
     with redis_server("--requirepass", "secret") as server:

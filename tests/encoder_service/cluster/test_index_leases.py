@@ -1,4 +1,4 @@
-"""Who encodes what: leases, and waiting for what another encodes. Over a Redis and a Redis Cluster alike."""
+"""Leases, and waiting for images that other replicas encode, over Redis and over Redis Cluster."""
 
 import asyncio
 from dataclasses import replace
@@ -36,7 +36,7 @@ async def test_an_address_is_granted_to_one_replica_only(join: Join) -> None:
     assert all(answer.located == {} for answer in answers)
 
 
-async def test_asking_again_for_a_lease_grants_it_again(join: Join) -> None:
+async def test_acquiring_a_held_lease_grants_it_again(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(3)
     assert (await a.acquire(addresses)).granted == frozenset(addresses)
@@ -54,7 +54,7 @@ async def test_an_image_of_a_peer_is_located_instead_of_granted(join: Join) -> N
     assert set(answer.located) == set(held)
 
 
-async def test_a_location_that_just_failed_does_not_keep_one_from_encoding(join: Join) -> None:
+async def test_an_address_held_only_by_excluded_replicas_is_granted(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
     await publish(a, grids([address]))
@@ -79,7 +79,7 @@ async def test_a_released_lease_goes_to_the_next_caller(join: Join) -> None:
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
 
 
-async def test_renewing_keeps_ours_takes_the_free_and_leaves_those_of_others(join: Join) -> None:
+async def test_renewing_keeps_own_takes_free_and_leaves_other_leases(join: Join) -> None:
     a, b = await join("a"), await join("b")
     ours, free, theirs = new_addresses(3)
     await a.acquire([ours])
@@ -87,19 +87,19 @@ async def test_renewing_keeps_ours_takes_the_free_and_leaves_those_of_others(joi
     assert await a.index.renew([ours, free, theirs]) == {ours, free}
 
 
-async def test_a_lease_that_another_replica_has_taken_is_asked_for_again(join: Join) -> None:
+async def test_a_lease_lost_to_another_replica_is_acquired_anew(join: Join) -> None:
     a, b = await join("a"), await join("b")
     (address,) = new_addresses(1)
     await a.acquire([address])
-    await a.index.release([address])  # as one that lapsed while Redis could not be reached
+    await a.index.release([address])  # like a lease that expired while Redis was unreachable
     assert (await b.acquire([address])).granted == {address}
     a.on_entries_lost()
     await a.on_heartbeat()
     assert (await a.acquire([address])).granted == frozenset()
 
 
-async def test_a_living_holder_keeps_its_lease_beyond_the_time_to_live(join: Join) -> None:
-    ttl_ms = 6 * SHORT_TTL_MS  # renewed three times within it: a stall must not last as long as the rest
+async def test_a_live_holder_keeps_its_lease_beyond_the_time_to_live(join: Join) -> None:
+    ttl_ms = 6 * SHORT_TTL_MS  # renewed three times within it, so that a short stall does not matter
     a, b = await join("a", lease_ttl_ms=ttl_ms), await join("b")
     (address,) = new_addresses(1)
     await a.acquire([address])
@@ -117,7 +117,7 @@ async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
     waiting = [asyncio.create_task(index.wait_published(address, 60.0)) for index in (b, c)]
     await asyncio.sleep(0.05)
     await a.close()
-    async with asyncio.timeout(PATIENCE_S):  # half of what they would wait, or a lease of a minute would last
+    async with asyncio.timeout(PATIENCE_S):  # half of the timeout, and of a lease of a minute
         assert await asyncio.gather(*waiting) == [(), ()]
     granted = [(await index.acquire([address])).granted for index in (b, c)]
     assert sorted(map(len, granted)) == [0, 1]
@@ -141,7 +141,7 @@ async def test_a_dead_replica_vanishes_from_locate_and_acquire(join: Join) -> No
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
 
 
-async def test_a_waiter_learns_where_an_address_was_published(join: Join) -> None:
+async def test_a_waiter_gets_the_location_that_was_published(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     addresses = new_addresses(8)
     await a.acquire(addresses)
@@ -149,7 +149,7 @@ async def test_a_waiter_learns_where_an_address_was_published(join: Join) -> Non
     await asyncio.sleep(0.1)
     assert not any(task.done() for task in waits)
     await publish(a, grids(addresses))
-    async with asyncio.timeout(PATIENCE_S):  # the notification's own speed has its test below
+    async with asyncio.timeout(PATIENCE_S):  # another test below checks the speed of notifications
         places = await asyncio.gather(*waits)
     assert places == [(Location("a", "a.example:50051", GRID),)] * 16
 
@@ -163,7 +163,7 @@ async def test_waiting_for_published_or_unleased_images_returns_at_once(join: Jo
         assert await b.wait_published(nobody, 60.0) == ()
 
 
-async def test_waiters_ignore_replicas_that_failed_and_learn_of_others(join: Join) -> None:
+async def test_waiters_ignore_excluded_replicas_and_get_other_locations(join: Join) -> None:
     a, b, c = await join("a"), await join("b"), await join("c")
     (address,) = new_addresses(1)
     await publish(a, grids([address]))

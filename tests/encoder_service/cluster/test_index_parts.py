@@ -1,4 +1,4 @@
-"""The parts of the index in Redis, each alone: breaker, leases, republishing, URLs."""
+"""Unit tests of the index in Redis: breaker, bulkhead, leases, republishing, URLs."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def test_a_breaker_counts_overlapping_failures_once_and_opens_on_a_refusal() -> 
     assert breaker.failed(12.0, refused=True)
 
 
-def test_a_success_ends_a_run_of_failures() -> None:
+def test_a_success_resets_the_failure_count() -> None:
     now = 0.0
     breaker = Breaker(clock=lambda: now)
     for now in (1.0, 2.0):
@@ -62,7 +62,7 @@ def test_calls_of_one_kind_pause_after_failures_and_a_failed_trial() -> None:
     now = 3.0
     bulkhead.failed(now)
     assert bulkhead.is_paused
-    bulkhead.failed(2.5)  # began before the rest: neither a trial nor a longer rest
+    bulkhead.failed(2.5)  # began before the pause: neither a trial nor a longer pause
     now += 1.5 * FIRST_PROBE_S
     assert not bulkhead.is_paused
     bulkhead.failed(now)
@@ -74,7 +74,7 @@ def test_calls_of_one_kind_pause_after_failures_and_a_failed_trial() -> None:
         assert not bulkhead.is_paused
 
 
-def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
+def test_probe_delays_double_up_to_a_limit_and_have_jitter() -> None:
     for uniform, share in ((min, 0.5), (max, 1.5)):
         breaker = Breaker(uniform=uniform)
         delays = [breaker.probe_delay_s() for _ in range(10)]
@@ -82,7 +82,7 @@ def test_probes_come_more_and_more_seldom_and_never_all_at_once() -> None:
         assert delays[-1] == LAST_PROBE_S * share
 
 
-def test_a_breaker_that_reopens_is_probed_as_rarely_as_an_open_one() -> None:
+def test_a_breaker_that_reopens_soon_keeps_its_long_delays() -> None:
     now = 0.0
     breaker = Breaker(clock=lambda: now, uniform=max)
     delays = []
@@ -114,14 +114,14 @@ def test_a_breaker_that_reopens_is_probed_as_rarely_as_an_open_one() -> None:
         ("b", "é:1"),
     ],
 )
-def test_a_replica_whose_names_are_none_is_not_on_the_roll(replica_id: str, endpoint: str) -> None:
+def test_an_invalid_entry_of_the_replica_list_is_skipped(replica_id: str, endpoint: str) -> None:
     record = f"9 1 m.p 0.5 {endpoint}"
     entries = [b"a", b"9 1 m.p 0.5 a.example:50051", replica_id.encode(), record.encode()]
     (peer,) = parse_peers(entries).values()
     assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
 
 
-def test_leases_come_due_and_forgotten_ones_are_not_renewed_forever() -> None:
+def test_leases_become_due_and_are_not_renewed_forever() -> None:
     now = 0.0
     leases = Leases(cast(RedisIndex, None), renew_s=3.0, clock=lambda: now)
     leases.add([b"a"])
@@ -162,7 +162,7 @@ async def test_republishing_is_paced_and_complete() -> None:
     running.cancel()
 
 
-def test_urls_of_a_server_and_of_a_cluster_are_told_apart() -> None:
+def test_cluster_urls_are_recognized() -> None:
     one = RedisUrl("rediss://user:secret@redis:6380/0?ssl_cert_reqs=required")
     assert not one.is_cluster
     assert one.urls == ["rediss://user:secret@redis:6380/0?ssl_cert_reqs=required"]
@@ -176,13 +176,13 @@ def test_urls_of_a_server_and_of_a_cluster_are_told_apart() -> None:
 @pytest.mark.parametrize(
     "url", ["", "redis", "http://redis:6379", "redis+sentinel://:secret@redis:1", "redis://"]
 )
-def test_a_url_of_something_else_is_refused_at_once(url: str) -> None:
+def test_a_url_of_another_scheme_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="redis://") as refusal:
         RedisUrl(url)
     assert "secret" not in str(refusal.value)
 
 
-def test_patience_lengthens_only_timeouts_for_silence() -> None:
+def test_scaling_timeouts_changes_nothing_else() -> None:
     settings = RedisSettings(url="redis://host", namespace="n")
     patient = asdict(settings.with_timeouts_scaled(3))
     changed = {name: value for name, value in asdict(settings).items() if patient[name] != value}

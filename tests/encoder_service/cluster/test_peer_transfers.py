@@ -1,4 +1,4 @@
-"""Transfers from peers that dawdle: each ends in time, and one peer does not keep the others from giving rows."""
+"""Transfers from slow or faulty peers: each ends in time, and one peer does not block the others."""
 
 import asyncio
 import itertools
@@ -35,7 +35,7 @@ OURS = Recipe(b"m" * 32, b"p" * 32, "float32"), WIDTH, torch.float32, Geometry(1
 IMAGE = ImageKey(b"a" * 32, b"d" * 32)
 BYTES = 64 * WIDTH * torch.float32.itemsize
 Answer = Callable[[], AsyncIterator[bytes]]
-# A sound answer may take so long at the most; what a busy machine adds is far less than for ever.
+# The longest time of a correct answer.
 MOST_S = 2 * SILENCE_S + BYTES / MIN_BYTES_PER_S
 
 
@@ -64,42 +64,42 @@ async def trickling() -> AsyncIterator[bytes]:
         await asyncio.sleep(SILENCE_S / 8)
 
 
-async def without_content() -> AsyncIterator[bytes]:
+async def empty_frames() -> AsyncIterator[bytes]:
     yield ready()
     while True:
         yield frame(0, [memoryview(b"")])
         await asyncio.sleep(SILENCE_S / 8)
 
 
-async def announcing_again_and_again() -> AsyncIterator[bytes]:
+async def repeated_announcements() -> AsyncIterator[bytes]:
     while True:
         yield ready()
         await asyncio.sleep(SILENCE_S / 8)
 
 
-async def rows_before_it_says_of_what() -> AsyncIterator[bytes]:
+async def rows_before_the_announcement() -> AsyncIterator[bytes]:
     while True:
         yield frame(0, [memoryview(b"")])
         await asyncio.sleep(SILENCE_S / 8)
 
 
-async def of_another_grid() -> AsyncIterator[bytes]:
+async def another_grid() -> AsyncIterator[bytes]:
     yield ready(grid=pb.Grid(t=1, h=2, w=2))
     yield frame(0, [memoryview(bytes(BYTES))])
 
 
-async def of_no_message() -> AsyncIterator[bytes]:
+async def malformed_message() -> AsyncIterator[bytes]:
     yield b"\xff"
 
 
-async def with_no_message_among_the_rows() -> AsyncIterator[bytes]:
+async def malformed_message_among_rows() -> AsyncIterator[bytes]:
     yield ready()
     yield b"\xff"
 
 
 @asynccontextmanager
 async def peer(answer: Answer) -> AsyncIterator[str]:
-    """A peer that answers every Fetch alike; gives its endpoint."""
+    """Run a peer that gives every Fetch the same answer; yield its endpoint."""
 
     async def fetch(_request: bytes, _context: object) -> AsyncIterator[bytes]:
         async for message in answer():
@@ -133,9 +133,9 @@ async def test_rows_of_a_correct_peer_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [trickling, without_content, announcing_again_and_again, rows_before_it_says_of_what, of_another_grid],
+    [trickling, empty_frames, repeated_announcements, rows_before_the_announcement, another_grid],
 )
-async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answer) -> None:
+async def test_a_transfer_without_progress_fails_in_time(answer: Answer) -> None:
     async with asyncio.timeout(5 * MOST_S):
         began = time.monotonic()
         with pytest.raises(EncoderError) as refusal:
@@ -146,14 +146,14 @@ async def test_a_peer_that_never_gets_anywhere_is_given_up_in_time(answer: Answe
 
 
 def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: Store) -> Transfers:
-    """Transfers whose peers answer as `fetch`, beside an index that was never joined."""
+    """Return transfers whose peers answer with `fetch`, and with an index that was never joined."""
     peers = Peers(*OURS)
     peers.fetch = fetch  # type: ignore[method-assign, assignment]
     index = cluster_of(redis_settings("redis://127.0.0.1:1", "none")).index
     return Transfers(index, Leases(index, renew_s=1.0), peers, store)
 
 
-async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tmp_path: Path) -> None:
+async def test_transfers_into_a_full_store_do_not_block_other_threads(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=1, wait_s=4 * PATIENCE_S)
     pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
 
@@ -161,7 +161,7 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
         return GRID, torch.zeros(64, WIDTH)
 
     transfers = transfers_from(fetch, store)
-    # As on a small machine: the threads that hash and copy are fewer than the transfers.
+    # Like a small machine: fewer threads to hash and copy than transfers.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     keys = [replace(IMAGE, address=n.to_bytes(32, "big")) for n in range(MAX_TRANSFERS)]
     places = [(Location(f"peer-{n}", "peer", GRID),) for n in range(MAX_TRANSFERS)]
@@ -184,7 +184,7 @@ async def test_rows_that_find_the_store_full_hold_up_no_other_work_of_threads(tm
         store.close()
 
 
-async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -> None:
+async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=8 * MAX_TRANSFERS)
     under_way: set[bytes] = set()
 
@@ -215,7 +215,7 @@ async def test_a_peer_that_dawdles_leaves_turns_for_the_others(tmp_path: Path) -
         store.close()
 
 
-@pytest.mark.parametrize("answer", [of_no_message, with_no_message_among_the_rows])
-async def test_a_peer_that_sends_what_is_no_message_is_given_up(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [malformed_message, malformed_message_among_rows])
+async def test_a_malformed_message_of_a_peer_fails_the_transfer(answer: Answer) -> None:
     with pytest.raises(EncoderError):
         await fetched(answer, PATIENCE_S)

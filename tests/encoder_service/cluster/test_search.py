@@ -1,4 +1,4 @@
-"""Search: one sweep looks at the other replicas for all images that nobody has submitted here."""
+"""Search: paced lookups at other replicas for images that were not submitted here."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
@@ -11,7 +11,7 @@ from tests.waiting import soon
 
 
 class Elsewhere:
-    """Where images turn up, what was asked of it, and what was found."""
+    """A fake index: where images are, the lookups it got, and the images that were reported as found."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, Locations] = {}
@@ -19,18 +19,18 @@ class Elsewhere:
         self.found: dict[bytes, Locations] = {}
 
     async def find(self, keys: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Answer one question."""
+        """Answer one lookup."""
         addresses = [key.address for key in keys]
         self.asked.append(addresses)
         return {address: self.held[address] for address in addresses if address in self.held}
 
     def found_at(self, address: bytes, locations: Locations) -> None:
-        assert address not in self.found, "what was found is looked for no longer"
+        assert address not in self.found, "a found image is not searched again"
         self.found[address] = locations
 
 
 def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> PeerWaiters:
-    """Waiters that only search: nobody waits for what another replica encodes."""
+    """Return waiters that only search."""
 
     async def subscribe(begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
         assert not {*begun, *ceased}
@@ -45,7 +45,7 @@ def address(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them() -> None:
+async def test_paced_lookups_cover_every_searched_image() -> None:
     elsewhere, count = Elsewhere(), 4 * SEARCH_IMAGES
     waiters = searching(elsewhere, lambda: True)
     for n in range(count):
@@ -61,7 +61,7 @@ async def test_one_question_in_a_while_serves_all_and_reaches_every_one_of_them(
         waiters.stop_search(address(n))
     asked = len(elsewhere.asked)
     await asyncio.sleep(2.5 * REREAD_S)
-    assert len(elsewhere.asked) <= asked + 1, "nothing is looked for, nobody is asked"
+    assert len(elsewhere.asked) <= asked + 1, "no lookups without searches"
     await waiters.close()
 
 

@@ -1,4 +1,4 @@
-"""A single node is single: it takes no lease, starts no task and no thread for a cluster, and asks nobody."""
+"""A single node: it takes no leases, and starts no tasks, threads or connections for a cluster."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ FOLDER = str(Path(peers.__file__).parent)
 
 @pytest.fixture
 async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]]:
-    """Count what a cluster would do: by name, tasks of `cluster/`, and objects that could take leases or ask."""
+    """Count the tasks of `cluster/`, and the objects that talk to Redis or to peers, by name."""
     seen: Counter[str] = Counter()
     for module, name in (
         (redis.index, "RedisIndex"),
@@ -41,7 +41,9 @@ async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]
     loop = asyncio.get_running_loop()
 
     def factory(loop: asyncio.AbstractEventLoop, coroutine, **options) -> asyncio.Task:  # type: ignore[no-untyped-def, type-arg]
-        code = getattr(coroutine, "cr_code", None)  # None: what is no coroutine, such as anext()
+        code = getattr(
+            coroutine, "cr_code", None
+        )  # None for awaitables that are not coroutines, such as anext()
         if code is not None and code.co_filename.startswith(FOLDER):
             seen[code.co_qualname] += 1
         return asyncio.Task(coroutine, loop=loop, **options)

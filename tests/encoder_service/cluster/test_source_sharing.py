@@ -1,4 +1,4 @@
-"""Image files shared with the fleet: behind the answers, bounded, and left alone where Redis is too slow for them."""
+"""Source sharing: in the background, bounded, and paused while Redis is too slow for it."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 numbers = itertools.count(90_000)
-SLOW_BYTES_PER_S = 40_000  # index calls of some hundred bytes pass; a picture takes seconds
+SLOW_BYTES_PER_S = 40_000  # calls of some hundred bytes are fast enough, a picture takes seconds
 SOURCE_TIMEOUT_MS = 300
 
 
@@ -53,7 +53,7 @@ async def start(config: Config, model: Model, proxy: TcpProxy) -> AsyncIterator[
         yield start
 
 
-async def test_a_redis_that_is_slow_for_pictures_holds_up_no_answer(
+async def test_a_redis_too_slow_for_files_delays_no_answer(
     start: Start, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = await start()
@@ -65,7 +65,7 @@ async def test_a_redis_that_is_slow_for_pictures_holds_up_no_answer(
         return await asyncio.Event().wait()
 
     monkeypatch.setattr(a.index.sources, "put", never_taken)
-    async with asyncio.timeout(4 * PATIENCE_S):  # the sharing would hold it up for ever
+    async with asyncio.timeout(4 * PATIENCE_S):  # waiting for the sharing would never end
         images = await a.client.submit([new_picture() for _ in range(6)])
     assert [image.error for image in images] == [None] * 6
     await soon(lambda: len(taken) == CONCURRENT_FILES)
@@ -92,7 +92,9 @@ async def joined(proxy: TcpProxy, calls: Counter[str], **settings: int) -> Redis
     return cluster
 
 
-async def test_large_values_rest_after_three_failures_while_small_ones_go_on(proxy: TcpProxy) -> None:
+async def test_calls_with_large_values_pause_after_three_failures_and_others_continue(
+    proxy: TcpProxy,
+) -> None:
     calls: Counter[str] = Counter()
     patient = {"call_timeout_ms": 30_000, "socket_timeout_ms": 30_000, "beat_timeout_ms": 30_000}
     cluster = await joined(proxy, calls, source_timeout_ms=SOURCE_TIMEOUT_MS, **patient)
@@ -103,7 +105,7 @@ async def test_large_values_rest_after_three_failures_while_small_ones_go_on(pro
             assert not await cluster.index.sources.put(b"key", picture)
             assert (await cluster.acquire(new_addresses(1))).granted
         assert cluster.index.state is IndexState.JOINED
-        assert 3 <= calls["put_source False"] < 20, "each of them took its time-out"
+        assert 3 <= calls["put_source False"] < 20, "each of them timed out"
         assert calls["acquire True"] == 40
         proxy.mend()
         await soon(lambda: cluster.index.sources.put(b"key", picture))
@@ -112,7 +114,7 @@ async def test_large_values_rest_after_three_failures_while_small_ones_go_on(pro
         await cluster.close()
 
 
-async def test_a_redis_that_only_patient_heartbeats_can_use_counts_as_gone(proxy: TcpProxy) -> None:
+async def test_a_redis_fast_enough_only_for_heartbeats_counts_as_unavailable(proxy: TcpProxy) -> None:
     cluster = await joined(proxy, Counter(), call_timeout_ms=100, heartbeat_ms=50)
     try:
         proxy.throttle(500)
@@ -129,7 +131,7 @@ async def test_a_redis_that_only_patient_heartbeats_can_use_counts_as_gone(proxy
         await cluster.close()
 
 
-async def test_a_call_whose_caller_leaves_is_no_failure_of_the_index(proxy: TcpProxy) -> None:
+async def test_a_cancelled_call_is_not_a_failure_of_the_index(proxy: TcpProxy) -> None:
     calls: Counter[str] = Counter()
     patient = dict.fromkeys(("call_timeout_ms", "socket_timeout_ms", "beat_timeout_ms"), 60_000)
     cluster = await joined(proxy, calls, **patient)
@@ -183,7 +185,7 @@ async def test_files_waiting_to_be_shared_are_bounded() -> None:
         await sharing.stop()
 
 
-async def test_sharing_that_gets_nowhere_ends_when_its_time_is_up() -> None:
+async def test_stuck_sharing_ends_at_its_time_limit() -> None:
     async def put(_key: bytes, _data: bytes) -> bool:
         return await asyncio.Event().wait()
 

@@ -122,10 +122,10 @@ def _chat(prefill: str, number: int) -> None:
 async def picture_top(endpoints: list[str], seconds: float) -> str:
     """Return one frame of `encoder-service top`, over so many seconds, as SVG."""
     top = Top(endpoints)
-    await top.look()
+    await top.scrape()
     await asyncio.sleep(seconds)
     console = Console(file=io.StringIO(), width=150, record=True)
-    console.print(frame(await top.look(), console.width))
+    console.print(frame(await top.scrape(), console.width))
     return console.export_svg(title="encoder-service top")
 
 

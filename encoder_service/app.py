@@ -1,4 +1,4 @@
-"""The composition root: constructs and wires the components from a `Config`, serves, and drains."""
+"""The composition root: construct and wire the components from a `Config`, serve, and drain."""
 
 import asyncio
 import logging
@@ -64,25 +64,23 @@ from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
 
-LOST_DEVICE = 70  # exit code: the orchestrator starts a fresh process
-ABORT_S = 10.0  # beyond `drain_s`: a thread may wait without end for a device that is lost
-# Images decoded ahead of the ViT, besides the bound in patches, within which there may be a thousand thumbnails.
+LOST_DEVICE = 70  # exit code after a lost device: the orchestrator starts a new process
+ABORT_S = 10.0  # seconds after `drain_s` at which an aborted server exits: threads may wait forever for a lost device
+# Most images decoded ahead of the ViT. The limit in patches alone would allow a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
+MAX_VIDEOS = 256  # most video files in the cache: each has a file descriptor
 
 
 def require_host_memory(config: Config) -> None:
-    """Raise `ConfigError` if the host store does not fit; for a start that has not read its weights yet."""
+    """Raise `ConfigError` if the host store does not fit. Called before the start reads any weights."""
     try:
         require_room(config.store_segment_dir, int(config.store_host_gib * GIB))
     except StoreSizeError as error:
         raise ConfigError(str(error)) from error
 
 
-MAX_VIDEOS = 256  # files of videos kept, each with a descriptor
-
-
 class Server:
-    """One serving process. Construct it on the event loop that is to serve."""
+    """One serving process. Construct it on the event loop that will serve."""
 
     def __init__(
         self,
@@ -93,14 +91,12 @@ class Server:
         budgets: Budgets | None = None,
         patience: float = 1.0,
     ) -> None:
-        """Construct the components. Raises `ConfigError` if the memory for the store is unavailable.
+        """Construct the components. Raises `ConfigError` if there is too little memory for the store.
 
-        `model` is a `served_model` of `devices`, or without any it is loaded in this process.
+        `model` is a `served_model` of `devices`. Without devices, the model is loaded in this process.
 
-        `budgets` are those of `config` unless others are given.
-
-        Redis, and other replicas, may be silent for `patience` times as long as in production before they are taken to
-        have failed: several servers in one process of a busy machine must not take its stalls for failures.
+        For tests: `budgets` replaces the budgets of `config`. `patience` multiplies the time after which a silent Redis
+        or replica counts as failed, so that several servers on a busy machine do not take its stalls for failures.
         """
         self._config = config
         self._model = model
@@ -113,7 +109,7 @@ class Server:
         self._certificates = config.certificates()
         self._fleet_key = config.fleet_key()
         self._identity = Identity(read_tenants(config), self._fleet_key)
-        self.endpoint = ""  # host:port or unix:path, once it listens
+        self.endpoint = ""  # host:port or unix:path, set by `start`
         self.metrics = Metrics()
         plan = devices[0].plan if devices else None
         self._memory_plan = plan or MemoryPlan.of(model, model.device.memory(), config)
@@ -133,7 +129,7 @@ class Server:
         self.service = self._build_service()
 
     async def serve(self) -> int:
-        """Serve until SIGTERM or SIGINT, then drain: refuse new calls, finish running ones. Return the exit code."""
+        """Serve until SIGTERM or SIGINT, then drain: refuse new calls and finish running ones. Return the exit code."""
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
         self._loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
@@ -145,20 +141,20 @@ class Server:
             say(self.banner())
         await self._stop.wait()
         if self._aborted:
-            last = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))
-            last.daemon = True
-            last.start()
+            forced_exit = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))
+            forced_exit.daemon = True
+            forced_exit.start()
         await self.drain()
         return LOST_DEVICE if self._aborted else 0
 
     async def start(self) -> None:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
-        operator = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity)
+        admin = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity)
         try:
             self._listener = Listener(
                 self._config.listen,
                 self.service,
-                operator,
+                admin,
                 certificates=self._certificates,
                 budgets=self.budgets,
                 max_images=self._config.max_images_per_call,
@@ -184,7 +180,7 @@ class Server:
         await self._listener.start()
 
     async def drain(self) -> None:
-        """Hand over, refuse new calls, leave the index, let running calls end (at most `drain_s`), free everything."""
+        """Hand over rows, refuse new calls, leave the index, wait `drain_s` for running calls, free everything."""
         for step in (
             partial(self.cluster.hand_over, 0.0 if self._aborted else self._config.hand_over_s),
             self._refuse_new_calls,
@@ -197,17 +193,20 @@ class Server:
         ):
             try:
                 await step()
-            except Exception:  # a step that fails does not keep the others from running
+            except Exception:  # run the other steps all the same
                 log.exception("while draining")
         log.info("drained")
 
     async def _refuse_new_calls(self) -> None:
-        log.info("draining: running calls have %g s, until Ctrl-C is pressed again", self._config.drain_s)
+        log.info(
+            "draining: running calls have %g s to finish; press Ctrl-C again to end them now",
+            self._config.drain_s,
+        )
         self.service.draining = True
         self.images.waiters.end_retaining(UnavailableError("the server is draining: use another server"))
 
     async def _stop_engine(self) -> None:
-        """Let the workers finish what they are at, and fail what is still queued."""
+        """Let the workers finish their current images, and fail the queued ones."""
         self.jobs.close()
         await self.engine.stop()
         self.jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
@@ -245,7 +244,7 @@ class Server:
             loop=self._loop,
             metrics=self.metrics,
             on_end=self._ended,
-            # Only a device tier has the server itself use a device that has a process.
+            # With device processes, the server itself uses a device only for a device tier.
             device=self._model.device if config.store_device_gib or not self._devices else Device("cpu"),
             devices=len(self._devices) or 1,
             on_abort=self._abort,
@@ -342,19 +341,19 @@ class Server:
         except ModelMismatchError as error:
             raise ConfigError(f"{flag('index')} {self._config.index_for_people}: {error}") from error
 
-    # Callbacks of components, and what monitoring reads
+    # Callbacks of the components
 
     def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
         if isinstance(outcome, EncoderError):
             is_lasting = isinstance(outcome, InvalidImageError) and not isinstance(outcome, ImageLimitError)
             if is_lasting and job.key.frames is None:
-                self._sources.drop(job.key.source_key)  # it can never be encoded: make room
+                self._sources.drop(job.key.source_key)  # it can never be encoded
             self.cluster.release(job.key.address)
         else:
             self.cluster.publish(job.key.address, Grid(*outcome.grid))
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
-        """Hand the eviction over to the event loop; called on the thread that evicted."""
+        """Report the eviction to the event loop. Called on the thread that evicted."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._evicted, address)
 
@@ -368,25 +367,27 @@ class Server:
         self._stop.set()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the process if a background task died: like a dead thread, it would leave the replica half alive."""
+        """End the process if a background task died: the replica would only half work without it."""
         if (name := context.get(FAILED_TASK)) is None or self._stop.is_set():
             loop.default_exception_handler(context)
         else:
             self.jobs.abort(f"the server's task {name} died", context["exception"])
 
-    def _abort(self, why: UnavailableError) -> None:
+    def _abort(self, error: UnavailableError) -> None:
         self._aborted = True
-        self.images.waiters.end(why)
+        self.images.waiters.end(error)
         self.service.draining = True
         self._stop.set()
 
+    # Monitoring
+
     @property
     def draining(self) -> bool:
-        """Whether new calls are refused."""
+        """Whether the server refuses new calls."""
         return self.service.draining
 
     def readings(self) -> Iterator[Reading]:
-        """Yield the state of the components: called at each scrape, on a thread."""
+        """Yield the state of the components. Each scrape calls it, on a thread."""
         peak_flops = self._config.device_peak_tflops * 1e12
         peak_flops *= len(self._devices) or 1
         yield from identity_readings(self._description, self._model, self._device_names, peak_flops)
@@ -405,15 +406,15 @@ class Server:
         yield from cluster_readings(self.cluster.status)
 
     def banner(self) -> str:
-        """Return the settings in effect, for standard output; the last line says where the server listens."""
+        """Return the start-up block for standard output: the settings in effect, and last where the server listens."""
         return banner(self._settings_in_effect())
 
     def _settings_in_effect(self) -> dict[str, str]:
         settings = self._settings()
         if self._config.index != "memory":
             is_joined = self.cluster.status.state is IndexState.JOINED
-            alone = "" if is_joined else ": unavailable; this server encodes alone until it has joined"
-            settings["index"] = f"{self._config.index_for_people}{alone}"
+            warning = "" if is_joined else ": unavailable; this server encodes alone until it has joined"
+            settings["index"] = f"{self._config.index_for_people}{warning}"
         metrics = {"metrics": self.watch.url} if self.watch.url else {}
         return {**settings, **metrics, "listening": self.endpoint}
 

@@ -38,26 +38,26 @@ log = logging.getLogger(__name__)
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
 MAX_FILES = 65_536  # many times what a server opens
-# How long a stage's thread may keep the event loop from the interpreter. Python's own 5 ms would be the latency of a
-# Submit answer; shorter than this, switching itself begins to cost.
+# How long another thread may hold the GIL while the event loop waits for it. Python's default of 5 ms would delay every
+# answer to Submit by as much. Below this value, the switching itself becomes expensive.
 GIL_SWITCH_S = 0.0005
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0 done, 1 failed, 2 bad usage or a model that cannot be served."""
+    """Run the command line; return the exit code: 0 success, 1 failure, 2 bad usage or an unservable model."""
     if arguments is None:
         begin()
     parser = CommandLine(
         prog="encoder-service",
-        description="Encodes images for multimodal LLM servers, each image once, and shares the embeddings.",
+        description="Encode images for multimodal LLM servers, each image once, and share the embeddings.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
         help="serve a model's vision tower over gRPC",
-        description="Serve the vision tower of a Hugging Face checkpoint. Every flag is also an environment variable "
-        "(named at the end of its help). Flags override variables.",
+        description="Serve the vision tower of a Hugging Face checkpoint. Every flag can also be set by the "
+        "environment variable at the end of its help. Flags override variables.",
         usage="%(prog)s --model FOLDER [--SETTING VALUE ...]",
     )
     Config.add_flags(serve)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _absent(error: ModuleNotFoundError) -> str:
-    """Say what is missing where the package was installed for the client alone."""
+    """Return the message for a package that only the extra `server` installs."""
     return f"{error}; {install('server')}"
 
 
@@ -86,30 +86,31 @@ def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     top = commands.add_parser(
         "top",
         help="watch running servers",
-        description="Show a live view of one or more replicas: queue, rates, waits and store tiers, read from their "
-        "metrics.",
+        description="Show a live view of one or more servers, read from their metrics: queue, rates, waits and store "
+        "tiers.",
     )
     top.add_argument(
         "endpoints",
         nargs="*",
         metavar="HOST:PORT",
-        help=f"address of a server's --metrics-listen, or its https:// URL (default {DEFAULT_METRICS})",
+        help=f"a server's --metrics-listen address; https://HOST:PORT if it uses TLS (default {DEFAULT_METRICS})",
     )
     top.add_argument("--interval-s", type=seconds, default=2.0, help="seconds between frames (default 2)")
     top.add_argument(
         "--tls-ca",
         default="",
         metavar="FILE",
-        help="PEM file of the authorities of servers at https://host:port",
+        help="PEM file of the authorities that issue the servers' certificates, for https:// addresses; empty: the "
+        "public ones",
     )
     top.add_argument(
         "--token-file",
         default="",
         metavar="FILE",
-        help="file with the token of a tenant that has the right `metrics`",
+        help="file with the token of a tenant that has the right `metrics`; empty: no token",
     )
     top.add_argument(
-        "--once", action="store_true", help="print one frame with totals since each server's start, and exit"
+        "--once", action="store_true", help="print one frame that covers each server's lifetime, and exit"
     )
 
 
@@ -117,7 +118,7 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     for name, text in (
         ("stats", "show a server's store: tiers, hit rate, pins and largest entries"),
         ("evict", "remove one embedding from a server's store, unless it is in use"),
-        ("flush", "remove all embeddings that are not in use, and the image files kept to encode them again"),
+        ("flush", "remove all embeddings that are not in use, and all cached image and video files"),
     ):
         command = commands.add_parser(
             name,
@@ -128,8 +129,8 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
             command.add_argument(
                 "address",
                 metavar="ADDRESS",
-                help="address of the embedding, 64 hexadecimal digits, as printed by `stats` and `prefill-client "
-                "encode`",
+                help="address of the embedding: the 64 hexadecimal digits that `stats` and `prefill-client encode` "
+                "print",
             )
         command.add_argument(
             "--server",
@@ -158,7 +159,7 @@ def _top(given: dict[str, Any]) -> int:
 
     from encoder_service.top import run
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal's screen has to be put back
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C must restore the terminal's screen
     endpoints = given.pop("endpoints") or [DEFAULT_METRICS]
     try:
         with output():
@@ -170,11 +171,11 @@ def _top(given: dict[str, Any]) -> int:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit on file descriptors to the hard one, at most `MAX_FILES`: it is often 1024 by default."""
+    """Raise the soft limit on file descriptors (often 1024) to the hard limit, but not above `MAX_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _serve(given: dict[str, object]) -> int:
@@ -201,9 +202,9 @@ def _serve_with(config: Config) -> int:
     config.fleet_key()
     read_tenants(config)
     check_model(config.model, stores_only=config.stores_only, width=config.row_width)
-    _say_that_it_loads(config)
+    _announce_loading(config)
     devices = start_devices(config)
-    # torch takes seconds to import: not before the flags are known to be good, and while the devices load.
+    # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.
     from encoder_service.app import LOST_DEVICE, Server, require_host_memory
     from encoder_service.engine.model import load_model
     from encoder_service.engine.session import served_model
@@ -216,7 +217,7 @@ def _serve_with(config: Config) -> int:
 
     with out_of_collections():
         code = asyncio.run(serve())
-    if code == LOST_DEVICE:  # what is left of the device may hang or crash an interpreter that ends in order
+    if code == LOST_DEVICE:  # a lost device may hang or crash an interpreter that shuts down in order
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
@@ -224,21 +225,21 @@ def _serve_with(config: Config) -> int:
     return code
 
 
-def _say_that_it_loads(config: Config) -> None:
+def _announce_loading(config: Config) -> None:
     if config.log_format == "json":
         log.info("loading", extra={"fields": {"model": str(config.model)}})
         return
     say(f"encoder-service {__version__}: loading {config.model} ...")
 
 
-# Errors of addresses of `localhost` that this machine may lack; gRPC skips those as well.
+# Errors for addresses of `localhost` that this machine does not have. gRPC skips those, too.
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def require_free(name: str, address: str) -> None:
-    """Raise `ConfigError` if the setting `name` is an address that cannot be listened on.
+    """Raise `ConfigError` if the server cannot listen on `address`, the value of the setting `name`.
 
-    The address is released again; if another process takes it before we listen, listening fails.
+    Releases the address again. If another process takes it before the server listens, listening fails.
     """
     endpoint = Endpoint.parse(address)
     try:
@@ -247,21 +248,21 @@ def require_free(name: str, address: str) -> None:
         else:
             _bind(endpoint)
     except OSError as error:
-        why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"{flag(name)} {address}: {why}") from error
+        reason = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        raise ConfigError(f"{flag(name)} {address}: {reason}") from error
 
 
 def _bind(endpoint: Endpoint) -> None:
     absent: OSError | None = None
     bound = False
-    for family, kind, protocol, _, where in socket.getaddrinfo(
+    for family, kind, protocol, _, address in socket.getaddrinfo(
         endpoint.host, endpoint.port, type=socket.SOCK_STREAM
     ):
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # As gRPC does: closed connections of an earlier server do not count.
+                # As gRPC does: ignore closed connections of an earlier server.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
+                probe.bind(address)
                 bound = True
         except OSError as error:
             if error.errno not in ABSENT:
@@ -272,7 +273,7 @@ def _bind(endpoint: Endpoint) -> None:
 
 
 def _bind_path(path: Path) -> None:
-    """Check what gRPC does not: it replaces any file at the path, even the socket of a running server."""
+    """Raise `OSError` if the path is in use. gRPC would replace any file there, even a running server's socket."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:

@@ -1,4 +1,4 @@
-"""The state of the components, as metrics at a scrape."""
+"""The state of the components, read as metrics at each scrape."""
 
 import os
 import platform
@@ -22,11 +22,11 @@ from encoder_service.store import StoreStats, TierStats
 def identity_readings(
     description: pb.DescribeResponse, model: Model, devices: str, peak_flops: float
 ) -> Iterator[Reading]:
-    """Yield versions and model; the device's peak only if it is known."""
+    """Yield versions, model, and the peak speed of the devices if it is configured."""
     versions = (description.version, platform.python_version(), str(torch.__version__))
     yield gauge(
         "build_info",
-        "Always 1; the labels say which versions run.",
+        "Always 1. The labels give the versions.",
         {versions: 1},
         "version",
         "python",
@@ -42,77 +42,82 @@ def identity_readings(
         "decoder": model.decoder.name,
     }
     yield gauge(
-        "model_info", "Always 1; the labels say what is served and how.", {tuple(served.values()): 1}, *served
+        "model_info", "Always 1. The labels describe the served model.", {tuple(served.values()): 1}, *served
     )
     if peak_flops:
         yield gauge(
             "device_peak_flops",
-            "Floating-point operations per second the devices can do at best.",
+            "Peak floating-point operations per second of all devices, as configured.",
             peak_flops,
         )
 
 
 def process_readings(draining: bool) -> Iterator[Reading]:
     """Yield the state of the process as a whole."""
-    yield gauge("draining", "1 while the server drains: it refuses new calls.", draining)
+    yield gauge("draining", "1 while the server drains and refuses new calls.", draining)
     yield counter("log_dropped", "Log lines dropped because they were not read in time.", dropped_lines())
 
 
 def device_readings(model: Model, devices: Sequence[DeviceProcess]) -> Iterator[Reading]:
-    """Yield the state of each device; without `devices`, of that of the model."""
+    """Yield the state of each device process; without `devices`, of the device that the model uses in this process."""
     labels = ("number", "device")
-    named = {(str(device.number), device.name): device for device in devices}
-    here = () if devices else (("0", model.device.name),)
-    up = {**dict.fromkeys(here, 1.0), **{name: float(device.is_up) for name, device in named.items()}}
+    processes = {(str(device.number), device.name): device for device in devices}
+    in_process = () if devices else (("0", model.device.name),)
+    up = dict.fromkeys(in_process, 1.0) | {key: float(device.is_up) for key, device in processes.items()}
     restarts = {
-        (*name, reason): count for name, device in named.items() for reason, count in device.restarts.items()
+        (*key, reason): count
+        for key, device in processes.items()
+        for reason, count in device.restarts.items()
     }
-    restarts |= {(*name, reason): 0 for name in here for reason in ENDS}
-    memory = {name: device.state.memory for name, device in named.items() if device.state is not None}
-    memory |= {name: model.device.memory() for name in here}
-    yield gauge("device_up", "1 while the device's process works.", up, *labels)
+    restarts |= {(*key, reason): 0 for key in in_process for reason in ENDS}
+    memory = {key: device.state.memory for key, device in processes.items() if device.state is not None}
+    memory |= {key: model.device.memory() for key in in_process}
+    yield gauge("device_up", "1 while the device's process runs.", up, *labels)
     yield counter(
         "device_restarts",
-        "Processes of the device that ended and were replaced.",
+        "Restarts of the device's process, by the reason why the last one ended.",
         restarts,
         *labels,
         "reason",
     )
     yield gauge(
         "device_memory_bytes",
-        "Memory of the device: total, free, reserved and allocated by torch; 0 on the CPU.",
-        {(*name, kind): size for name, state in memory.items() for kind, size in asdict(state).items()},
+        "Memory of the device: total, free, reserved by torch, allocated by torch. 0 on the CPU.",
+        {(*key, kind): size for key, state in memory.items() for kind, size in asdict(state).items()},
         *labels,
         "state",
     )
 
 
 def model_readings(model: Model) -> Iterator[Reading]:
-    """Yield the state of decoder and tower."""
+    """Yield the state of the decoder and the tower."""
     decoder, tower = model.decoder, model.tower
     yield counter(
-        "decoder_restarts", "Decoder processes that ended and were replaced.", decoder.deaths, "reason"
+        "decoder_restarts",
+        "Decoder processes that ended and were replaced, by the reason why they ended.",
+        decoder.deaths,
+        "reason",
     )
     yield counter(
         "decoder_messages",
-        "Lines that decoder processes printed to standard error; they are dropped.",
+        "Lines that decoder processes wrote to standard error. The server drops them.",
         decoder.messages,
     )
     yield counter(
         "batches",
-        "Batches of the tower, in a CUDA graph or eagerly.",
+        "Batches that the tower ran, with a CUDA graph or eagerly.",
         {"graph": tower.graph_batches, "eager": tower.eager_batches},
         "how",
     )
     yield counter(
         "padding_patches",
-        "Patches of padding, computed to fill the shape of a CUDA graph.",
+        "Padding patches that the tower computed to fill the shape of a CUDA graph.",
         tower.padding_patches,
     )
 
 
 def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
-    """Yield the queue and its limits; every state and class, so that an empty one reads 0."""
+    """Yield the queue and its limits. Every state and class has a series, so that an empty one reads 0."""
     places = {
         (state.value, label): (state, demanded)
         for state in State
@@ -121,15 +126,17 @@ def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
     }
     images = {labels: snapshot.images.get(place, 0) for labels, place in places.items()}
     patches = {labels: snapshot.patches.get(place, 0) for labels, place in places.items()}
-    yield gauge("queue_images", "Images between admission and outcome.", images, "state", "class")
-    yield gauge("queue_patches", "Patches of those images.", patches, "state", "class")
-    yield gauge("queue_source_bytes", "Bytes of the image files queued.", snapshot.source_bytes)
+    yield gauge("queue_images", "Images admitted and not finished.", images, "state", "class")
+    yield gauge("queue_patches", "Patches of the images in the queue.", patches, "state", "class")
+    yield gauge("queue_source_bytes", "Bytes of the image files in the queue.", snapshot.source_bytes)
     yield gauge("queue_requests", "Requests with an image in the queue.", snapshot.requests)
-    yield gauge("queue_claims", "Claims of callers on queued images.", snapshot.claims)
+    yield gauge("queue_claims", "Claims of callers on images in the queue.", snapshot.claims)
     yield gauge("queue_clients", "Clients with an image in the queue.", snapshot.clients)
-    yield gauge("queue_max_images", "Most images the queue accepts.", limits.images)
-    yield gauge("queue_max_patches", "Most patches the queue accepts.", limits.patches)
-    yield gauge("queue_max_source_bytes", "Most image bytes the queue accepts.", limits.source_bytes)
+    yield gauge("queue_max_images", "Most images that the queue accepts.", limits.images)
+    yield gauge("queue_max_patches", "Most patches that the queue accepts.", limits.patches)
+    yield gauge(
+        "queue_max_source_bytes", "Most bytes of image files that the queue accepts.", limits.source_bytes
+    )
 
 
 def store_readings(stats: StoreStats) -> Iterator[Reading]:
@@ -144,37 +151,46 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
         by_tier(lambda tier: tier.used_bytes),
         "tier",
     )
-    yield gauge("store_size_bytes", "Bytes of the tier.", by_tier(lambda tier: tier.size_bytes), "tier")
+    yield gauge("store_size_bytes", "Size of the tier, bytes.", by_tier(lambda tier: tier.size_bytes), "tier")
     yield gauge(
         "store_pinned_bytes",
-        "Bytes of embeddings that are being read.",
+        "Bytes of pinned embeddings: those that are being read.",
         by_tier(lambda tier: tier.pinned_bytes),
         "tier",
     )
     yield gauge(
         "store_largest_free_bytes",
-        "Largest run of free pages.",
+        "Bytes of the longest run of free pages.",
         by_tier(lambda tier: tier.largest_free_bytes),
         "tier",
     )
-    yield gauge("store_entries", "Embeddings held.", by_tier(lambda tier: tier.entries), "tier")
+    yield gauge("store_entries", "Embeddings in the tier.", by_tier(lambda tier: tier.entries), "tier")
     yield counter(
-        "store_hits", "Lookups that found the embedding, by tier.", by_tier(lambda tier: tier.hits), "tier"
+        "store_hits",
+        "Lookups that found the embedding, by the tier that had it.",
+        by_tier(lambda tier: tier.hits),
+        "tier",
     )
     yield counter("store_evictions", "Embeddings evicted.", by_tier(lambda tier: tier.evictions), "tier")
     yield counter("store_writes", "Embeddings written.", by_tier(lambda tier: tier.writes), "tier")
     yield counter("store_misses", "Lookups that found the embedding in no tier.", stats.misses)
     yield gauge("store_pins", "Pins on embeddings.", stats.pins)
     moves = {"down": stats.demotions, "up": stats.promotions}
-    yield counter("store_moves", "Embeddings moved between tiers.", moves, "direction")
-    yield counter("store_waits", "Writes that waited for a pin to be released.", stats.waits)
-    yield counter("store_refusals", "Writes refused because everything stayed pinned.", stats.refusals)
+    yield counter("store_moves", "Embeddings moved between the tiers.", moves, "direction")
+    yield counter(
+        "store_waits",
+        "Waits of a writer, 50 ms at most, for space or for another writer of the address.",
+        stats.waits,
+    )
+    yield counter(
+        "store_refusals", "Writes refused because the store stayed full of embeddings in use.", stats.refusals
+    )
 
 
 def memory_readings(
     segment: Path, sources: SourceCache, videos: SourceCache, upload_bytes: int, put_leases: int
 ) -> Iterator[Reading]:
-    """Yield what callers hold, and the free space of the segment's file system."""
+    """Yield the cached files, uploads and Put leases, and the free space of the segment's file system."""
     try:
         free = os.statvfs(segment.parent)
     except FileNotFoundError:
@@ -182,19 +198,19 @@ def memory_readings(
     else:
         yield gauge(
             "segment_free_bytes",
-            "Free bytes of the file system that holds the shared memory.",
+            "Free bytes of the file system that holds the store's shared memory.",
             free.f_bavail * free.f_frsize,
         )
     yield gauge(
-        "sources_bytes", "Bytes of image files kept to recompute evicted embeddings.", sources.held_bytes
+        "sources_bytes", "Bytes of image files cached to encode evicted embeddings again.", sources.held_bytes
     )
-    yield gauge("sources_size_bytes", "Most bytes of image files kept.", sources.max_bytes)
-    yield gauge("sources_images", "Image files kept.", len(sources))
-    yield gauge("videos_bytes", "Bytes of videos kept to decode frames from.", videos.held_bytes)
-    yield gauge("videos_size_bytes", "Most bytes of videos kept.", videos.max_bytes)
-    yield gauge("videos", "Videos kept.", len(videos))
-    yield gauge("upload_bytes", "Bytes reserved for uploads.", upload_bytes)
-    yield gauge("put_leases", "Images that callers are computing and may put.", put_leases)
+    yield gauge("sources_size_bytes", "Size of the cache of image files, bytes.", sources.max_bytes)
+    yield gauge("sources_images", "Cached image files.", len(sources))
+    yield gauge("videos_bytes", "Bytes of video files cached to decode frames from.", videos.held_bytes)
+    yield gauge("videos_size_bytes", "Size of the cache of video files, bytes.", videos.max_bytes)
+    yield gauge("videos", "Cached video files.", len(videos))
+    yield gauge("upload_bytes", "Bytes reserved for uploads in progress.", upload_bytes)
+    yield gauge("put_leases", "Images that callers have leased to compute and put.", put_leases)
 
 
 def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
@@ -204,13 +220,13 @@ def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
     yield gauge("index_peers", "Other live replicas that this replica sees.", status.peers)
     yield counter(
         "sources_offered",
-        "Image files shared with peers, or dropped instead.",
+        "Image files offered to other replicas, by whether they were shared or dropped.",
         {"shared": status.sources_shared, "dropped": status.sources_dropped},
         "outcome",
     )
     yield counter(
         "foreign",
-        "Rows and image files not signed with the fleet's key, and so not used.",
+        "Rows and image files ignored because they were not signed with the fleet's key.",
         {"rows": status.foreign_rows, "source": status.foreign_sources},
         "what",
     )

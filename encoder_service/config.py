@@ -21,26 +21,26 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """All settings. Validated on construction: an invalid value raises `ConfigError` at start."""
+    """All settings. Construction checks them: an invalid value raises `ConfigError`."""
 
     environment_prefix = "ENCSVC_"
     removed: ClassVar = {
-        "device": "use --devices, which takes one as well",
-        "decode_pixels": "leave it out; 50 million source pixels are decoded at the same time, and --max-image-pixels "
-        "bounds each image",
-        "index_at_start": "leave it out; a server whose index is unavailable at start encodes alone and joins later",
+        "device": "use --devices, which also takes a single device",
+        "decode_pixels": "leave it out; the server decodes 50 million source pixels at a time, and --max-image-pixels "
+        "limits each image",
+        "index_at_start": "leave it out; without an index at start, the server encodes alone and joins later",
         "max_client_share": "leave it out; one client may fill three quarters of the encoding queue; "
         "--max-queued-images enlarges the queue",
-        "max_grace_ms": "leave it out; a Fetch call may wait 30 s for an image to be submitted",
+        "max_grace_ms": "leave it out; a Fetch call may wait up to 30 s for an image to be submitted",
         "max_pinned_share": "leave it out; open Fetch calls may pin nine tenths of the host tier; --store-host-gib "
         "enlarges it",
-        "max_queued_patches": "leave it out; --max-queued-images, --max-queued-gib and --max-queue-s bound the queue",
-        "max_waiting_images": "leave it out; Fetch calls may wait for 4096 images that are not submitted yet",
-        "reader_idle_s": "leave it out; a call whose client reads nothing for 30 s is ended",
-        "share_urls": "leave it out; each language server downloads image URLs itself and keeps them in its own cache",
-        "store_prefault": "leave it out; the store's memory is always touched in the background at start",
+        "max_queued_patches": "leave it out; --max-queued-images, --max-queued-gib and --max-queue-s limit the queue",
+        "max_waiting_images": "leave it out; Fetch calls may wait for up to 4096 images that are not submitted yet",
+        "reader_idle_s": "leave it out; the server ends a call whose client reads nothing for 30 s",
+        "share_urls": "leave it out; each LLM server downloads image URLs itself and caches the images",
+        "store_prefault": "leave it out; the server always touches the store's memory in the background at start",
         "torch_threads": "set OMP_NUM_THREADS, the number of CPU threads of one torch operation",
-        "upload_idle_s": "leave it out; an upload that stalls for 10 s is ended",
+        "upload_idle_s": "leave it out; the server ends an upload that stalls for 10 s",
     }
 
     headings: ClassVar = {
@@ -60,45 +60,47 @@ class Config(Settings):
     )
     trust_remote_code: Literal["no", "yes"] = knob(
         "no",
-        help="yes: run the code in the checkpoint, for a model that transformers does not have; that code has all "
-        "rights of the server, so its author must be trusted (SECURITY.md)",
+        help="yes: run the Python code in the checkpoint, for a model that transformers does not include; the code "
+        "runs with all rights of the server, so you must trust its author (SECURITY.md)",
     )
     listen: str = knob(
         "127.0.0.1:50051", help="address to serve gRPC on: host:port or unix:/path; port 0 picks a free port"
     )
     listen_unprotected: Literal["no", "yes"] = knob(
         "no",
-        help="yes: serve other hosts without TLS; only for a network that no untrusted host can reach or read",
+        help="yes: serve other hosts without TLS; use it only on a network that no untrusted host can reach or read",
     )
     metrics_listen: str = knob(
         "",
-        help="host:port for Prometheus metrics, probes and a status page; port 0 picks a free port; empty: off",
+        help="host:port to serve Prometheus metrics, probes and a status page on; port 0 picks a free port; empty: no "
+        "HTTP port",
     )
     tls_cert: str = knob("", help="PEM file with the server's certificate chain; empty: no TLS")
     tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
     tls_client_ca: str = knob(
         "",
-        help="PEM file of the authorities that issue client certificates; if set, gRPC callers must present one "
-        "(mutual TLS)",
+        help="PEM file of the authorities that issue client certificates; if set, gRPC callers must present such a "
+        "certificate (mutual TLS)",
     )
     tls_peer_ca: str = knob(
         "",
-        help="PEM file of the authorities that issue the other replicas' certificates; empty: those of "
-        "--tls-client-ca, or else the public ones",
+        help="PEM file of the authorities that issue the other replicas' certificates; empty: the authorities in "
+        "--tls-client-ca, or the public ones if that is empty too",
     )
     tls_peer_name: str = knob(
         "",
-        help="name to expect in the other replicas' certificates; empty: the host that each replica advertises",
+        help="name to expect in the other replicas' certificates; empty: the host name that each replica advertises",
     )
     fleet_key_file: str = knob(
         "",
-        help="file with the secret that all replicas share, at least 32 characters; rows and image files that it did "
-        "not sign are ignored; further lines are older secrets that are still accepted; empty: nothing is signed",
+        help="file with the secret that all replicas share, a line of at least 32 characters; replicas ignore rows and "
+        "image files that are not signed with it; further lines hold older secrets that are still accepted; empty: "
+        "nothing is signed",
     )
     tenants_file: str = knob(
         "",
-        help="TOML file of the tenants, with their tokens, certificates and rights; other callers are refused; empty: "
-        "all callers are served",
+        help="TOML file of the tenants, with their tokens, certificates and rights; the server refuses all other "
+        "callers; empty: it serves all callers",
     )
     advertise: str = knob(
         "",
@@ -107,23 +109,23 @@ class Config(Settings):
     )
     index: str = knob(
         "memory",
-        help="index that the replicas share: memory (a single replica) or the URL of a Redis (redis://host:port, "
-        "rediss://, redis+cluster://)",
+        help="index that the replicas share: the URL of a Redis (redis://host:port, rediss://, redis+cluster://), or "
+        "memory for a single replica",
     )
     index_prefix: str = knob("encoder", help="prefix of every key in Redis")
     index_timeout_ms: int = knob(100, help="timeout of one call to the index, milliseconds")
     devices: str = knob(
         "auto",
-        help="devices of the vision tower, each with a process of its own: auto, cpu, cuda or cuda:N, or several with "
-        "commas between them; auto uses a GPU if there is one",
+        help="devices that run the vision tower, comma-separated: cpu, cuda or cuda:N; each gets its own process; "
+        "auto: a GPU if there is one, else the CPU",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
-        "auto", help="element type of weights and rows; auto: the checkpoint's"
+        "auto", help="element type of weights and rows; auto: that of the checkpoint"
     )
     tower_precision: Literal["full", "fp8"] = knob(
         "full",
         help="precision of the tower's matrix products; full: that of --dtype; fp8: faster on a GPU but less exact, "
-        "and its rows are stored separately",
+        "with rows that are stored under other addresses",
     )
     attention: Literal["auto", "flash3", "varlen", "flash2", "sdpa", "flash4", "cudnn"] = knob(
         "auto",
@@ -132,76 +134,77 @@ class Config(Settings):
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",
-        help="yes: encode each image in its own batch on CUDA, so that its rows do not depend on the other "
-        "images in the queue; on the CPU they never do",
+        help="yes: encode each image in its own batch on CUDA, so that its rows do not depend on the other images in "
+        "the queue; on the CPU they never do",
     )
     cuda_graphs: Literal["yes", "no"] = knob(
-        "yes", help="capture CUDA graphs at start; no: start faster, encode slower"
+        "yes", help="yes: capture CUDA graphs at start; no: start faster and encode slower"
     )
     batch_patches: int = knob(
         0,
         zero=True,
-        help="patches in one batch of the vision tower; a larger image is a batch by itself; 0: 4800 on a GPU, 1024 on "
-        "the CPU. If it is set, CUDA graphs are captured for images of at most as many",
+        help="most patches in one batch of the vision tower; a larger image forms its own batch; 0: 4800 on a GPU, "
+        "1024 on the CPU; if set, CUDA graphs are captured only for images of at most that many patches",
     )
     decoder: Literal["auto", "dali", "pillow"] = knob(
-        "auto", help="image decoder; auto: on a GPU DALI, if it is installed, else Pillow"
+        "auto", help="image decoder; auto: DALI on a GPU if it is installed, else Pillow"
     )
     decoder_process: Literal["auto", "yes", "no"] = knob(
         "auto",
-        help="decode in separate processes that have no files and no network; auto: all but the JPEGs that DALI "
-        "decodes on a GPU; yes: all, on the CPU; no: nothing",
+        help="which images to decode in separate processes without access to files and network; auto: all but the "
+        "JPEGs that DALI decodes on a GPU; yes: all, on the CPU; no: none",
     )
     decode_limit_s: float = knob(
         15.0,
-        help="CPU seconds that a decoder process may spend on one image; the limit of elapsed time is 3 s plus three "
-        "times this, or 5 s if the process uses no CPU",
+        help="CPU seconds that a decoder process may spend on one image; its elapsed time is limited to 3 s plus three "
+        "times this, or to 5 s if it uses no CPU",
     )
     decode_threads: int = knob(
         0,
         zero=True,
-        help="threads that decode and preprocess single images, each with a decoder process; DALI's pool has as many; "
-        "0: 8 with a GPU, 2 without",
+        help="threads that decode and preprocess single images, each with its own decoder process; also the threads in "
+        "DALI's pool; 0: 8 with a GPU, 2 without",
     )
     store_host_gib: float = knob(2.0, help="size of the store's host tier, GiB of shared memory")
     store_device_gib: float = knob(
         0.0, zero=True, help="size of the store's device tier, GiB of GPU memory; 0: no device tier"
     )
-    store_segment_dir: Path = knob(Path("/dev/shm"), help="folder for the store's shared-memory segment")  # noqa: S108
+    store_segment_dir: Path = knob(Path("/dev/shm"), help="folder for the store's shared-memory file")  # noqa: S108
     accept_put: Literal["no", "yes"] = knob(
         "no",
-        help="accept rows that clients computed (Put); clients with this right are trusted: the server cannot verify "
-        "rows (SECURITY.md)",
+        help="yes: accept rows that clients computed (Put); clients with this right are trusted: the server cannot "
+        "verify rows (SECURITY.md)",
     )
     store_only: Literal["no", "yes"] = knob(
         "no",
-        help="only store rows that clients put or peers hold, and never encode; needs no weights and no GPU",
+        help="yes: only store rows that clients put or other replicas hold, and never encode; needs no weights and no "
+        "GPU",
     )
     row_width: int = knob(
         0,
         zero=True,
-        help="with --store-only and --dtype: values in a row, for a model of which no folder is here; --model is then "
-        "only its name; 0: that of the model in the folder",
+        help="values in a row, for a model whose folder is not on this host; needs --store-only and --dtype, and "
+        "--model is then only a name; 0: the width of the model in the folder",
     )
     model_fingerprint: str = knob(
         "",
-        help="with --store-only: model fingerprint of the encoding replicas that share the index, 64 hexadecimal "
-        "digits as they print it at start; empty: computed from the configuration without weights",
+        help="with --store-only: model fingerprint of the encoding replicas that share the index, the 64 hexadecimal "
+        "digits that they print at start; empty: computed from the configuration without weights",
     )
     put_lease_s: float = knob(
-        30.0, help="seconds a client of Put has to compute and send the rows of one image"
+        30.0, help="seconds that a client of Put has to compute and send the rows of one image"
     )
     source_gib: float = knob(
         0.5,
         zero=True,
-        help="size of the cache of submitted image files, GiB, from which evicted embeddings are encoded again; 0: "
-        "none are kept",
+        help="size of the cache of submitted image files, GiB, from which the server encodes evicted embeddings again; "
+        "0: no cache",
     )
-    source_ttl_s: float = knob(600.0, help="seconds a submitted image file is kept after its last use")
+    source_ttl_s: float = knob(600.0, help="seconds to keep a submitted image file after its last use")
     formats: str = knob(
         "all",
         help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT; all: "
-        f"{', '.join(FORMATS)}, and the other formats that Pillow reads by itself: {', '.join(RARE_FORMATS)}",
+        f"{', '.join(FORMATS)}, and the other formats that Pillow reads without plug-ins: {', '.join(RARE_FORMATS)}",
     )
     max_image_bytes: int = knob(32 << 20, help="largest accepted image file, bytes")
     max_image_pixels: int = knob(
@@ -209,32 +212,34 @@ class Config(Settings):
     )
     video: Literal["auto", "yes", "no"] = knob(
         "auto",
-        help="take videos; auto: if OpenCV is installed (pip install 'encoder-service[video]') and the model has a "
-        "tower of the server's own; yes: or refuse to start",
+        help="accept videos; auto: if OpenCV is installed (pip install 'encoder-service[video]') and the server has "
+        "its own tower for the model; yes: refuse to start without them; no: never",
     )
     video_gib: float = knob(
         1.0,
-        help="size of the cache of submitted videos, GiB, from which frames are decoded as they are needed; they are "
-        "kept as long as image files",
+        help="size of the cache of submitted videos, GiB, from which the server decodes frames when it needs them; "
+        "--source-ttl-s applies to it too",
     )
     max_video_bytes: int = knob(
         256 << 20,
-        help="largest accepted video file, bytes; --video-gib and --max-queued-gib bound it as well",
+        help="largest accepted video file, bytes; --video-gib and --max-queued-gib limit it too",
     )
-    max_video_seconds: float = knob(3600.0, help="longest accepted video, seconds by its number of frames")
+    max_video_seconds: float = knob(
+        3600.0, help="longest accepted video, seconds, computed from its number of frames"
+    )
     max_video_frames: int = knob(216_000, help="most frames in an accepted video")
     max_images_per_call: int = knob(512, help="most images in one Submit, Fetch or Put call")
     max_calls: int = knob(
         1024,
-        help="most open calls, and separately most open Submit calls; one host may hold three quarters of them; "
-        "further calls are refused with RESOURCE_EXHAUSTED",
+        help="most open calls; open Submit calls have the same limit, counted separately; one host may hold three "
+        "quarters of either; further calls are refused with RESOURCE_EXHAUSTED",
     )
     max_queued_images: int = knob(
         4096, help="most images in the encoding queue; further ones are refused with RESOURCE_EXHAUSTED"
     )
     max_queued_gib: float = knob(
         1.0,
-        help="most image bytes in the encoding queue, GiB; further images are refused with RESOURCE_EXHAUSTED",
+        help="most bytes of image files in the encoding queue, GiB; further images are refused with RESOURCE_EXHAUSTED",
     )
     max_queue_s: float = knob(
         30.0,
@@ -249,7 +254,7 @@ class Config(Settings):
     device_peak_tflops: float = knob(
         0.0,
         zero=True,
-        help="peak speed of the device at --dtype, TFLOP/s, for the utilization metric; 0: no such metric",
+        help="peak speed of one device at --dtype, TFLOP/s, for the utilization metric; 0: no such metric",
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="lowest level to log")
     log_format: Literal["console", "json"] = knob(
@@ -259,7 +264,9 @@ class Config(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = self.accepted_formats and {*self.accepted_formats} <= {*FORMATS, *RARE_FORMATS}
-        self._require(bool(known), "formats", f"must be some of {', '.join((*FORMATS, *RARE_FORMATS))}")
+        self._require(
+            bool(known), "formats", f"must be all, or a list of {', '.join((*FORMATS, *RARE_FORMATS))}"
+        )
         self._require_endpoint("listen")
         if self.advertise:
             self._require_endpoint("advertise")
@@ -267,24 +274,24 @@ class Config(Settings):
             self._require_endpoint("metrics_listen", tcp=True)
         self._check_tls()
         same = self.listen == self.metrics_listen and not self.listen.endswith(":0")
-        self._require(not same, "metrics_listen", f"must not be that of {flag('listen')}")
+        self._require(not same, "metrics_listen", f"must differ from {flag('listen')}")
         is_fingerprint = re.fullmatch(r"|[0-9a-f]{64}", self.model_fingerprint) is not None
         self._require(is_fingerprint, "model_fingerprint", "must be 64 hexadecimal digits")
         if self.model_fingerprint and not self.stores_only:
             raise ConfigError(
-                f"{flag('model_fingerprint')} is for {flag('store_only')}: weights have their own"
+                f"{flag('model_fingerprint')} needs {flag('store_only')}: with weights, the server computes it"
             )
         if self.row_width and (not self.stores_only or self.dtype == "auto"):
             raise ConfigError(f"{flag('row_width')} needs {flag('store_only')} and {flag('dtype')}")
         self._require(
             not (self.stores_only and self.store_device_gib),
             "store_device_gib",
-            f"is not for {flag('store_only')}",
+            f"cannot be used with {flag('store_only')}",
         )
         self._check_devices()
         if self.index != "memory" and not _is_redis(self.index):
             raise ConfigError(
-                f"{flag('index')} must be memory or redis://host:port and its like, got {self.index_for_people}"
+                f"{flag('index')} must be memory or a Redis URL such as redis://host:port, got {self.index_for_people}"
             )
 
     @property
@@ -296,35 +303,39 @@ class Config(Settings):
     def _check_devices(self) -> None:
         names = self.device_names
         are_devices = all(re.fullmatch(r"cpu|cuda:\d+", name) for name in names) or names == ["auto"]
-        self._require(are_devices, "devices", "must be auto, or cpu, cuda or cuda:N with commas between them")
+        self._require(
+            are_devices, "devices", "must be auto, or a comma-separated list of cpu, cuda or cuda:N"
+        )
         gpus = [name for name in names if name != "cpu"]
-        self._require(gpus in ([], names), "devices", "must be of one kind")
+        self._require(gpus in ([], names), "devices", "must not mix the CPU with GPUs")
         self._require(len(set(gpus)) == len(gpus), "devices", "must name each GPU once")
         cores = len(os.sched_getaffinity(0))
         self._require(
-            bool(gpus) or len(names) <= cores, "devices", f"must name cpu {cores} times at most, once a core"
+            bool(gpus) or len(names) <= cores,
+            "devices",
+            f"must name cpu at most {cores} times, once for each core",
         )
 
     def certificates(self) -> Certificates | None:
-        """Read our certificate, and the authorities of callers; None without TLS. Raises `ConfigError`."""
+        """Read our certificate and the authorities of clients; None without TLS. Raises `ConfigError`."""
         return self._read_certificates(self.tls_client_ca)
 
     def peer_certificates(self) -> Certificates | None:
-        """Read our certificate, and the authorities of the other replicas'; None without TLS. Raises `ConfigError`."""
+        """Read our certificate and the authorities of the other replicas; None without TLS. Raises `ConfigError`."""
         return self._read_certificates(self.tls_peer_ca or self.tls_client_ca)
 
     @property
     def largest_video_bytes(self) -> int:
-        """The largest video file that fits into its cache and into the budget of uploads."""
+        """The largest video file that is allowed and fits into the cache and the budget of uploads."""
         return min(self.max_video_bytes, int(self.video_gib * GIB), int(self.max_queued_gib * GIB))
 
     @property
     def max_shared_bytes(self) -> int:
-        """The largest image file as it is shared with other replicas: with its signature."""
+        """The largest image file in the form that replicas share: with its signature."""
         return self.max_image_bytes + SIGNATURE_BYTES
 
     def fleet_key(self) -> FleetKey | None:
-        """Read the fleet's key; None without one. Raises `ConfigError`."""
+        """Read the fleet's key; None if none is set. Raises `ConfigError`."""
         try:
             return FleetKey.read(self.fleet_key_file) if self.fleet_key_file else None
         except ValueError as error:
@@ -348,7 +359,7 @@ class Config(Settings):
         self._require(
             not self.tenants_file or bool(self.fleet_key_file),
             "tenants_file",
-            f"needs {flag('fleet_key_file')}, of which the salts of tenants are made",
+            f"needs {flag('fleet_key_file')}, from which the tenants' salts are derived",
         )
         for name in ("listen", "metrics_listen"):
             self._require(
@@ -358,12 +369,12 @@ class Config(Settings):
                 or self.listen_unprotected == "yes",
                 name,
                 f"beyond this host needs {flag('tls_cert')}, or {flag('listen_unprotected')} yes on a network that "
-                "only trusted callers reach",
+                "only trusted callers can reach",
             )
 
     @property
     def stores_only(self) -> bool:
-        """Whether the server has no tower."""
+        """Whether the server has no tower, and only stores rows."""
         return self.store_only == "yes"
 
     @property
@@ -374,17 +385,19 @@ class Config(Settings):
 
     @property
     def index_for_people(self) -> str:
-        """`index` without the password that its URL may hold: for messages."""
+        """`index` for messages: without the password that its URL may contain."""
         return without_password(self.index)
 
 
 def without_password(url: str) -> str:
-    """Return `url` without user, password, and the values of options that are passwords."""
+    """Return `url` with `***` for its user and password, and for options that are passwords."""
     scheme, mark, rest = url.partition("://")
     place, question, options = rest.partition("?")
     if not mark:
         return "***" if {"@", "?"} & set(url) else url
-    if "@" in options and "@" not in place:  # ambiguous: a ? in the password, or an @ in an option's password
+    if (
+        "@" in options and "@" not in place
+    ):  # ambiguous: the password has a ?, or an option's password has an @
         return f"{scheme}://***"
     secret, at, host = place.rpartition("@")
     shown = [

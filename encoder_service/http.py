@@ -1,7 +1,8 @@
-"""The HTTP port: metrics, health for tools without gRPC, and a status page; and the event loop lag that health tells.
+"""The HTTP port: metrics, health for tools without gRPC, and a status page; and the lag of the server's event loop.
 
-The port has an event loop in a thread of its own: the server's may be stuck, and health has to say so. Metrics and the
-page may be for some readers only. Health is open to everybody, because probes have no token, and tells nothing else.
+The port runs its own event loop in its own thread, because health must report a server's event loop that is stuck.
+Metrics and the page may be restricted to some readers. Health is open to all, because probes have no token. It says
+nothing but the state.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ from encoder_service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# An event loop that has not run for this long is stuck: its steps are bounded by milliseconds.
+# An event loop that has not run for this long is stuck: none of its steps takes more than milliseconds.
 STUCK_S = 10.0
-# Ten would do for a few scrapers, probes and people. A larger limit lets a new connection live longer when a client
-# opens connections without end.
+# Ten would suffice for a few scrapers, probes and people. A higher limit gives each connection more time while a client
+# keeps opening new ones.
 MAX_CONNECTIONS = 64
-# For the whole connection, however often a byte arrives: a probe sends its request and reads the answer at once.
+# Limit for the whole connection, even if bytes keep arriving: a probe sends its request and reads the answer at once.
 CONNECTION_S = 10
-# Over the limit, a connection still has so long to send its request before it is closed for a newer one.
+# With more than `MAX_CONNECTIONS` open, a connection has this long to send its request. Then a newer one replaces it.
 REQUEST_S = 0.1
 MAX_REQUEST_BYTES = 16 << 10
-ACCEPT_AGAIN_S = 0.1  # after a connection could not be accepted: the process has no free file descriptor
+ACCEPT_AGAIN_S = 0.1  # pause after a failed accept: the process has no free file descriptor
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -49,7 +50,7 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 
 
 class HttpPort:
-    """Serves `/`, `/metrics`, `/healthz` (the event loop runs) and `/readyz` (and the server accepts calls)."""
+    """Serves `/`, `/metrics`, `/healthz` (the event loop runs) and `/readyz` (it also accepts calls)."""
 
     def __init__(
         self,
@@ -63,11 +64,11 @@ class HttpPort:
         certificates: Certificates | None = None,
         check_reader: Callable[[str], None] | None = None,
     ) -> None:
-        """Bind `listen` (host:port), for HTTPS with `certificates`.
+        """Bind `listen` (host:port); with `certificates`, serve HTTPS.
 
-        `check_reader` is given the authorization of a client that asks for metrics or the page, on the port's thread;
-        it raises `UnauthenticatedError` or `ForbiddenError` unless the client may read them. Without it all may.
-        Raises `OSError` if the address is unavailable, `ValueError` for an invalid one.
+        `check_reader` gets the Authorization header of a client that asks for metrics or the page. It runs on the
+        port's thread, and raises `UnauthenticatedError` or `ForbiddenError` for a client that may not read them.
+        Without it, all clients may. Raises `OSError` for an unavailable address, `ValueError` for an invalid one.
         """
         host, _, port = listen.rpartition(":")
         self._socket = socket.create_server(
@@ -84,21 +85,19 @@ class HttpPort:
         self._draining = draining
         self._certificates = certificates
         self._check_reader = check_reader
-        self._pem: Pem | None = None  # what `_context` has
+        self._pem: Pem | None = None  # the files that `_context` has loaded
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # The open connections, the oldest first, and when each was accepted; those that have sent a request.
-        self._open: dict[asyncio.Task[None], float] = {}
-        self._asked: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], float] = {}  # connection, oldest first -> when it was accepted
+        self._requested: set[asyncio.Task[None]] = set()  # connections that have sent a whole request
 
     def start(self) -> None:
-        """Start answering."""
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="http-port", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and release the port."""
+        """Close all connections and release the port."""
         self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
@@ -117,7 +116,7 @@ class HttpPort:
                     except OSError:
                         await asyncio.sleep(ACCEPT_AGAIN_S)
                         continue
-                    task = self._loop.create_task(self._converse(accepted))
+                    task = self._loop.create_task(self._handle(accepted))
                     self._open[task] = monotonic()
                     task.add_done_callback(partial(self._ended, accepted))
                     if len(self._open) > MAX_CONNECTIONS:
@@ -129,20 +128,22 @@ class HttpPort:
 
     def _ended(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         del self._open[task]
-        self._asked.discard(task)
+        self._requested.discard(task)
         accepted.close()
 
     async def _make_room(self) -> None:
-        """Return once a connection has ended: by itself, or the oldest without a request is closed in its time."""
-        oldest = min(self._open, key=self._asked.__contains__)  # one that has sent a request only if all have
+        """Wait until a connection ends. After `REQUEST_S`, close the oldest one that has not sent its request."""
+        oldest = min(
+            self._open, key=self._requested.__contains__
+        )  # if all have sent theirs, the oldest of all
         left_s = max(0.0, self._open[oldest] + REQUEST_S - monotonic())
         ended, _ = await asyncio.wait(self._open, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not ended:
             oldest.cancel()
             await asyncio.wait([oldest])
 
-    async def _converse(self, accepted: socket.socket) -> None:
-        """Read one request and answer it, within the time that a connection has."""
+    async def _handle(self, accepted: socket.socket) -> None:
+        """Read one request and answer it, within `CONNECTION_S`."""
         reader = asyncio.StreamReader(MAX_REQUEST_BYTES)
         with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(CONNECTION_S):  # TimeoutError is an OSError
@@ -154,7 +155,7 @@ class HttpPort:
                     request = await reader.readuntil(b"\r\n\r\n")
                     task = asyncio.current_task()
                     assert task is not None
-                    self._asked.add(task)  # others are closed before it
+                    self._requested.add(task)
                     writer.write(await self._answer(request.decode("latin-1")))
                     writer.close()
                     await writer.wait_closed()
@@ -162,46 +163,46 @@ class HttpPort:
                     transport.abort()
 
     def _tls(self) -> ssl.SSLContext | None:
-        """Return what TLS needs, with the certificates that the files hold now; None without TLS.
+        """Return the TLS context, reloaded if the certificate files have changed; None without TLS.
 
-        Probes have no certificate, so none is asked for.
+        It does not ask for client certificates, because probes have none.
         """
         if self._certificates is None:
             return None
         if (pem := self._certificates.pem) is not self._pem:
-            with suppress(ValueError):  # changed this moment: the next connection tries again
+            with suppress(ValueError):  # the files are just being replaced: the next connection tries again
                 self._certificates.load_into(self._context)
                 self._pem = pem
         return self._context
 
     async def _answer(self, request: str) -> bytes:
         first, *lines = request.split("\r\n")
-        path = (
-            first.partition(" ")[2].partition(" ")[0].partition("?")[0]
-        )  # load balancers send GET, HEAD or OPTIONS
+        # Any method will do: load balancers send GET, HEAD or OPTIONS.
+        path = first.partition(" ")[2].partition(" ")[0].partition("?")[0]
         late_s = monotonic() - self._last_tick()
-        stuck = "" if late_s < STUCK_S else f"the event loop has not turned for {late_s:.0f} s"
-        wrong = stuck or ("draining" if self._draining() else "")
+        stuck = "" if late_s < STUCK_S else f"the event loop has been stuck for {late_s:.0f} s"
+        problem = stuck or ("draining" if self._draining() else "")
         if path == "/healthz":
             return _health(stuck)
         if path == "/readyz":
-            return _health(wrong)
+            return _health(problem)
         if (refusal := self._refusal(lines)) is not None:
             return refusal
         if path == "/metrics":
-            try:  # in a thread: what is read may wait for a device that hangs, and health must not
+            try:  # in a thread: reading metrics may wait for a device that hangs, and health must not wait for it
                 samples = await asyncio.to_thread(self._metrics)
             except Exception:
-                log.exception("while metrics were read")
+                log.exception("while reading metrics")
                 return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "metrics cannot be read: see the log")
             return _response(HTTPStatus.OK, samples.decode(), kind="text/plain; version=0.0.4")
         if path == "/":
             rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts.items())
-            page = PAGE.format(title=escape(self._title), state=escape(wrong or "serving"), rows=rows)
+            page = PAGE.format(title=escape(self._title), state=escape(problem or "serving"), rows=rows)
             return _response(HTTPStatus.OK, page, kind="text/html")
-        return _response(HTTPStatus.NOT_FOUND, "not found: / has the links")
+        return _response(HTTPStatus.NOT_FOUND, "not found: see / for links")
 
     def _refusal(self, lines: list[str]) -> bytes | None:
+        """Return the answer to a client that may not read metrics and the page; None for one that may."""
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         try:
             if self._check_reader is not None:
@@ -213,28 +214,28 @@ class HttpPort:
         return None
 
 
-def _health(wrong: str) -> bytes:
-    return _response(HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK, wrong or "ok")
+def _health(problem: str) -> bytes:
+    return _response(HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK, problem or "ok")
 
 
 def _response(status: HTTPStatus, text: str, *headers: tuple[str, str], kind: str = "text/plain") -> bytes:
     content = text.removesuffix("\n").encode() + b"\n"
-    every = (
+    all_headers = (
         ("Content-Type", f"{kind}; charset=utf-8"),
         ("Content-Length", str(len(content))),
         ("Cache-Control", "no-store"),
         ("Connection", "close"),
         *headers,
     )
-    lines = "".join(f"{name}: {value}\r\n" for name, value in every)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in all_headers)
     return f"HTTP/1.1 {status} {status.phrase}\r\n{lines}\r\n".encode() + content
 
 
-PERIOD_S = 0.1  # ten samples a second are cheap, and catch everything that blocks the loop for longer
+PERIOD_S = 0.1  # ten samples a second are cheap, and catch anything that blocks the loop for longer
 
 
 class Watch:
-    """Measures how late the event loop runs, and serves the HTTP port: `endpoint` is its address, empty without one."""
+    """Measures the lag of the event loop, and serves the HTTP port. Without a port, `endpoint` and `url` are empty."""
 
     def __init__(
         self,
@@ -247,9 +248,9 @@ class Watch:
         certificates: Certificates | None = None,
         check_reader: Callable[[str], None] | None = None,
     ) -> None:
-        """Bind the port, if one is configured; see `HttpPort`. Raises `ConfigError` if it is unavailable."""
+        """Bind `listen`, unless it is empty: see `HttpPort`. Raises `ConfigError` if the address is unavailable."""
         self._observe = metrics.loop_lag
-        self._last_tick = monotonic()  # the last time that the event loop ran
+        self._last_tick = monotonic()  # when the event loop last ran
         self._port: HttpPort | None = None
         if listen:
             try:
@@ -272,13 +273,12 @@ class Watch:
         self.url = f"{'https' if certificates else 'http'}://{self.endpoint}/" if self._port else ""
 
     def start(self) -> None:
-        """Start, on the running event loop."""
+        """Start measuring the running event loop, and serving."""
         self._measuring = asyncio.create_task(self._measure(), name="loop-lag")
         if self._port is not None:
             self._port.start()
 
     async def stop(self) -> None:
-        """Stop."""
         self._measuring.cancel()
         if self._port is not None:
             await asyncio.to_thread(self._port.stop)

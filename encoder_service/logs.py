@@ -1,4 +1,4 @@
-"""Logging: one line per event on standard error, for people or as JSON; and internal errors, which get an id there."""
+"""Logging: one line per event on standard error, as text or JSON. Internal errors are logged with an id."""
 
 import json
 import logging
@@ -15,17 +15,16 @@ from encoder_contract.errors import EncoderError, InternalError
 
 log = logging.getLogger(__name__)
 
-# Lines that wait to be written: minutes of a busy server's log, or a second of one under attack.
+# Most bytes of lines that wait to be written: minutes of a busy server's log, or one second of a server under attack.
 MAX_WAITING_BYTES = 4 << 20
-# How long the end of the process waits for lines to be written.
+# How long a process that ends waits for its last lines to be written.
 FLUSH_S = 2.0
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line; what a caller passes as `extra={"fields": {...}}` is merged in."""
+    """Writes one JSON object per line, with the fields that a caller passes as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of `record`."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -39,21 +38,20 @@ class JsonFormatter(logging.Formatter):
 
 
 def _word(value: object) -> str:
-    """Return `value` as one word: a caller's text must not look like another field or line."""
+    """Return `value` as one word, so that text from a caller cannot look like another field or line."""
     text = str(value)
     return text if text.isprintable() and " " not in text and "=" not in text else repr(text)
 
 
 def _line(text: str) -> str:
-    """Return `text` as one line: text of a peer or Redis must not look like a log line, or move the cursor."""
+    """Return `text` as one line, so that text from a peer or Redis cannot fake a log line or move the cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Time, level, message, then the fields as key=value; the lines of a traceback are indented."""
+    """Writes time, level, message and the fields as key=value. The lines of a traceback are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of `record`, and those of its traceback."""
         record.message, record.asctime = record.getMessage(), self.formatTime(record)
         fields = "".join(f" {key}={_word(value)}" for key, value in getattr(record, "fields", {}).items())
         traceback = self.formatException(record.exc_info).split("\n") if record.exc_info else ()
@@ -63,31 +61,31 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Writes lines on its own thread, so that an unread log blocks no other thread.
+    """Writes lines on its own thread, so that a log that is not read blocks no other thread.
 
-    A line that does not fit into `max_bytes` of waiting lines is dropped and counted in `dropped`. A line that cannot
-    be written (a full disk, a closed pipe) is lost.
+    While `max_bytes` of lines wait, further lines are dropped and counted in `dropped`. A line that cannot be written
+    (full disk, closed pipe) is lost.
     """
 
     def __init__(self, file: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
-        """`file` is a file descriptor: a lock of `sys.stderr` would be held while a write waits."""
+        """`file` is a file descriptor, because `sys.stderr` would hold its lock while a write waits."""
         super().__init__()
         self.dropped = 0
         self._file = file
         self._max_bytes = max_bytes
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._told = 0
+        self._reported = 0
         self._closed = False
         self._changed = threading.Condition()
-        # A daemon thread, as it may wait for a reader without end.
+        # A daemon thread, because it may wait for a reader forever.
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line of `record`, or drop it."""
         try:
             line = self._line(record)
-        except Exception:  # noqa: BLE001 - a record that cannot be formatted; its default handling would write, and wait
+        except Exception:  # noqa: BLE001 - a record that cannot be formatted; logging's own handler would write, and block
             line = b""
         with self._changed:
             if not line or self._waiting_bytes + len(line) > self._max_bytes:
@@ -98,12 +96,12 @@ class QueuedHandler(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, at most `FLUSH_S`."""
+        """Wait until all lines are written, but at most `FLUSH_S`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting_bytes, FLUSH_S)
 
     def close(self) -> None:
-        """End the thread once the lines that wait are written."""
+        """End the thread once the waiting lines are written."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -123,29 +121,29 @@ class QueuedHandler(logging.Handler):
                 _write(self._file, line)
             with self._changed:
                 self._waiting_bytes -= len(line)
-                told = self.dropped - self._told
-                if told and not self._lines:
-                    self._told = self.dropped
-                    words = "%d log lines were dropped: they were not read in time"
-                    record = logging.LogRecord(__name__, logging.WARNING, "", 0, words, (told,), None)
+                dropped = self.dropped - self._reported
+                if dropped and not self._lines:
+                    self._reported = self.dropped
+                    text = "%d log lines were dropped: they were not read in time"
+                    record = logging.LogRecord(__name__, logging.WARNING, "", 0, text, (dropped,), None)
                     self.emit(record)
                 self._changed.notify_all()
 
 
 def _write(file: int, line: bytes) -> None:
-    """Write all of a line, to a file that may be set not to block."""
-    left = memoryview(line)
-    while left:
+    """Write a whole line, even to a non-blocking file."""
+    unwritten = memoryview(line)
+    while unwritten:
         try:
-            left = left[os.write(file, left) :]
+            unwritten = unwritten[os.write(file, unwritten) :]
         except BlockingIOError:
-            waiting = select.poll()
-            waiting.register(file, select.POLLOUT)
-            waiting.poll()
+            writable = select.poll()
+            writable.register(file, select.POLLOUT)
+            writable.poll()
 
 
 def dropped_lines() -> int:
-    """Return how many lines of the process's log were dropped."""
+    """Return how many log lines this process has dropped."""
     handlers = logging.getLogger().handlers
     return sum(handler.dropped for handler in handlers if isinstance(handler, QueuedHandler))
 
@@ -168,15 +166,15 @@ def toggle_debug(level: str) -> None:
 
 
 def known_error(error: Exception) -> EncoderError:
-    """Return `error` itself if it is an `EncoderError`, else an `InternalError` with the id of a log line.
+    """Return `error` itself if it is an `EncoderError`, else log it and return an `InternalError` with the log's id.
 
-    Call it where the error ends, to become an answer: it drops the traceback of the error and of those before it. Their
-    frames often refer to the error in turn, and such a cycle would keep a call's messages until a garbage collection.
+    Call it where the error becomes an answer: it drops the tracebacks of the error and of its causes. Their frames
+    often refer back to the error, and such a cycle would keep a call's messages alive until a garbage collection.
     """
     known = error
     if not isinstance(known, EncoderError):
-        incident = uuid4().hex[:12]
-        log.error("internal error %s", incident, exc_info=error)
-        known = InternalError(f"internal error {incident}; the server's log has the details")
+        error_id = uuid4().hex[:12]
+        log.error("internal error %s", error_id, exc_info=error)
+        known = InternalError(f"internal error {error_id}; the server's log has the details")
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return known

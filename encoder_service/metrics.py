@@ -1,8 +1,8 @@
-"""Metrics: those that record events, those that are read at a scrape, and the scrape of another process.
+"""Metrics: recorded events, values read at a scrape, and the scrape of another process.
 
-Each is declared once: the first in `Metrics`, the others where they are read (`collectors.py`). Names, units and types
-follow Prometheus: base units, `_total` for what only grows. Each label has a few known values, never one that a caller
-chooses, so the number of series is bounded.
+Each metric is declared once. `Metrics` declares those that record events, `collectors.py` those that are read at a
+scrape. Names, units and types follow Prometheus: base units, and `_total` for counters. Each label has a few known
+values, which callers cannot choose, so the number of series is bounded.
 """
 
 import re
@@ -38,28 +38,30 @@ from encoder_contract.v1 import encoder_pb2 as pb
 
 PREFIX = "encsvc"
 
-Reading: TypeAlias = Metric  # with its values at a scrape
-_Values = TypeVar("_Values", bound=str | tuple[str, ...])  # of the labels, in their order
+Reading: TypeAlias = Metric  # a metric with its values at one scrape
+_LabelValues = TypeVar("_LabelValues", bound=str | tuple[str, ...])
 
 
-def gauge(name: str, text: str, value: float | Mapping[_Values, float], *labels: str) -> Reading:
-    """Return a gauge as it is read at a scrape: one value, or one for each combination of label values."""
-    return _read(GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels), value)
+def gauge(name: str, text: str, value: float | Mapping[_LabelValues, float], *labels: str) -> Reading:
+    """Return a gauge for one scrape: a single value, or one for each combination of label values."""
+    return _reading(GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels), value)
 
 
-def counter(name: str, text: str, value: float | Mapping[_Values, float], *labels: str) -> Reading:
-    """Return a counter as it is read at a scrape; Prometheus adds `_total` to its name."""
-    return _read(CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels), value)
+def counter(name: str, text: str, value: float | Mapping[_LabelValues, float], *labels: str) -> Reading:
+    """Return a counter for one scrape. Prometheus adds `_total` to its name."""
+    return _reading(CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels), value)
 
 
-def _read(family: CounterMetricFamily | GaugeMetricFamily, value: float | Mapping[_Values, float]) -> Reading:
+def _reading(
+    family: CounterMetricFamily | GaugeMetricFamily, value: float | Mapping[_LabelValues, float]
+) -> Reading:
     for labels, one in value.items() if isinstance(value, Mapping) else [((), value)]:
         family.add_metric([labels] if isinstance(labels, str) else labels, one)
     return family
 
 
 class _Readings(Collector):
-    """Gives Prometheus what `read` returns, which is called once per scrape."""
+    """Calls `read` once per scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
         self._read = read
@@ -75,9 +77,9 @@ class _Readings(Collector):
 # They would be a third of all series, for a start time that process_start_time_seconds has too.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-# From a hash (40 µs) to a wait that ends at a deadline; three or four steps per decade are fine enough to act on.
+# From a hash (40 µs) to a wait that ends at a deadline. Three or four steps per decade are fine enough to act on.
 SECONDS = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-# A lag over the framing of a megabyte (4 ms) is worth showing; one over 100 ms is an alert.
+# A lag longer than framing a megabyte takes (4 ms) is worth showing. A lag over 100 ms is an alert.
 LAG_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 PATCHES = tuple(2**power for power in range(8, 19))
 IMAGES = tuple(2**power for power in range(9))
@@ -96,14 +98,14 @@ _Labelled = TypeVar("_Labelled", Counter, Histogram)
 
 
 def reason(error: Exception | None) -> str:
-    """Return the label of an error: `image_limit` for `ImageLimitError`; empty for None."""
+    """Return the label of an error: `image_limit` for `ImageLimitError`, empty for None."""
     if error is None:
         return ""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
 
 
 def _reasons(kind: type[EncoderError] = EncoderError) -> Iterator[str]:
-    """Yield the label of every error of the hierarchy."""
+    """Yield the label of every error class."""
     for error in kind.__subclasses__():
         yield reason(error(""))
         yield from _reasons(error)
@@ -115,18 +117,27 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._stage = self._histogram("stage_seconds", "Time of an image in a stage", stage=STAGES)
+        self._stage = self._histogram("stage_seconds", "Time that an image spends in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
-            "queue_wait_seconds", "Time from admission to the start of decoding", SECONDS, **CLASSES
+            "queue_wait_seconds",
+            "Time from an image's admission to the start of decoding",
+            SECONDS,
+            **CLASSES,
         )
-        self._encode = self._histogram("encode_seconds", "Time of an image from admission to stored rows")
+        self._encode = self._histogram("encode_seconds", "Time from an image's admission to its stored rows")
         self._fetch_wait = self._histogram(
-            "fetch_wait_seconds", "Time from Fetch until the rows are ready", outcome=FETCHED
+            "fetch_wait_seconds",
+            "Time from a Fetch call until the rows of an image are ready",
+            outcome=FETCHED,
         )
-        self._transfer = self._histogram("transfer_seconds", "Time to send rows", transport=TRANSPORTS)
-        self._index_call = self._histogram("index_call_seconds", "Time of an index call", call=(), outcome=())
+        self._transfer = self._histogram(
+            "transfer_seconds", "Time to send the rows of an image", transport=TRANSPORTS
+        )
+        self._index_call = self._histogram(
+            "index_call_seconds", "Duration of a call to the index", call=(), outcome=()
+        )
         self._peer_fetch = self._histogram(
-            "peer_fetch_seconds", "Time to get rows from a peer", outcome=TRIED
+            "peer_fetch_seconds", "Time to fetch the rows of an image from another replica", outcome=TRIED
         )
         self._loop_lag = self._histogram(
             "event_loop_lag_seconds", "How late the event loop wakes a sleeping task", LAG_SECONDS
@@ -136,29 +147,37 @@ class Metrics:
         self._shared = self._counter(
             "shared_images", "Images that all devices of the server encoded together"
         )
-        self._busy = self._counter("device_busy_seconds", "Time the device spent in the vision tower")
-        self._starved = self._counter("device_starved_seconds", "Time the tower waited with images queued")
-        self._flops = self._counter("model_flops", "Floating-point operations the encoded images needed")
-        self._decoded = self._counter("decoded_images", "Images decoded", decoder=DECODERS)
-        self._submitted = self._images("submitted_images", "Images answered in Submit", SUBMITTED)
-        self._encoded = self._images(
-            "encoded_images", "Images that left the pipeline", ("kept", "copied", "failed")
+        self._busy = self._counter("device_busy_seconds", "Time that the device ran the vision tower")
+        self._starved = self._counter(
+            "device_starved_seconds", "Time that the tower was idle although images were queued"
         )
-        self._fetched = self._images("fetched_images", "Images answered in Fetch", FETCHED)
-        self._put = self._images("put_images", "Answers to images of Put", PUT)
-        self._put_bytes = self._counter("put_bytes", "Bytes of rows that callers put")
+        self._flops = self._counter(
+            "model_flops", "Floating-point operations that the encoded images required"
+        )
+        self._decoded = self._counter("decoded_images", "Decoded images", decoder=DECODERS)
+        self._submitted = self._images("submitted_images", "Images answered in Submit calls", SUBMITTED)
+        self._encoded = self._images(
+            "encoded_images",
+            "Images that left the pipeline: rows stored, copied from an equal image, or failed",
+            ("kept", "copied", "failed"),
+        )
+        self._fetched = self._images(
+            "fetched_images", "Images answered in Fetch calls, by where their rows came from", FETCHED
+        )
+        self._put = self._images("put_images", "Answers to images in Put calls", PUT)
+        self._put_bytes = self._counter("put_bytes", "Bytes of rows stored by Put calls")
         self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows sent", transport=TRANSPORTS)
-        self._upload_bytes = self._counter("uploaded_bytes", "Bytes of images received")
-        self._calls = self._counter("calls", "Calls ended", call=("submit", "fetch", "put"), status=("OK",))
+        self._upload_bytes = self._counter("uploaded_bytes", "Bytes of image and video files received")
+        self._calls = self._counter("calls", "Ended calls", call=("submit", "fetch", "put"), status=("OK",))
         self._in_progress = Gauge(
             f"{PREFIX}_calls_in_progress",
-            "Open calls; a Fetch over shared memory stays open while its rows are read.",
+            "Open calls. A Fetch over shared memory stays open while its rows are read.",
             ("call",),
             registry=self._registry,
         )
 
     def read_from(self, read: Callable[[], Iterable[Reading]]) -> None:
-        """Export what `read` returns as well: it is called on a thread, once per scrape."""
+        """Also export what `read` returns. Each scrape calls it once, on a thread."""
         self._registry.register(_Readings(read))
 
     def exposition(self) -> bytes:
@@ -168,13 +187,13 @@ class Metrics:
     # The pipeline
 
     def queued(self, seconds: float, *, demanded: bool) -> None:
-        """Record an image's wait for the decoder."""
+        """Record how long an image waited for the decoder."""
         self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
 
     def batch(
         self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float, *, devices: int = 1
     ) -> None:
-        """Record an encoded batch, how long devices were busy with it, and the operations that it needed."""
+        """Record an encoded batch, how long the devices were busy with it, and the operations that it required."""
         self._shared.inc(devices > 1)
         self._batch_patches.observe(sum(t * h * w for t, h, w in grids))
         self._batch_images.observe(len(grids))
@@ -186,7 +205,7 @@ class Metrics:
         self._decoded.labels(decoder).inc()
 
     def starved(self, seconds: float) -> None:
-        """Record time in which the device was idle although images were queued."""
+        """Record time that the device was idle although images were queued."""
         self._starved.inc(seconds)
 
     def encoded(
@@ -197,7 +216,7 @@ class Metrics:
         *,
         is_copied: bool = False,
     ) -> None:
-        """Record an image that leaves the pipeline: its rows stored, copied from those of equal frames, or an error."""
+        """Record an image that leaves the pipeline: its rows were stored, or copied from equal frames, or it failed."""
         for stage in STAGES:
             if stage in stage_ms:
                 self.stage(stage, stage_ms[stage] / 1000)
@@ -207,7 +226,7 @@ class Metrics:
         self._encoded.labels(outcome, reason(error)).inc()
 
     def stage(self, stage: str, seconds: float) -> None:
-        """Record an image's time in one of `STAGES`."""
+        """Record the time that an image spent in one of `STAGES`."""
         assert stage in STAGES, stage
         self._stage.labels(stage).observe(seconds)
 
@@ -239,12 +258,12 @@ class Metrics:
         wait_s: float,
         error: Exception | None = None,
     ) -> None:
-        """Count an image of a Fetch: where its rows came from, and how long the caller waited."""
+        """Count an image answered in Fetch, by where its rows came from, and record how long the caller waited."""
         self._fetched.labels(outcome, reason(error)).inc()
         self._fetch_wait.labels(outcome).observe(wait_s)
 
     def put(self, outcome: str, size: int, error: Exception | None = None) -> None:
-        """Count an answer of a Put, one of `PUT`, and the bytes of rows that were kept."""
+        """Count an answer of Put (one of `PUT`), and the bytes of rows that it stored."""
         self._put.labels(outcome, reason(error)).inc()
         self._put_bytes.inc(size)
 
@@ -267,67 +286,70 @@ class Metrics:
         """Record how late a sleeping task was woken."""
         self._loop_lag.observe(seconds)
 
-    # Every series whose labels are known exists from the start: a counter that appears with its first event would
-    # have no rate for that event.
+    # Every series whose labels are known exists from the start. A counter that appeared with its first event would have
+    # no rate for that event.
 
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float] = SECONDS, **labels: Sequence[str]
     ) -> Histogram:
         name, names = f"{PREFIX}_{name}", tuple(labels)
-        return _begin(Histogram(name, f"{text}.", names, buckets=buckets, registry=self._registry), labels)
+        histogram = Histogram(name, f"{text}.", names, buckets=buckets, registry=self._registry)
+        return _with_series(histogram, labels)
 
     def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
         counter = Counter(f"{PREFIX}_{name}", f"{text}.", tuple(labels), registry=self._registry)
-        return _begin(counter, labels)
+        return _with_series(counter, labels)
 
     def _images(self, name: str, text: str, outcomes: Sequence[str]) -> Counter:
         counter = self._counter(name, text, outcome=(), reason=())
         for outcome in outcomes:
-            for why in _reasons() if outcome == "failed" else [""]:
-                counter.labels(outcome, why)
+            for label in _reasons() if outcome == "failed" else [""]:
+                counter.labels(outcome, label)
         return counter
 
 
-def _begin(metric: _Labelled, labels: Mapping[str, Sequence[str]]) -> _Labelled:
+def _with_series(metric: _Labelled, labels: Mapping[str, Sequence[str]]) -> _Labelled:
+    """Return `metric` with a series for each combination of the values of `labels`."""
     if labels:
         for values in product(*labels.values()):
             metric.labels(*values)
     return metric
 
 
-MAX_SCRAPE_BYTES = 16 << 20  # a server exports 30 KB; anything this large is not a server
+MAX_SCRAPE_BYTES = 16 << 20  # one of our servers exports 30 KB
 Labels = Mapping[str, str]
 
 
 class ScrapeError(Exception):
-    """An endpoint that does not answer with metrics; the message names it and the reason."""
+    """An endpoint does not answer with metrics. The message names the endpoint and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """All samples of one endpoint at one moment; our metrics' names without the prefix."""
+    """All samples of one endpoint at one moment. Names of our own metrics lack the prefix."""
 
     at_s: float
     samples: Mapping[str, Sequence[tuple[Labels, float]]]
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum of the series of `name` that have `labels`; 0 when there are none."""
+        """Return the sum of the series of `name` that have `labels`; 0 if there are none."""
         return sum(value for _, value in self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[tuple[Labels, float]]:
         """Return the series of `name` that have `labels`."""
-        wanted = labels.items()
-        return [(given, value) for given, value in self.samples.get(name, ()) if wanted <= given.items()]
+        required = labels.items()
+        return [(found, value) for found, value in self.samples.get(name, ()) if required <= found.items()]
 
     def text(self, name: str, label: str) -> str:
-        """Return a label of the only series whose value is 1; empty if there is none."""
-        return next((given.get(label, "") for given, value in self.series(name) if value == 1), "")
+        """Return the value of a label of the only series with value 1; empty if there is none."""
+        return next((found.get(label, "") for found, value in self.series(name) if value == 1), "")
 
 
 def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | None = None) -> Scrape:
-    """Read the metrics of `endpoint`: host:port, or https://host:port, whose certificate is one of `ca` (a PEM file).
+    """Read the metrics of `endpoint`: host:port or https://host:port.
 
-    Without `ca` it has to be a public one. `token` is for a server with tenants. Raises `ScrapeError`.
+    `ca` is a PEM file of the authorities that may have issued an HTTPS server's certificate; empty: the public ones.
+    `token` is for a server with tenants. Raises `ScrapeError`.
     """
     url = endpoint if endpoint.startswith(("http://", "https://")) else f"http://{endpoint}"
     try:
@@ -335,7 +357,7 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
         page = urllib.request.Request(f"{url.rstrip('/')}/metrics")  # noqa: S310
         for header in token.metadata() if token is not None else ():
             if context is None and not is_local(url.removeprefix("http://").rstrip("/")):
-                raise ScrapeError(f"{endpoint}: a token is sent by https:// or within this host only")
+                raise ScrapeError(f"{endpoint}: a token is sent only over https:// or within this host")
             page.add_unredirected_header(*header)
         with urllib.request.urlopen(page, timeout=timeout_s, context=context) as answer:  # noqa: S310
             text = answer.read(MAX_SCRAPE_BYTES).decode()
@@ -345,7 +367,7 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
                 samples[sample.name.removeprefix(f"{PREFIX}_")].append((sample.labels, sample.value))
     except HTTPException as error:
         raise ScrapeError(
-            f"{endpoint}: it does not speak HTTP: this is not a --metrics-listen address"
+            f"{endpoint}: the server does not speak HTTP: this is not a --metrics-listen address"
         ) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib wraps
@@ -355,14 +377,14 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The difference between two scrapes of one endpoint; without an earlier one, since its process started."""
+    """The difference between two scrapes of one endpoint; without an earlier scrape, since its process started."""
 
     before: Scrape | None
     now: Scrape
     seconds: float
 
     def increase(self, name: str, **labels: str) -> float:
-        """Return how much the counters `name` grew; a restarted process counts from 0 again."""
+        """Return by how much the counters `name` grew. The counters of a restarted process begin at 0 again."""
         earlier = self.before.total(name, **labels) if self.before is not None else 0.0
         later = self.now.total(name, **labels)
         return later - earlier if later >= earlier else later
@@ -372,13 +394,16 @@ class Window:
         return self.increase(name, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """Return the growth of a histogram's cumulative buckets by their upper bound."""
-        bounds = {given["le"] for given, _ in self.now.series(f"{name}_bucket", **labels)}
+        """Return the growth of a histogram's cumulative buckets, by upper bound."""
+        bounds = {found["le"] for found, _ in self.now.series(f"{name}_bucket", **labels)}
         return {float(le): self.increase(f"{name}_bucket", le=le, **labels) for le in bounds}
 
 
 def quantile(share: float, buckets: Mapping[float, float]) -> float | None:
-    """Return the value below which `share` of the observations lie, interpolated as in Prometheus; None without any."""
+    """Return the value below which `share` of the observations lie, interpolated as Prometheus does.
+
+    Without observations, return None.
+    """
     bounds = [0.0, *sorted(buckets)]
     count = buckets.get(inf, 0.0)
     if not count:

@@ -1,4 +1,4 @@
-"""The live view of `encoder-service top`: queue, rates, waits, tiers and limits of replicas, from their metrics."""
+"""The live view of `encoder-service top`: queue, rates, waits and tiers of replicas, read from their metrics."""
 
 import asyncio
 from collections import Counter
@@ -15,15 +15,16 @@ from encoder_contract.credentials import Token
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_service.metrics import STAGES, Scrape, ScrapeError, Window, quantile, scrape
 
-# What users experience, and what limits it: one table if it fits, else two, each for a terminal of 80 characters.
-FELT = ("state", "index", "queue", "spec", "img/s", "hit", "wait p50", "p99")
-LIMITS = ("busy", "mfu", "batch", "pins", "sent", "refused", "loop p99")
+# Columns of what users experience, and of the resources that limit it. They form one table on a terminal of at least
+# `WIDE` characters, else two tables of at most 80 characters.
+EXPERIENCE = ("state", "index", "queue", "spec", "img/s", "hit", "wait p50", "p99")
+RESOURCES = ("busy", "mfu", "batch", "pins", "sent", "refused", "loop p99")
 WIDE = 140
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One row: the window of a replica that answers, or the reason why there is none."""
+    """One row: the window of a replica that answers, or the error of one that does not."""
 
     endpoint: str
     window: Window | None
@@ -31,20 +32,20 @@ class Replica:
 
 
 class Top:
-    """Scrapes the endpoints concurrently, and draws what changed since the last frame."""
+    """Scrapes the endpoints concurrently, and compares each with its previous scrape."""
 
     def __init__(self, endpoints: Sequence[str], ca: str = "", token: Token | None = None) -> None:
-        """`ca` is for endpoints that begin with https://, `token` for servers with tenants, as for `scrape`."""
+        """See `scrape` for `ca` and `token`."""
         self._endpoints = endpoints
         self._ca = ca
         self._token = token
         self._before: dict[str, Scrape] = {}
 
-    async def look(self) -> list[Replica]:
+    async def scrape(self) -> list[Replica]:
         """Scrape every endpoint once."""
-        return list(await asyncio.gather(*map(self._look, self._endpoints)))
+        return list(await asyncio.gather(*map(self._scrape, self._endpoints)))
 
-    async def _look(self, endpoint: str) -> Replica:
+    async def _scrape(self, endpoint: str) -> Replica:
         try:
             now = await asyncio.to_thread(scrape, endpoint, ca=self._ca, token=self._token)
         except ScrapeError as error:
@@ -59,7 +60,7 @@ class Top:
 def frame(replicas: Sequence[Replica], width: int) -> RenderableType:
     """Draw one frame for a screen of `width` characters."""
     windows = [replica.window for replica in replicas if replica.window is not None]
-    first, *second = (FELT + LIMITS,) if width >= WIDE else (FELT, LIMITS)
+    first, *second = (EXPERIENCE + RESOURCES,) if width >= WIDE else (EXPERIENCE, RESOURCES)
     parts: list[RenderableType] = [_replicas(replicas, first)]
     parts += [
         Text(f"{replica.endpoint}: {replica.error}", style="dim")
@@ -81,7 +82,7 @@ def _replicas(replicas: Sequence[Replica], names: Sequence[str]) -> Table:
     for replica in replicas:
         cells: dict[str, str | Text] = {"state": Text("gone", style="red")}
         if replica.window is not None:
-            cells = dict(zip(FELT + LIMITS, _row(replica.window), strict=True))
+            cells = dict(zip(EXPERIENCE + RESOURCES, _row(replica.window), strict=True))
         table.add_row(replica.endpoint, *(cells.get(name, "") for name in names))
     return table
 
@@ -203,12 +204,12 @@ async def run(
     tls_ca: str = "",
     token_file: str = "",
 ) -> int:
-    """Draw frames until interrupted, or with `once` one frame over each replica's lifetime; 1 if none answers.
+    """Draw frames until interrupted, or with `once` a single frame that covers each replica's lifetime.
 
-    Raises `ValueError` for a token that cannot be read.
+    Returns the exit code: with `once`, 1 if no replica answers. Raises `ValueError` for a token that cannot be read.
     """
     top = Top(endpoints, tls_ca, Token(token_file))
-    replicas = await top.look()
+    replicas = await top.scrape()
     if once and not any(replica.window for replica in replicas):
         for replica in replicas:
             console.print(f"{replica.endpoint}: {replica.error}", soft_wrap=True)
@@ -219,4 +220,4 @@ async def run(
     with Live(frame(replicas, console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(interval_s)
-            live.update(frame(await top.look(), console.width), refresh=True)
+            live.update(frame(await top.scrape(), console.width), refresh=True)

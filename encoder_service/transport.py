@@ -1,9 +1,9 @@
 """How rows reach callers: one `Sender` for each transport of the contract, and the choice between them.
 
-Inline rows travel in the call itself, for every caller. By shared memory and on a device rows stay where they are and a
-handle says where, for processes of our user on our host.
+Inline rows travel in the call itself, for any caller. With the other two transports, rows stay in shared memory or on
+the device, and the caller gets a handle that says where. These are for processes of the server's user on its host.
 
-A new transport is a value of the enum `Transport`, a sender here with its line in `SENDERS`, and a receiver in
+A new transport needs a value in the enum `Transport`, a sender here with its line in `SENDERS`, and a receiver in
 `prefill_client/transport/` with its line there.
 """
 
@@ -22,54 +22,53 @@ from encoder_contract.framing import frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Pin, Store
 
-# Threads of their own: a copy that waits for space must not keep the event loop's threads from hashing uploads.
+# A separate pool: a copy that waits for space must not occupy the event loop's default threads, which hash uploads.
 _copies = ThreadPoolExecutor(8, "to-host")
 
 
 class Sender(ABC):
-    """One transport of a server; the client's `Receiver` is its counterpart. One instance serves all calls.
+    """One transport of a server. The client's `Receiver` is its counterpart. One instance serves all calls.
 
-    Who holds what, and until when: the Fetch call pins an image before `prepare` and releases it. With `holds`, that is
-    when the call ends, which is when the caller says so, dies or falls silent; without, when the last of `frames` was
-    sent. A sender itself keeps nothing of a call.
+    Who holds what, and until when: the Fetch call pins an image before `prepare`. With `holds`, it releases the pin
+    when the call ends: the caller ends it, dies or falls silent. Otherwise it releases the pin once the last of
+    `frames` is sent. A sender keeps nothing of a call.
 
-    What is checked: before any row is sent, that the caller may use the transport (`accepts`). The window lies inside
-    the image when `prepare` is called. Whether the rows arrived whole and are still the image's is for the receiver to
-    check, by what `prepare` put into the message.
+    What is checked: `accepts` decides, before any row is sent, whether the caller may use the transport. The caller of
+    `prepare` has checked that the window lies inside the image. The receiver checks, with what `prepare` puts into the
+    message, that the rows arrived whole and still belong to the image.
 
-    What is always safe: to end a call at any point, as there is nothing to undo; and to ask for any transport, as a
-    caller that may not use it gets the rows inline. Everything runs on the event loop and must not block it.
+    What is always safe: ending a call at any point, because there is nothing to undo; asking for any transport, because
+    a caller that may not use it gets the rows inline. All methods run on the event loop and must not block it.
     """
 
     transport: ClassVar[pb.Transport.ValueType]
     holds: ClassVar[bool]
-    """Whether the caller reads the rows where they are pinned, so that they stay so until the call ends."""
+    """Whether the caller reads the pinned rows in place, so that the pin must last until the call ends."""
     is_local: ClassVar[bool]
     """Whether it works only within one host."""
 
     @abstractmethod
-    def __init__(self, store: Store) -> None:
-        """Send rows of `store`."""
+    def __init__(self, store: Store) -> None: ...
 
     @property
     def offered(self) -> bool:
-        """Whether this server has what the transport needs."""
+        """Whether this server can use the transport."""
         return True
 
     def describe(self, description: pb.DescribeResponse) -> None:  # noqa: B027 - nothing is the default
-        """Add what a caller has to know before it can use this transport."""
+        """Add what a caller must know before it can use this transport."""
 
     def accepts(self, request: pb.FetchRequest) -> bool:  # noqa: ARG002
-        """Whether the caller, who is on this host if the transport needs that, may use it."""
+        """Whether the caller may use it. With `is_local`, the caller is known to be on this host."""
         return True
 
     async def reach(self, pin: Pin) -> None:
-        """Bring the rows to a tier that this transport reads. Raises `OverloadedError` when it is full of pins."""
+        """Move the pin to a tier that this transport reads. Raises `OverloadedError` if that tier is full of pins."""
         if pin.tier != "host":
             await asyncio.get_running_loop().run_in_executor(_copies, pin.to_host)
 
     def sent_by(self, pin: Pin) -> pb.Transport.ValueType:  # noqa: ARG002
-        """Return the transport by which these rows leave: this one, or a lesser one that its callers understand."""
+        """Return the transport that these rows use: this one, or a fallback that its callers understand."""
         return self.transport
 
     @abstractmethod
@@ -78,24 +77,23 @@ class Sender(ABC):
 
     @abstractmethod
     def frames(self, ready: pb.ImageReady, pin: Pin) -> Iterable[bytes]:
-        """Return the serialised messages that follow it; none when the rows stay where they are."""
+        """Return the serialised messages that follow it; none if the rows stay in place."""
 
 
-CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 does this in 0.2 ms; more goes to a worker thread
+CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 takes 0.2 ms for it; larger windows go to a worker thread
 
 
 class InlineSender(Sender):
-    """Sends the bytes of the rows, and a checksum of them."""
+    """Sends the bytes of the rows, with their checksum."""
 
     transport = pb.TRANSPORT_INLINE
     holds = False
     is_local = False
 
     def __init__(self, store: Store) -> None:
-        """Need nothing: pins give the bytes."""
+        """Keep nothing: the pins give the bytes."""
 
     async def prepare(self, ready: pb.ImageReady, pin: Pin) -> None:
-        """Add the checksum."""
         window = (ready.row_begin, ready.row_end)
         if ready.row_bytes <= CHECKSUM_ON_LOOP_BYTES or (pin.checksum_known and window == (0, pin.tokens)):
             ready.checksum = pin.checksum(*window)
@@ -103,69 +101,63 @@ class InlineSender(Sender):
             ready.checksum = await asyncio.to_thread(pin.checksum, *window)
 
     def frames(self, ready: pb.ImageReady, pin: Pin) -> Iterator[bytes]:
-        """Return the rows, hand-framed, each message made when it is taken."""
+        """Return the rows in hand-framed messages. Each is built when the iterator reaches it."""
         return frame_rows(ready.index, pin.rows(ready.row_begin, ready.row_end))
 
 
 class SharedMemorySender(Sender):
-    """Sends handles. By the segment's first bytes a caller proves that it can read it, and so runs as our user."""
+    """Sends handles. A caller proves that it runs as our user by sending the first bytes of the segment."""
 
     transport = pb.TRANSPORT_SHM
     holds = True
     is_local = True
 
     def __init__(self, store: Store) -> None:
-        """Send handles into the segment of `store`."""
         self._segment = store.segment
 
     def describe(self, description: pb.DescribeResponse) -> None:
-        """Add the path of the segment."""
         description.shm_segment = str(self._segment.path)
 
     def accepts(self, request: pb.FetchRequest) -> bool:
-        """Whether the caller could read the segment."""
+        """Whether the caller has read the segment."""
         return compare_digest(request.shm_proof, self._segment.segment_id)
 
     async def prepare(self, ready: pb.ImageReady, pin: Pin) -> None:
-        """Add the handle."""
         ready.handle.CopyFrom(pin.handle(ready.row_begin, ready.row_end).to_message())
 
     def frames(self, _ready: pb.ImageReady, _pin: Pin) -> tuple[bytes, ...]:
-        """Return no messages."""
         return ()
 
 
 class DeviceSender(SharedMemorySender):
-    """Sends handles, as shared memory does and to the same callers: of the device's copy where there is one.
+    """Sends handles to the copy on the device, or to the host copy if the device has none. Same callers as its base.
 
-    A handle needs no event for order: rows become visible only after the device has written them (`copy_bytes` waits).
+    The receiver needs no CUDA event: rows become visible only once the device has written them (`copy_bytes` waits).
     """
 
     transport = pb.TRANSPORT_DEVICE
 
     def __init__(self, store: Store) -> None:
-        """Send handles into the device tier of `store`, if it has one."""
         super().__init__(store)
         self._store = store
 
     @property
     def offered(self) -> bool:
-        """Whether there is a device tier that others can open."""
+        """Whether there is a device tier that other processes can open."""
         return self._store.device_probe is not None
 
     def describe(self, description: pb.DescribeResponse) -> None:
-        """Add the path of the segment and the probe."""
         super().describe(description)
         if (probe := self._store.device_probe) is not None:
             description.device_probe = probe.name
             description.device_probe_bytes = CUDA_SHARED_BYTES
 
     async def reach(self, pin: Pin) -> None:
-        """Take the device's copy if there is one, else leave the rows on the host."""
+        """Move the pin to the device's copy if there is one, else leave it on the host."""
         self._store.to_device(pin)
 
     def sent_by(self, pin: Pin) -> pb.Transport.ValueType:
-        """Return shared memory for rows that are not on the device."""
+        """Return `TRANSPORT_SHM` for rows that are not on the device."""
         return self.transport if pin.tier == "device" else super().transport
 
 
@@ -183,24 +175,24 @@ class Transports:
         self._segment = store.segment
 
     def describe(self, description: pb.DescribeResponse, *, is_local: bool) -> None:
-        """Add those that a caller can use, and what it has to know for that."""
+        """List the transports that a caller can use, with what it must know for each."""
         for sender in self._usable(is_local=is_local):
             description.transports.append(sender.transport)
             sender.describe(description)
 
     def choose(self, request: pb.FetchRequest, *, is_local: bool) -> Sender:
-        """Return the first of the request's transports that its caller may use; inline when there is none."""
+        """Return the first of the request's transports that its caller may use; inline if there is none."""
         usable = {sender.transport: sender for sender in self._usable(is_local=is_local)}
-        wanted = (usable[transport] for transport in request.transports if transport in usable)
+        requested = (usable[transport] for transport in request.transports if transport in usable)
         return next(
-            (sender for sender in wanted if sender.accepts(request)), self._senders[pb.TRANSPORT_INLINE]
+            (sender for sender in requested if sender.accepts(request)), self._senders[pb.TRANSPORT_INLINE]
         )
 
     def open_segment(self, opened: pb.PutOpen, *, is_local: bool) -> int | None:
-        """Return the file through which a caller puts rows, open for reading; None: they come inline.
+        """Open the file through which a caller puts rows, for reading; return None if the rows come inline.
 
-        Only a regular file of our user, in our segment's folder, and only for a caller that has proved it could open it
-        itself. It is read and never mapped: the caller may cut it short at any time.
+        The file must be a regular file of our user in our segment's folder, and the caller must have proved that it
+        could open the file itself. The server reads it and never maps it: the caller may truncate it at any time.
         """
         path = Path(opened.segment)
         if not is_local or not opened.segment or path.parent != self._segment.path.parent:

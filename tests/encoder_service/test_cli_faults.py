@@ -84,10 +84,10 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["--tls-cert", "/nowhere/cert.pem", "--tls-key", "/nowhere/key.pem"],
             "--tls-cert: /nowhere/cert.pem and /nowhere/key.pem: No such file",
         ),
-        (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must not be that of --listen"),
+        (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must differ from --listen"),
         (
             ["--devices", "gpu"],
-            "--devices must be auto, or cpu, cuda or cuda:N with commas between them, got gpu",
+            "--devices must be auto, or a comma-separated list of cpu, cuda or cuda:N, got gpu",
         ),
         (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
         (["--drain-s", "nan"], "--drain-s"),

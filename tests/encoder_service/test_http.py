@@ -55,7 +55,7 @@ def test_a_loop_that_is_stuck_is_not_healthy() -> None:
             urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30)
         page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=30).read().decode()
         assert "&lt;b&gt;" in page
-        assert "has not turned" in page
+        assert "has been stuck for" in page
     finally:
         http.stop()
 

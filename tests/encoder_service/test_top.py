@@ -44,14 +44,14 @@ async def test_top_shows_the_living_and_the_gone(server: Server) -> None:
 
 async def test_top_shows_rates_between_frames(server: Server) -> None:
     view = top.Top([server.watch.endpoint])
-    await view.look()
+    await view.scrape()
     async with await EncoderClient.connect(server.endpoint) as client:
         await use(client)
     await settled(server, "encoded_images_total", 3)
-    (replica,) = await view.look()
+    (replica,) = await view.scrape()
     assert replica.window is not None
     assert replica.window.increase("encoded_images_total", outcome="kept") == 2
-    (replica,) = await view.look()
+    (replica,) = await view.scrape()
     assert replica.window is not None
     assert replica.window.increase("encoded_images_total") == 0
 

@@ -89,7 +89,7 @@ async def test_top_reads_a_token_file_and_sends_the_token_only_within_this_host(
     assert (code, "Forbidden" in shown) == (1, True)
     code, shown = await top("nobody")
     assert (code, "No such file" in shown) == (2, True)
-    with pytest.raises(ScrapeError, match="within this host only"):
+    with pytest.raises(ScrapeError, match="or within this host"):
         scrape("192.0.2.1:9464", token=Token(str(tmp_path / "prometheus.token")))
 
 

@@ -159,13 +159,13 @@ def test_too_little_memory_is_told_before_weights_are_read(
 @pytest.mark.parametrize(
     ("devices", "says"),
     [
-        ("gpu", "must be auto, or cpu, cuda or cuda:N with commas between them, got gpu"),
+        ("gpu", "must be auto, or a comma-separated list of cpu, cuda or cuda:N, got gpu"),
         ("cuda:0,cuda:0", "must name each GPU once, got cuda:0,cuda:0"),
         ("cuda,cuda:0", "must name each GPU once"),
-        ("cpu,cuda:0", "must be of one kind"),
-        ("auto,cpu", "must be auto, or cpu"),
-        ("", "must be auto, or cpu"),
-        (",".join(["cpu"] * (len(os.sched_getaffinity(0)) + 1)), "times at most, once a core"),
+        ("cpu,cuda:0", "must not mix the CPU with GPUs"),
+        ("auto,cpu", "must be auto, or a comma-separated list of cpu"),
+        ("", "must be auto, or a comma-separated list of cpu"),
+        (",".join(["cpu"] * (len(os.sched_getaffinity(0)) + 1)), "times, once for each core"),
     ],
 )
 def test_devices_that_cannot_be_meant_are_refused(config: Config, devices: str, says: str) -> None:

@@ -107,7 +107,7 @@ async def test_an_operator_takes_fewer_formats(narrow: Server) -> None:
 
 @pytest.mark.parametrize("formats", ["", "HEIC", "JPEG,,HEIC"])
 def test_a_format_that_is_none_is_refused_at_start(config: Config, formats: str) -> None:
-    with pytest.raises(ConfigError, match="--formats must be some of JPEG, PNG"):
+    with pytest.raises(ConfigError, match="--formats must be all, or a list of JPEG, PNG"):
         replace(config, formats=formats)
 
 

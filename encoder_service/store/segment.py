@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
-from encoder_contract.owned_file import create_owned, remove_ownerless
-from encoder_contract.segment_file import CALLERS_PREFIX, MAGIC
+from encoder_contract.segment_file import CALLERS_PREFIX, MAGIC, create_owned, remove_ownerless
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from encoder_contract.framing import Checksum, frame
-from encoder_contract.owned_file import create_owned, remove_ownerless
 from encoder_contract.producer import Producer
-from encoder_contract.segment_file import CALLERS_PREFIX
+from encoder_contract.segment_file import CALLERS_PREFIX, create_owned, remove_ownerless
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import PutAnswer, PutImage
 from prefill_client.transport.channels import from_message

@@ -1,4 +1,4 @@
-"""Certificates in files: checked before they are used, and read again when the files change, without a restart."""
+"""Certificates in files: checked before use, and read again when the files change, without a restart."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What the files hold; empty where there is no file. `version` differs whenever anything else does."""
+    """The content of the files; empty for a file that is not configured. `version` changes with the content."""
 
     version: int
     cert: bytes
@@ -21,14 +21,14 @@ class Pem:
 
 
 class Certificates:
-    """Our certificate with its key, and the authorities by which the other side's is checked: PEM files, or none.
+    """PEM files of our certificate, its key, and the authorities for the other side's certificate. Thread-safe.
 
-    A change that cannot be used, such as a certificate whose key is not there yet, is logged, and the files are looked
-    at again; until then the old ones stay in use. Any thread may ask.
+    If changed files cannot be used (such as a certificate whose new key is not there yet), a warning is logged, the old
+    content stays in use, and the next change is tried.
     """
 
     def __init__(self, cert: str = "", key: str = "", ca: str = "") -> None:
-        """Read the files; an empty path is none. Raises `ValueError`, which names the files and what is wrong."""
+        """Read the files; an empty path means no file. Raises `ValueError`, which names the files and the problem."""
         self._files = (cert, key, ca)
         self._lock = threading.Lock()
         self._seen = self._stamps()
@@ -46,7 +46,9 @@ class Certificates:
                         self._pem = read
                         log.info("certificates: %s read again", ", ".join(filter(None, self._files)))
                 except ValueError as error:
-                    log.warning("certificates: the old ones stay in use: %s", error)
+                    log.warning(
+                        "certificates: cannot use the changed files, so the old ones stay in use: %s", error
+                    )
             return self._pem
 
     def load_into(self, context: ssl.SSLContext) -> None:
@@ -80,16 +82,16 @@ def _stamp(path: str) -> tuple[int, ...] | None:
         found = os.stat(path)
     except OSError:
         return None
-    # The last changes with the rights to read it, too.
+    # The last one also changes when the file's permissions change.
     return found.st_ino, found.st_mtime_ns, found.st_size, found.st_ctime_ns
 
 
 def _no_password() -> str:
-    raise ValueError("the key is encrypted; give one that is not, readable by this user alone")
+    raise ValueError("the key is encrypted: use an unencrypted key that only this user can read")
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        told = {"KEY_VALUES_MISMATCH": "the key is not the certificate's"}
-        return told.get(error.reason or "", "this is not PEM as it should be")
+        reasons = {"KEY_VALUES_MISMATCH": "the key does not belong to the certificate"}
+        return reasons.get(error.reason or "", "the file is not valid PEM")
     return getattr(error, "strerror", None) or str(error)

@@ -14,32 +14,32 @@ PUBLIC_CA = "public"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """PEM files and a token, read again when they change: connections opened from then on use what they hold."""
+    """PEM files and a token file. They are read again when they change; new connections then use the new content."""
 
     ca: str = ""
-    """Authorities of the servers' certificates, or `public` for those that gRPC brings; empty: no TLS."""
+    """Authorities of the servers' certificates, or `public` for those that come with gRPC; empty: no TLS."""
     cert: str = ""
-    """Our certificate, where servers ask for one (mutual TLS)."""
+    """Our certificate, for servers that require one (mutual TLS)."""
     key: str = ""
-    """Its key, not encrypted."""
+    """Its private key, unencrypted."""
     server_name: str = ""
-    """The name in the servers' certificates, where endpoints are addresses; empty: the host of each endpoint."""
+    """The name to expect in the servers' certificates; empty: the host of each endpoint."""
     token_file: str = ""
-    """A file with the token of our tenant, sent by TLS or within this host only; read again when it changes."""
+    """A file with our tenant's token, which is sent only over TLS or within this host."""
 
     def certificates(self) -> Certificates | None:
-        """Read the files; None without TLS. Raises `ValueError`, which names what is wrong."""
+        """Read the files; None without TLS. Raises `ValueError`, which names the problem."""
         if bool(self.cert) != bool(self.key):
             raise ValueError("TLS: a certificate and its key must be given together")
         if not self.ca and (self.cert or self.server_name):
-            raise ValueError("TLS: a certificate or a server name needs the authorities (ca) too")
+            raise ValueError("TLS: a certificate or a server name also needs the authorities (ca)")
         if not self.ca:
             return None
         return Certificates(self.cert, self.key, "" if self.ca == PUBLIC_CA else self.ca)
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
-        """Give a command the flags of its client."""
+        """Add the flags for TLS and the token to a command."""
         for flag, text in (
             (
                 "ca",
@@ -58,18 +58,18 @@ class Credentials:
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> Self:
-        """Return the credentials that those flags give."""
+        """Return the credentials that the flags of `add_flags` gave."""
         return cls(
             given["tls_ca"], given["tls_cert"], given["tls_key"], given["tls_name"], given["token_file"]
         )
 
     def token(self) -> "Token":
-        """Read the token. Raises `ValueError`, which names the file."""
+        """Read the token file. Raises `ValueError`, which names it."""
         return Token(self.token_file)
 
 
 class Token:
-    """The token that identifies the client's tenant; empty without a file."""
+    """The token that identifies the client's tenant. Its file is read again when it changes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -78,7 +78,7 @@ class Token:
         self.metadata()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call. Raises `ValueError` if the file cannot be read or holds no token."""
+        """Return the token as metadata of a call; empty without a file. Raises `ValueError` for a bad file."""
         if self._path:
             try:
                 found = os.stat(self._path)

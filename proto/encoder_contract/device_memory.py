@@ -1,9 +1,9 @@
-"""Device memory that two processes of a host share: one allocates it, another opens it by its name.
+"""Device memory that two processes of a host share: one allocates it, and the other opens it by its name.
 
-On a GPU it is an allocation made with CUDA itself. CUDA shares only whole allocations, and torch's allocator hands out
-parts of segments that may grow. The calls are those of `cuda-bindings`, which torch's build for CUDA depends on. On the
-CPU a memory file stands in for it, so all other code is the same. This module does not import torch: callers wrap
-`content`.
+On a GPU, the memory is allocated with CUDA itself, because CUDA shares only whole allocations, and torch's allocator
+hands out parts of segments that may grow. The calls come from `cuda-bindings`, which torch's build for CUDA requires.
+On the CPU, a memory file stands in for the GPU's memory, so all other code is the same. This module does not import
+torch: callers wrap `content`.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from typing import Any
 
 CUDA_NAME_BYTES = 64
-"""Of a cudaIpcMemHandle_t."""
+"""Size of a cudaIpcMemHandle_t."""
 CUDA_SHARED_BYTES = 2 << 20
-"""CUDA shares whole blocks of this size: what is no multiple of it would share its neighbours, too."""
+"""CUDA shares whole blocks of this size. Memory of another size would share its neighbours, too."""
 _FILE = "file:{pid}:{file}:{inode}"
 
 
 class DeviceMemoryError(RuntimeError):
-    """A device could not allocate memory, or no memory has that name."""
+    """A device could not allocate memory, or memory could not be opened by its name."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CudaBytes:
-    """Bytes of a GPU, which torch and others can read without a copy; not freed while this exists."""
+    """Bytes on a GPU, which torch and other libraries can read without a copy. They live as long as this object."""
 
     address: int
     size_bytes: int
@@ -41,9 +41,9 @@ class CudaBytes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One allocation: its name, and its bytes, on a GPU or in host memory.
+    """One allocation, on a GPU or in host memory: its name and its bytes.
 
-    Other processes cannot open memory without a name; `private_because` says why it has none.
+    Other processes cannot open memory without a name. `private_because` says why it has none.
     """
 
     name: bytes
@@ -52,9 +52,9 @@ class DeviceMemory:
 
 
 def allocate(device: str, size_bytes: int) -> DeviceMemory:
-    """Return new memory of `device` ("cpu", "cuda:1"). Raises `DeviceMemoryError`.
+    """Allocate memory on `device` ("cpu", "cuda:1"). Raises `DeviceMemoryError`.
 
-    Where CUDA names no memory, as on a MIG slice or in some virtual machines, it has no name.
+    It has no name where CUDA cannot share memory, as on a MIG slice or in some virtual machines.
     """
     if not device.startswith("cuda"):
         return _allocate_file(size_bytes)
@@ -72,12 +72,11 @@ def allocate(device: str, size_bytes: int) -> DeviceMemory:
 
 
 def open_memory(name: bytes, size_bytes: int, device: int, *, writes: bool = False) -> DeviceMemory:
-    """Return memory that another process allocated, for access from GPU number `device` of this process.
+    """Open memory that another process allocated, for access from GPU number `device` of this process.
 
-    Memory that is to be written, by a process of the server that allocated it, is opened with `writes`.
-
-    The memory may be on another GPU: CUDA then lets this one read it. Raises `DeviceMemoryError` if no memory has that
-    name any more, or this process cannot open it.
+    `writes` opens it for writing, for processes of the server that allocated it. The memory may lie on another GPU,
+    which CUDA then lets this GPU read. Raises `DeviceMemoryError` if no memory has that name any more, or this process
+    cannot open it.
     """
     if name.startswith(_FILE[:5].encode()):
         return DeviceMemory(name, _open_file(name.decode(errors="replace"), size_bytes, writes=writes))
@@ -99,7 +98,7 @@ def open_memory(name: bytes, size_bytes: int, device: int, *, writes: bool = Fal
 def _current(device: int) -> Iterator[None]:
     """Make a GPU this thread's current one, and restore the previous one afterwards.
 
-    Do nothing if it is current already: setting a device makes a context on it, which takes hundreds of megabytes.
+    Setting a device creates a context on it, of hundreds of megabytes, so do nothing if the GPU is current already.
     """
     from cuda.bindings import runtime
 
@@ -115,7 +114,7 @@ def _current(device: int) -> Iterator[None]:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return the result of a CUDA call. Raises `DeviceMemoryError` for its error."""
+    """Return the result of a CUDA call. Raises `DeviceMemoryError` if the call failed."""
     error, *values = answer
     if int(error):
         raise DeviceMemoryError(f"CUDA: {error.name}")
@@ -126,12 +125,12 @@ def _owned(address: int, size_bytes: int, gpu: int, free: Callable[[int], object
     content = CudaBytes(address, size_bytes)
     weakref.finalize(
         content, _free, address, gpu, free
-    ).atexit = False  # the driver frees what a process leaves
+    ).atexit = False  # at the end of the process, the driver frees the memory
     return content
 
 
 def _free(address: int, gpu: int, free: Callable[[int], object]) -> None:
-    """Free memory, or close that of another process, in the context that it belongs to. For any thread."""
+    """Free our memory, or close memory of another process, in the context that it belongs to. Thread-safe."""
     with _current(gpu):
         free(address)
 
@@ -139,24 +138,28 @@ def _free(address: int, gpu: int, free: Callable[[int], object]) -> None:
 def _allocate_file(size_bytes: int) -> DeviceMemory:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size_bytes > memory_bytes:
-        raise DeviceMemoryError(f"this machine has {memory_bytes} bytes of memory, not {size_bytes}")
+        raise DeviceMemoryError(
+            f"{size_bytes} bytes are more than this machine's memory of {memory_bytes} bytes"
+        )
     file = os.memfd_create("encoder-service-device", os.MFD_CLOEXEC)
     try:
         os.truncate(file, size_bytes)
         content = mmap.mmap(file, size_bytes)
     except OSError as error:
         os.close(file)
-        raise DeviceMemoryError(f"no memory file of {size_bytes} bytes: {error.strerror}") from error
-    weakref.finalize(content, os.close, file)  # the name is good while the file is open
+        raise DeviceMemoryError(
+            f"cannot create a memory file of {size_bytes} bytes: {error.strerror}"
+        ) from error
+    weakref.finalize(content, os.close, file)  # the name is valid while the file is open
     name = _FILE.format(pid=os.getpid(), file=file, inode=os.fstat(file).st_ino)
     return DeviceMemory(name.encode(), memoryview(content))
 
 
 def _open_file(name: str, size_bytes: int, *, writes: bool) -> memoryview:
-    """Map the memory file, after checking that it is the named one and belongs to our user."""
+    """Map the memory file, after checking that it is the named file and belongs to our user."""
     _, pid, number, inode = (*name.split(":"), "", "", "")[:4]
     if not (pid.isdecimal() and number.isdecimal()):
-        raise DeviceMemoryError(f"{name} is not the name of memory")
+        raise DeviceMemoryError(f"{name} is not a name of device memory")
     access = os.O_RDWR if writes else os.O_RDONLY
     try:
         file = os.open(f"/proc/{pid}/fd/{number}", access | os.O_CLOEXEC | os.O_NONBLOCK)

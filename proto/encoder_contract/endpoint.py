@@ -1,15 +1,15 @@
-"""Endpoint: the address of a server: `host:port`, `[ipv6]:port` or `unix:/path`."""
+"""Endpoint: the address of a server, as `host:port`, `[ipv6]:port` or `unix:/path`."""
 
 import re
 from ipaddress import ip_address
 from typing import NamedTuple, Self
 
 MAX_PORT = 65535
-MAX_PATH_BYTES = 107  # of a Unix socket's name, in Linux
+MAX_PATH_BYTES = 107  # Linux's limit for the name of a Unix socket
 
 
 class Endpoint(NamedTuple):
-    """A parsed address: `host` (without brackets) and `port`, or the `path` of a Unix socket."""
+    """A parsed address: either `host` (without brackets) and `port`, or the `path` of a Unix socket."""
 
     host: str
     port: int
@@ -17,7 +17,7 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `text`. Raises `ValueError`, which says what an endpoint looks like."""
+        """Parse `text`. Raises `ValueError`, which shows the accepted forms."""
         if text.startswith("unix:"):
             path = re.sub("^//(?=/)", "", text.removeprefix("unix:"))
             if not 0 < len(path.encode()) <= MAX_PATH_BYTES:
@@ -26,22 +26,22 @@ class Endpoint(NamedTuple):
         found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:/@\[\]]+)):(\d{1,5})", text, re.ASCII)
         if found is None or int(found[3]) > MAX_PORT:
             raise ValueError(
-                f"{text or 'nothing'} must be host:port, [ipv6]:port or unix:/path, port 0 to {MAX_PORT}"
+                f"{text or 'an empty address'} must be host:port, [ipv6]:port or unix:/path, port 0 to {MAX_PORT}"
             )
         return cls(found[1] or found[2], int(found[3]), "")
 
 
 def why_unconnected(details: str) -> str:
-    """Return the reason at the end of gRPC's message about a failed connection, without the rest of the message."""
+    """Return the reason for a failed connection, which is the end of gRPC's message."""
     if handshake := re.search(r"OPENSSL_internal:(.*)|(Hostname Verification Check failed)", details):
         return f"the TLS handshake failed: {(handshake[1] or handshake[2]).removesuffix(': OK')}"
     return details.rpartition(": ")[2].removesuffix("])")
 
 
 def is_local(text: str) -> bool:
-    """Whether a connection to this address, without a proxy, always ends at this host. Asks no name server."""
+    """Whether a direct connection to this address (without a proxy) always ends at this host. Asks no name server."""
     try:
         endpoint = Endpoint.parse(text)
         return endpoint.path != "" or endpoint.host == "localhost" or ip_address(endpoint.host).is_loopback
-    except ValueError:  # no endpoint, or a name
+    except ValueError:  # not an endpoint, or a host name
         return False

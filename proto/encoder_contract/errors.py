@@ -1,7 +1,7 @@
 """The errors of the contract: each has a gRPC status and says whether a retry helps.
 
-`Status` names the gRPC canonical codes without importing gRPC; the edge of the server turns an error into a
-status in one place, and the client turns a status back into an error with `from_status`.
+`Status` names the gRPC canonical codes without importing gRPC. The server turns an error into a status in one place
+(`api/messages.py`), and the client turns a status back into an error with `from_status`.
 """
 
 from enum import Enum
@@ -24,7 +24,7 @@ class Status(Enum):
 
 
 class EncoderError(Exception):
-    """The base class: an error with a status, and whether a retry helps."""
+    """The base class: an error with a status that says whether a retry helps."""
 
     status: ClassVar[Status] = Status.INTERNAL
     retryable: ClassVar[bool] = True
@@ -35,26 +35,26 @@ class EncoderError(Exception):
         self.retry_after_ms = retry_after_ms
 
     def about(self, what: str) -> Self:
-        """Return the same error with `what`, the image or video that it is about, before its message."""
+        """Return the same error with `what`, an image or video, in front of its message."""
         return type(self)(f"{what}: {self.message}", retry_after_ms=self.retry_after_ms)
 
 
 class InvalidImageError(EncoderError):
-    """The bytes are not an image, are truncated, or have a format that is not served."""
+    """The bytes are not an image, are truncated, or have a format that the server does not accept."""
 
     status, retryable = Status.INVALID_ARGUMENT, False
 
 
 class ImageLimitError(InvalidImageError):
-    """The image is over a limit (bytes, pixels, tokens, aspect ratio); the message names the limit."""
+    """The image exceeds a limit (bytes, pixels, tokens, aspect ratio). The message names the limit."""
 
 
 class UndecodableImageError(InvalidImageError):
-    """A decoder crashed on the image, or needed more time or memory than an image may."""
+    """A decoder crashed on the image, or exceeded its limit of time or memory."""
 
 
 class DigestMismatchError(InvalidImageError):
-    """The bytes do not hash to the digest they were sent under."""
+    """The bytes do not have the digest that the caller named."""
 
 
 class InvalidRequestError(EncoderError):
@@ -70,19 +70,19 @@ class UnknownImageError(EncoderError):
 
 
 class OverloadedError(EncoderError):
-    """A queue or the store is full; `retry_after_ms` says when to retry."""
+    """A queue or the store is full. `retry_after_ms` says when to retry."""
 
     status, retryable = Status.RESOURCE_EXHAUSTED, True
 
 
 class UnavailableError(EncoderError):
-    """The server is draining, unreachable, or lost its device: try another one."""
+    """The server is draining, unreachable, or has lost its device: try another server."""
 
     status, retryable = Status.UNAVAILABLE, True
 
 
 class StaleHandleError(UnavailableError):
-    """Rows in shared memory are no longer held, or their segment is gone: fetch again."""
+    """The server no longer holds the rows of a handle, or its segment is gone: fetch again."""
 
 
 class DeadlineError(EncoderError):
@@ -92,7 +92,7 @@ class DeadlineError(EncoderError):
 
 
 class ModelMismatchError(EncoderError):
-    """The two sides do not fit: fingerprints differ (the message holds both), or the server has no tower."""
+    """Client and server do not match: their fingerprints differ (the message has both), or the server has no tower."""
 
     status, retryable = Status.FAILED_PRECONDITION, False
 
@@ -110,13 +110,13 @@ class ForbiddenError(EncoderError):
 
 
 class AbandonedError(EncoderError):
-    """All callers of the image have left, so no caller sees this error."""
+    """All callers of the image have left. No caller sees this error."""
 
     status, retryable = Status.CANCELLED, True
 
 
 class InternalError(EncoderError):
-    """A bug in the server; the message has the id of the details in the log."""
+    """A bug in the server. The message has the id of the log line with the details."""
 
     status, retryable = Status.INTERNAL, True
 
@@ -136,7 +136,7 @@ _BY_STATUS: dict[Status, type[EncoderError]] = {
 
 
 def from_status(code: int, message: str, *, retry_after_ms: int = 0) -> EncoderError:
-    """Return the error for a status number as it came over the wire; an unknown number is an `InternalError`."""
+    """Return the error for a status number from the wire. An unknown number becomes an `InternalError`."""
     try:
         kind = _BY_STATUS[Status(code)]
     except ValueError:

@@ -1,8 +1,8 @@
-"""Rows on the wire: `FetchResponse{rows{index, data}}` framed and parsed by hand, without protobuf's copies.
+"""Rows on the wire: `FetchResponse{rows{index, data}}`, framed and parsed by hand to avoid protobuf's copies.
 
-`PutRequest{rows{index, data}}` has the same bytes. They are identical to those of the generated classes, which can read
-them. protobuf copies `bytes` when a message is built, serialised and parsed, and at every access of the field. This
-module copies once when writing and never when reading.
+`PutRequest{rows{index, data}}` has the same bytes. The frames are identical to those of the generated classes, which
+can read them. protobuf copies `bytes` when it builds, serialises and parses a message, and at every access of the
+field. This module copies once when it writes, and never when it reads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from encoder_contract.errors import InternalError
 from encoder_contract.v1.encoder_pb2 import FetchResponse
 
 MESSAGE_BYTES = 1 << 20
-"""Payload of a message: larger is no faster and stalls the event loop longer (4 MiB: 10-15 ms)."""
+"""Payload of one message. Larger messages are no faster, and stall the event loop longer (4 MiB: 10-15 ms)."""
 
 _ROWS_TAG = 0x12  # FetchResponse.rows: field 2, length-delimited
 _INDEX_TAG = 0x08  # Rows.index: field 1, varint
@@ -24,7 +24,7 @@ _DATA_TAG = 0x12  # Rows.data: field 2, length-delimited
 def frame_rows(
     index: int, extents: Iterable[memoryview], message_bytes: int = MESSAGE_BYTES
 ) -> Iterator[bytes]:
-    """Yield serialised messages that carry the bytes of `extents`, in order, `message_bytes` in each."""
+    """Yield serialised messages with the bytes of `extents`, in order, `message_bytes` in each."""
     parts: list[memoryview] = []
     held = 0
     for extent in extents:
@@ -52,7 +52,7 @@ def frame(index: int, parts: list[memoryview]) -> bytes:
 
 
 def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryview]:
-    """Return (index, data) of a rows message, data viewed in place, or the parsed message of any other kind.
+    """Return (index, data) of a rows message, with data as a view; return the parsed message for any other kind.
 
     Accepts exactly what the generated class accepts. Raises `InternalError` for anything else.
     """
@@ -69,7 +69,7 @@ def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryvie
 
 
 class Checksum:
-    """XXH3-64 over bytes as they arrive, while they are still in the processor's cache."""
+    """A running XXH3-64 checksum, for bytes that are still in the processor's cache when they arrive."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
@@ -80,12 +80,12 @@ class Checksum:
 
     @property
     def value(self) -> int:
-        """Checksum of all that was added."""
+        """Checksum of all bytes added so far."""
         return self._digest.intdigest()
 
 
 def checksum(views: Iterable[memoryview]) -> int:
-    """Return XXH3-64 over the bytes of `views`, one after the other."""
+    """Return XXH3-64 over the bytes of `views`, in order."""
     running = Checksum()
     for view in views:
         running.add(view)
@@ -93,7 +93,7 @@ def checksum(views: Iterable[memoryview]) -> int:
 
 
 def parse_rows(raw: bytes) -> tuple[int, memoryview] | None:
-    """Return what `frame` wrote; None for any other arrangement of fields, left to protobuf's parser."""
+    """Return (index, data) of a message that `frame` wrote; None for any other message, which protobuf has to parse."""
     message = memoryview(raw)
     try:
         if message[0] != _ROWS_TAG:
@@ -124,7 +124,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return (value, where the next field begins); IndexError beyond the end or beyond a uint32."""
+    """Return (value, offset of the next field). Raises `IndexError` past the end, or for more than a uint32."""
     value = 0
     for shift in range(0, 35, 7):
         byte = message[at]

@@ -1,12 +1,11 @@
-"""A handle: the place of rows in memory that processes of one host share. It has a path and numbers, never data.
+"""A handle: where rows lie in memory that processes of one host share. It contains a path and numbers, never data.
 
-A segment is a file. Its first 16 bytes are its random id. After them come a table of generations (uint64,
-little-endian) and the pages of rows. A generation is written when an entry is complete, and zeroed before its pages are
-reused. If a reader finds the handle's generation **before and after** it used the bytes, it has used the right bytes.
-The Fetch stream that sent the handle keeps the rows in place. A stream may end unnoticed, so readers check both.
+A segment is a file. It begins with a random id of 16 bytes, followed by a table of generations (uint64, little-endian)
+and the pages of rows. The server writes a generation when an entry is complete, and clears it before reusing the pages.
+A reader that finds the handle's generation **before and after** using the bytes has used the right bytes. The Fetch
+stream that sent the handle keeps the rows in place, but it may end unnoticed, so readers check both times.
 
-Rows on a device are in `memory` instead, which has the name that the driver gives it. Their generation is in the
-segment.
+Rows on a device lie in `memory`, which the device's driver has named. Their generation is in the segment.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Rows of one embedding's window; pickles any number of times, so that it can be broadcast."""
+    """A window of an embedding's rows. It can be pickled any number of times, and so be broadcast."""
 
     segment: str
     segment_bytes: int
     segment_id: bytes
     extents: tuple[tuple[int, int], ...]
-    """(offset in the segment or in `memory`, length), bytes, in row order."""
+    """(offset in the segment or in `memory`, length), in bytes, in row order."""
     generation: int
     generation_offset: int
     memory: bytes = b""
@@ -39,7 +38,7 @@ class Handle:
 
     @classmethod
     def from_message(cls, message: encoder_pb2.Handle) -> Self:
-        """Return the handle that a message of the contract carries."""
+        """Return the handle in a message of the contract."""
         return cls(
             segment=message.segment,
             segment_bytes=message.segment_bytes,
@@ -52,7 +51,7 @@ class Handle:
         )
 
     def to_message(self) -> encoder_pb2.Handle:
-        """Return the message of the contract that carries this handle."""
+        """Return this handle as a message of the contract."""
         return encoder_pb2.Handle(
             segment=self.segment,
             segment_bytes=self.segment_bytes,

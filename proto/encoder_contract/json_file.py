@@ -1,4 +1,4 @@
-"""JSON files: the object in one, or an error that names the file."""
+"""JSON files: read the object in a file, with errors that name the file."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `OSError`, or `ValueError` that names the file and what is wrong."""
+    """Return the JSON object in a file. Raises `OSError`, or `ValueError` that names the file and the problem."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:

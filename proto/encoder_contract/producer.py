@@ -1,4 +1,4 @@
-"""The producer of rows that are put into a store, and its names of images."""
+"""The producer of rows that an engine puts into the store, and the names it gives to images."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -13,10 +13,11 @@ MAX_SCHEME_BYTES, MAX_ENGINE_KEY_BYTES = 32, 64
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """Everything that decides the bits of rows that were put, as the producer says it.
+    """Everything that decides the bits of put rows, as stated by the producer.
 
-    `model` (architecture and configuration), `weights` and `processor` are fingerprints, `dtype` is the element type it
-    computes in, `implementation` code and version. Raises `InvalidRequestError` for a field that is empty or too long.
+    `model` (architecture and configuration), `weights` and `processor` are fingerprints. `dtype` is the element type
+    that the producer computes in, and `implementation` is its code and version. Raises `InvalidRequestError` for a
+    field that is empty or too long.
     """
 
     model: bytes
@@ -29,19 +30,19 @@ class Producer:
         fields = (self.model, self.weights, self.processor, self.implementation.encode())
         if not all(0 < len(field) <= MAX_PRODUCER_BYTES for field in fields):
             raise InvalidRequestError(
-                "model, weights, processor and implementation of a producer have 1 to "
+                "model, weights, processor and implementation of a producer must have 1 to "
                 f"{MAX_PRODUCER_BYTES} bytes each"
             )
         if len(self.dtype.encode()) > MAX_DTYPE_BYTES:
-            raise InvalidRequestError(f"the dtype of a producer has at most {MAX_DTYPE_BYTES} bytes")
+            raise InvalidRequestError(f"the dtype of a producer may have at most {MAX_DTYPE_BYTES} bytes")
 
     @classmethod
     def from_message(cls, message: pb.Producer) -> Self:
-        """Return the producer that a message of the contract names."""
+        """Return the producer in a message of the contract."""
         return cls(message.model, message.weights, message.processor, message.dtype, message.implementation)
 
     def to_message(self) -> pb.Producer:
-        """Return the message of the contract that names this producer."""
+        """Return this producer as a message of the contract."""
         return pb.Producer(
             model=self.model,
             weights=self.weights,
@@ -53,10 +54,10 @@ class Producer:
 
 @dataclass(frozen=True, slots=True)
 class EngineKey:
-    """An engine's own name of an image, under a named scheme.
+    """An engine's own name for an image, in a named scheme.
 
-    The key covers all that the image's grid and rows depend on, other than the producer. Raises `InvalidRequestError`
-    for one that is empty or too long.
+    The key must cover everything that the image's grid and rows depend on, except the producer. Raises
+    `InvalidRequestError` for a scheme or key that is empty or too long.
     """
 
     scheme: str
@@ -66,14 +67,14 @@ class EngineKey:
         fits = 0 < len(self.scheme.encode()) <= MAX_SCHEME_BYTES and 0 < len(self.key) <= MAX_ENGINE_KEY_BYTES
         if not fits:
             raise InvalidRequestError(
-                f"an engine's key has 1 to {MAX_ENGINE_KEY_BYTES} bytes, its scheme 1 to {MAX_SCHEME_BYTES}"
+                f"an engine key must have 1 to {MAX_ENGINE_KEY_BYTES} bytes, and its scheme 1 to {MAX_SCHEME_BYTES}"
             )
 
     @classmethod
     def from_message(cls, message: pb.EngineKey) -> Self:
-        """Return the key that a message of the contract names."""
+        """Return the key in a message of the contract."""
         return cls(message.scheme, message.key)
 
     def to_message(self) -> pb.EngineKey:
-        """Return the message of the contract that names this key."""
+        """Return this key as a message of the contract."""
         return pb.EngineKey(scheme=self.scheme, key=self.key)

@@ -1,23 +1,68 @@
-"""Segment file: how a client tells a server's shared memory from other files that a server might name."""
+"""Segment files: rows in shared memory, in a file that belongs to the process that created it.
 
+The owner holds an exclusive `flock` on its file for as long as it runs. The kernel drops the lock when the owner ends,
+however it ends, so a file that can be locked has no owner and may be removed. Process ids would not work between
+containers that share a folder.
+"""
+
+import fcntl
 import os
+import secrets
 import stat
+from pathlib import Path
 
 from encoder_contract.endpoint import is_local
 from encoder_contract.errors import InternalError
 from encoder_contract.handle import SEGMENT_ID_BYTES
 
 MAGIC = b"ENCROWS1"
-"""The bytes after the id at the beginning of every segment."""
+"""The bytes after the id at the beginning of every segment of a server. They tell it from other files."""
 CALLERS_PREFIX = "encoder-client-"
 """Prefix of the files through which callers put rows, in the folder of the server's segment."""
+
+
+def create_owned(folder: Path, prefix: str) -> tuple[Path, int]:
+    """Create a locked file that only this user can open; return its path and descriptor. Raises `OSError`."""
+    while True:
+        path = folder / f"{prefix}{os.getpid()}-{secrets.token_hex(6)}.rows"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink:
+                return path, file
+        except BlockingIOError:
+            pass
+        os.close(file)  # another process removed the file before we locked it
+
+
+def remove_ownerless(folder: Path, prefix: str) -> list[Path]:
+    """Remove the files in `folder` whose owners have ended, so that a crash leaks no memory; return their paths."""
+    return [path for path in folder.glob(f"{prefix}*.rows") if _remove_ownerless(path)]
+
+
+def _remove_ownerless(path: Path) -> bool:
+    try:
+        # The folder may hold other files: without O_NONBLOCK, opening a FIFO would block until it has a writer.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # it belongs to another user, or was removed
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        return True
+    except OSError:
+        return False  # its owner is running
+    finally:
+        os.close(file)
 
 
 def open_segment(path: str) -> int:
     """Open a segment of this user for reading; return the file descriptor.
 
-    Follows no link and does not block. Raises `OSError` if it cannot be opened, and `InternalError` if it is not a
-    segment of this user.
+    Does not follow links and does not block. Raises `OSError` if the file cannot be opened, and `InternalError` if it
+    is not a segment of this user.
     """
     # Without O_NONBLOCK, opening a FIFO blocks until another process opens it for writing.
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -26,16 +71,16 @@ def open_segment(path: str) -> int:
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not ours or os.pread(file, len(MAGIC), SEGMENT_ID_BYTES) != MAGIC:
             raise InternalError(f"{path} is not a segment of this user")
-    except BaseException:  # Ctrl-C too: nothing else would close the file
+    except BaseException:  # Ctrl-C too: otherwise the file would stay open
         os.close(file)
         raise
     return file
 
 
 def segment_proof(endpoint: str, path: str) -> bytes:
-    """Return the proof for the server at `endpoint` that we can read the segment that it named: its first bytes.
+    """Return the first bytes of a segment, which prove to the server at `endpoint` that we can read its segment.
 
-    Empty if we cannot read it, or the server is not known to be on this host: no other server gets bytes of files.
+    Return nothing if we cannot read the file. Servers that are not known to be on this host never get bytes of a file.
     """
     if not path or not is_local(endpoint):
         return b""

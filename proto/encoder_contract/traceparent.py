@@ -1,4 +1,4 @@
-"""The W3C trace context that a call's metadata may carry: `traceparent`, as OpenTelemetry writes it."""
+"""The W3C trace context in a call's metadata: `traceparent`, as OpenTelemetry writes it."""
 
 import re
 
@@ -7,6 +7,6 @@ _FORMAT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def trace_id(traceparent: str) -> str:
-    """Return the trace id (32 hexadecimal digits) in a `traceparent`; empty when it is none."""
+    """Return the trace id (32 hexadecimal digits) in a `traceparent`; empty if `traceparent` is invalid."""
     found = _FORMAT.fullmatch(traceparent)
     return found[1] if found and found[1].strip("0") else ""

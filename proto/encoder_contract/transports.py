@@ -1,4 +1,4 @@
-"""Transports by name: what metrics, logs and the client call each value of the enum `Transport`."""
+"""Names of the transports, as metrics, logs and the client use them."""
 
 from collections.abc import Mapping
 
@@ -9,4 +9,4 @@ TRANSPORT_NAMES: Mapping[pb.Transport.ValueType, str] = {
     for name, value in pb.Transport.items()
     if value != pb.TRANSPORT_UNSPECIFIED
 }
-"""Value -> name, "inline" for `TRANSPORT_INLINE`."""
+"""Value of the enum `Transport` -> its name: "inline" for `TRANSPORT_INLINE`."""

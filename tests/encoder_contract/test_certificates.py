@@ -71,12 +71,12 @@ def test_errors_in_certificate_files_name_the_files(issued: Issued, tmp_path: Pa
     other.mkdir()
     foreign = Authority().issue(other, "server", ["localhost"])
     with pytest.raises(
-        ValueError, match=f"{issued.cert} and {foreign.key}: the key is not the certificate's"
+        ValueError, match=f"{issued.cert} and {foreign.key}: the key does not belong to the certificate"
     ):
         Certificates(issued.cert, foreign.key)
     with pytest.raises(ValueError, match=f"{tmp_path}: "):
         Certificates(*issued, ca=str(tmp_path))
-    with pytest.raises(ValueError, match=f"{issued.key}: this is not PEM"):
+    with pytest.raises(ValueError, match=f"{issued.key}: the file is not valid PEM"):
         Certificates(*issued, ca=issued.key)
     key = load_pem_private_key(Path(issued.key).read_bytes(), None)
     locked = tmp_path / "locked.pem"

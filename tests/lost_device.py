@@ -19,7 +19,7 @@ from torch import Tensor
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
-from encoder_service.engine import devices, process, session, watchdog
+from encoder_service.engine import device, devices, process, session
 from encoder_service.engine import model as loading
 from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
@@ -181,7 +181,7 @@ def main(descriptors: list[int], *, parent: int) -> None:
             return model
         return STAGES[what](model)
 
-    watchdog.TICK_S, watchdog.HUNG_S = 0.05, 1.0
+    device.TICK_S, device.HUNG_S = 0.05, 1.0
     vars(process)["load_model"] = load
     process.main(descriptors, parent=parent)
 

@@ -1,8 +1,12 @@
-"""The device of this process: its CUDA streams, and whether it still works. On the CPU a stream does nothing."""
+"""The device of this process: CUDA streams, whether it is lost or out of memory, a watchdog for a device that hangs.
 
+On the CPU a stream does nothing.
+"""
+
+import threading
 import traceback
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 
 class CudaStream:
-    """Work enqueued inside `with stream.use():` overlaps with that of other streams."""
+    """Work enqueued inside `with stream.use():` overlaps with the work of other streams."""
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
@@ -21,7 +25,7 @@ class CudaStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> "torch.cuda.Event | None":
-        """Return an event that passes when everything enqueued so far is done; who waits for it takes no core."""
+        """Return an event that passes when all work enqueued so far is done. Waiting for it does not use a core."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -29,7 +33,7 @@ class CudaStream:
         return event
 
     def receive(self, event: "torch.cuda.Event | None", tensors: Iterable[Tensor]) -> None:
-        """Let this stream's next work wait for `event`; keep the memory of `tensors` until it is done with them."""
+        """Make this stream's next work wait for `event`, and keep the memory of `tensors` until this stream is done."""
         if self._stream is None or event is None:
             return
         self._stream.wait_event(event)
@@ -60,38 +64,39 @@ class Device:
 
     @property
     def can_hang(self) -> bool:
-        """Whether what waits for it may wait for ever; on the CPU a thread does its work itself."""
+        """Whether a wait for the device may never end. On the CPU threads do the work themselves."""
         return self.kind != "cpu"
 
     def stream(self) -> CudaStream:
-        """Return a stream of its own for a worker."""
+        """Return a new stream."""
         return CudaStream(self.name)
 
     def is_lost(self) -> bool:
-        """Whether nothing more can succeed on it in this process; to be asked on the thread that met an error.
+        """Whether no further work can succeed in this process. Call it on the thread that caught an error.
 
-        Errors do not tell: those of CUDA, cuBLAS, cuDNN, Triton and DALI have types and words of their own, and a
-        launch that was refused, or memory that ran out, leaves the device as it was. But a device that is lost fails
-        every later call, and so the wait that this is.
+        The error itself does not tell: CUDA, cuBLAS, cuDNN, Triton and DALI have their own types and messages, and a
+        device still works after a refused launch or when its memory has run out. But a lost device fails every later
+        call, so this waits for the stream.
         """
         try:
             self.synchronize()
-        except RuntimeError:  # what torch's own errors derive from
+        except RuntimeError:  # the base of torch's own errors
             return True
         return False
 
     @staticmethod
     def is_full(error: Exception) -> bool:
-        """Whether an error means that memory ran out there: torch's own allocator says so by type, others in words.
+        """Whether an error means that the device is out of memory.
 
-        CUDA and Triton say "out of memory", cuBLAS and cuDNN "..._STATUS_ALLOC_FAILED".
+        torch's allocator has a type for it. CUDA and Triton say "out of memory", cuBLAS and cuDNN
+        "..._STATUS_ALLOC_FAILED".
         """
         if isinstance(error, torch.OutOfMemoryError):
             return True
         return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
     def memory(self) -> DeviceMemory:
-        """Return the state of its memory now; zeros on the CPU, which has none of its own."""
+        """Return the state of the device's memory; zeros on the CPU."""
         if self.kind == "cpu":
             return DeviceMemory()
         free, total = torch.cuda.mem_get_info(self.name)
@@ -100,20 +105,84 @@ class Device:
         )
 
     def recover(self, error: Exception) -> None:
-        """After memory ran out: give back what `error` keeps alive, and what torch keeps for later.
+        """Free device memory after it ran out: what `error` keeps alive, and what torch has cached.
 
-        The locals of the calls that failed are the activations of the batch; the smaller batches that follow need
-        their room.
+        The locals of the failed calls are the batch's activations. The smaller batches that follow need that memory.
         """
         traceback.clear_frames(error.__traceback__)
         self.empty_cache()
 
     def empty_cache(self) -> None:
-        """Give the memory that torch has reserved and does not use back to the device."""
+        """Return memory to the device that torch has reserved and does not use."""
         if self.kind == "cuda":
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Wait for what this thread's current stream has to do. Nothing on the CPU, which cannot be lost."""
+        """Wait for the work of this thread's current stream. Does nothing on the CPU, which cannot be lost."""
         if self.kind == "cuda":
             torch.cuda.current_stream(self.name).synchronize()
+
+
+# CUDA has no wait with a time limit, so a wait for a device that hangs never ends: a watchdog notices it.
+TICK_S = 1.0
+"""Time between two checks. Checks are counted, not seconds: a process stopped for a minute has not hung."""
+HUNG_S = 30.0
+"""Work that takes this long has hung, unless it was predicted to take long."""
+HUNG_FACTOR = 50.0
+"""Work may take this many times its predicted time."""
+DECODE_S = 12.0
+"""Predicted time to decode an image on the CPU and copy it. 50 times this is beyond any limit on decoding."""
+FRAME_S = 0.01
+"""The same for each frame of a video that is decoded on the way. 50 times this is beyond the limit for one frame."""
+
+
+class HungDeviceError(RuntimeError):
+    """Work on the device takes so long that it will not end."""
+
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    name: str
+    left_s: float
+
+
+class Watchdog:
+    """Watches the work of threads on a device. Thread-safe."""
+
+    def __init__(self, on_hang: Callable[[HungDeviceError], None]) -> None:
+        """`on_hang` is called at most once, on the watchdog's thread."""
+        self._on_hang = on_hang
+        self._lock = threading.Lock()
+        self._watched: set[_Watched] = set()
+        self._closed = threading.Event()
+
+    @contextmanager
+    def watching(self, name: str, predicted_s: float = 0.0) -> Iterator[None]:
+        """Watch the block. `predicted_s` is how long it should take; 0 if that is unknown or short."""
+        watched = _Watched(name, max(HUNG_S, HUNG_FACTOR * predicted_s))
+        with self._lock:
+            self._watched.add(watched)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watched.discard(watched)
+
+    def run(self) -> None:
+        """Check every `TICK_S` until work hangs or `close` is called. Runs on its own thread."""
+        while not self._closed.wait(TICK_S):
+            if (error := self.check()) is not None:
+                self._on_hang(error)
+                return
+
+    def check(self) -> HungDeviceError | None:
+        """Count one tick against all watched work; return an error if some of it has hung."""
+        with self._lock:
+            for watched in self._watched:
+                watched.left_s -= TICK_S
+            hung = next((watched for watched in self._watched if watched.left_s <= 0), None)
+        return None if hung is None else HungDeviceError(f"{hung.name} on the device does not end")
+
+    def close(self) -> None:
+        """End `run`."""
+        self._closed.set()

@@ -1,6 +1,6 @@
-"""The devices of a server: a process for each, started, watched by its end, and started again.
+"""The device processes of a server: start one for each device, notice its end, start it again.
 
-No torch here: the processes load while the server imports it.
+This module does not import torch, so that the processes load while the server imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.engine.watchdog import LOST, STUCK
 
 if TYPE_CHECKING:
     from encoder_service.engine.model import MemoryPlan
@@ -28,9 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOST, STUCK = 70, 71
+"""Exit codes of a process whose device was lost, or hangs."""
 ENDS = ("crashed", "killed", "lost", "stuck")
-"""Why processes ended; what others kill, as the kernel does when memory is short, was killed."""
-# Connections of a process, one for each thread: prepare, vit and copy-out, and those that decode images by themselves.
+"""Why processes ended. "killed": by another process, or by the kernel when memory was short."""
+# Connections of a process, one for each thread: prepare, vit and copy-out, and the threads that decode single images.
 _OTHER_THREADS, _MOST_DECODE_THREADS = 3, 8
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptors!r}, parent={parent})"
@@ -39,9 +40,9 @@ _MODULE = "encoder_service.engine.process"
 
 
 class DeviceProcess:
-    """The process of one device, and the next one when it has ended.
+    """The process of one device, and its successor after it has ended.
 
-    `state` is what it told last. The kernel ends a process with the thread that started it.
+    `state` is its last report. The kernel ends a process with the thread that started it.
     """
 
     def __init__(self, config: Config, number: int, processes: int) -> None:
@@ -52,25 +53,25 @@ class DeviceProcess:
         self._processes = processes
         self.plan: MemoryPlan | None = None  # once it has loaded
         self.state: DeviceState | None = None
-        self._counts: Counter[str] = Counter()  # of processes that have ended
+        self._counts: Counter[str] = Counter()  # of earlier processes
         self.is_up = False
         self.restarts = dict.fromkeys(ENDS, 0)
         self.failures = 0
-        """How many processes have ended in a row, without a batch in between."""
-        self._asking = threading.Lock()
+        """How many processes have ended in a row without a completed batch."""
+        self._counting_lock = threading.Lock()
         self.start()
 
     def start(self) -> None:
         """Start a process."""
         threads = _OTHER_THREADS + (self._config.decode_threads or _MOST_DECODE_THREADS)
         pairs = [Pipe() for _ in range(2 + threads)]
-        theirs = [end.fileno() for _, end in pairs]
-        program = _PROGRAM.format(path=sys.path, module=_MODULE, descriptors=theirs, parent=os.getpid())
+        descriptors = [end.fileno() for _, end in pairs]
+        program = _PROGRAM.format(path=sys.path, module=_MODULE, descriptors=descriptors, parent=os.getpid())
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-c", program],
-            pass_fds=theirs,
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # libraries that print do so to the log
+            stdout=2,  # what libraries print goes to the log
             start_new_session=True,  # Ctrl-C in our terminal is for the server alone
         )
         for _, end in pairs:
@@ -78,31 +79,31 @@ class DeviceProcess:
         self.control: Connection
         self._counting: Connection
         self.control, self._counting, *self.connections = (end for end, _ in pairs)
-        with suppress(OSError):  # it has ended: `loaded` says so
+        with suppress(OSError):  # the process has ended: `loaded` reports it
             self.control.send((self._config, self.number, self._processes))
 
     def loaded(self) -> Loaded:
-        """Wait until the process has loaded; return what it says. Raises `ConfigError` if it cannot."""
+        """Wait until the process has loaded; return its report. Raises `ConfigError` if it cannot load."""
         try:
-            said: Loaded | ConfigError = self.control.recv()
+            report: Loaded | ConfigError = self.control.recv()
         except (EOFError, OSError):
             status = self.process.wait()
-            said = ConfigError(
+            report = ConfigError(
                 f"{flag('devices')} {self.name}: its process ended with status {status} while it loaded"
             )
-        if isinstance(said, ConfigError):
+        if isinstance(report, ConfigError):
             self.end()
-            raise said
-        return said
+            raise report
+        return report
 
     def ended(self) -> str:
-        """Wait until the process has ended; return why, one of `ENDS`, and count it."""
+        """Wait until the process has ended; return the reason, one of `ENDS`, and count it."""
         self.is_up = False
         self._counts, self.state = self.counts, None
         status = self.process.wait()
         self.end()
-        known = {LOST: "lost", STUCK: "stuck", -signal.SIGKILL: "killed"}
-        why = known.get(status, "crashed")
+        reasons = {LOST: "lost", STUCK: "stuck", -signal.SIGKILL: "killed"}
+        why = reasons.get(status, "crashed")
         self.restarts[why] += 1
         return why
 
@@ -115,7 +116,7 @@ class DeviceProcess:
 
     @property
     def counts(self) -> Counter[str]:
-        """What the device's processes have counted; see `DeviceState`."""
+        """The counters of all processes of the device; see `DeviceState`."""
         return self._counts + self.state.counts if self.state is not None else self._counts
 
     def counted(self, width: int, height: int) -> Grid | str:
@@ -124,11 +125,11 @@ class DeviceProcess:
         Raises `EncoderError`.
         """
         try:
-            with self._asking:
+            with self._counting_lock:
                 self._counting.send((width, height))
                 answer: Grid | str | EncoderError = self._counting.recv()
         except (EOFError, OSError) as error:
-            raise UnavailableError(f"the process of {self.name} is being started again: retry") from error
+            raise UnavailableError(f"the process of {self.name} is being restarted: retry") from error
         if isinstance(answer, EncoderError):
             raise answer
         return answer

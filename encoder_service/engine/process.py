@@ -30,11 +30,11 @@ from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.settings import ConfigError, flag
 from encoder_service.config import Config
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
-from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.device import Device, DeviceMemory, HungDeviceError
+from encoder_service.engine.devices import LOST, STUCK
 from encoder_service.engine.job_queue import LOST as LOST_DEVICE
 from encoder_service.engine.job_queue import GroupEncode, Job, Work
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads, load_model
-from encoder_service.engine.watchdog import LOST, STUCK, HungDeviceError
 from encoder_service.engine.workers import Engine, GroupEncoder
 from encoder_service.families.model import CountedRows, Inputs, VisionModel
 from encoder_service.image.decoder_process import end_with_parent

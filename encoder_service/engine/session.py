@@ -1,7 +1,7 @@
-"""The server's side of its devices: their processes take jobs from its queue, and put rows into its store.
+"""The server's side of its devices: their processes take jobs from the server's queue and put rows into its store.
 
-`Devices` is what `Engine` is to a model of this process. A `Session` answers one process until that ends; what it had
-begun goes back to the queue.
+`Devices` takes the place of an `Engine` in this process. A `Session` answers one process until it ends; then the jobs
+that the process had begun go back to the queue.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from encoder_service.vision.ulysses import meeting_place
 
 log = logging.getLogger(__name__)
 
-# A device whose processes ended so often in a row, without a batch in between, is given up for a while.
+# After this many consecutive process failures without a completed batch, pause before restarting the device.
 MOST_FAILURES = 5
-# Seconds before a process is started again, by how many have ended in a row.
+# Seconds before a process is restarted, by the number of consecutive failures.
 _PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0)
 _LONG_PAUSE_S = 30.0
 
 Stages = tuple[dict[str, float], dict[str, float]]
-"""Of a job, by name of the stage: how long it took, ms, and when it began, s."""
+"""Durations (ms) and start times (s) of a job's stages, by name."""
 
 
 class Devices:
-    """Serves the processes of all devices from one queue and one store, and starts those again that end."""
+    """Serves the processes of all devices from one queue and one store, and restarts processes that end."""
 
     def __init__(
         self, devices: Sequence[DeviceProcess], jobs: JobQueue, store: Store, metrics: Metrics
@@ -59,9 +59,9 @@ class Devices:
         self._metrics = metrics
         self._closed = threading.Event()
         self._meeting = meeting_place() if len(devices) > 1 else None
-        # Not waited for by `stop`: it ends when the store is closed.
+        # `stop` does not wait for it: it ends when the store is closed.
         self._migrator = self.thread("tier-migrator", store.keep_moving)
-        self._threads = [self.thread(f"device-{device.number}", self._keep, device) for device in devices]
+        self._threads = [self.thread(f"device-{device.number}", self._serve, device) for device in devices]
 
     def start(self) -> None:
         """Start the threads."""
@@ -69,7 +69,7 @@ class Devices:
             thread.start()
 
     async def stop(self) -> None:
-        """Wait until the processes have finished what they are at; the queue is closed."""
+        """Wait until the processes have finished their current jobs. Close the queue first."""
         self._closed.set()
         for device in self._devices:
             if not device.is_up:
@@ -77,18 +77,18 @@ class Devices:
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
-    def thread(self, name: str, work: Callable[..., None], *given: Any) -> threading.Thread:
-        """Return a thread that is not started. An error that `work` does not handle ends the server."""
+    def thread(self, name: str, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+        """Return a new thread, not started. An error that `work` does not handle ends the server."""
 
         def run() -> None:
             try:
-                work(*given)
+                work(*arguments)
             except BaseException as error:  # noqa: BLE001 - a thread never ends silently
                 self._jobs.abort(f"the server's thread {name} died", error)
 
         return threading.Thread(target=run, name=name, daemon=True)
 
-    def _keep(self, device: DeviceProcess) -> None:
+    def _serve(self, device: DeviceProcess) -> None:
         while True:
             port = self._meeting.port if self._meeting is not None else 0
             share = 1 / len(self._devices)
@@ -102,7 +102,7 @@ class Devices:
                     return
 
     def _start(self, device: DeviceProcess, why: str) -> bool:
-        """Start a process after a pause; return whether it has loaded. Ends the server if no device works."""
+        """Start a process after a pause. Return whether it has loaded. Ends the server if all devices keep failing."""
         device.failures += 1
         if all(each.failures >= MOST_FAILURES for each in self._devices):
             self._jobs.abort("the server lost its devices", RuntimeError(f"the last process ended ({why})"))
@@ -112,7 +112,7 @@ class Devices:
             return False
         try:
             device.start()
-            if self._closed.is_set():  # `stop` may have killed the process before this one
+            if self._closed.is_set():  # `stop` killed the previous process, not this one
                 device.end()
                 return False
             device.loaded()
@@ -123,10 +123,10 @@ class Devices:
 
 
 class Session:
-    """One process of a device, from its attachment to its end. The process's threads call the public methods.
+    """Serves one process of a device until it ends. The process's threads call the public methods.
 
-    They name jobs by numbers, which are never used again, so that a job that everybody left is not taken for a later
-    one with its address.
+    Both sides name jobs by numbers, which are not reused, so that a dropped job is never confused with a later one at
+    its address.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Session:
         share: float,
         port: int = 0,
     ) -> None:
-        """`share` is that of the device in the server's time, `port` that where processes meet; 0: there is one."""
+        """`share` is 1 / the number of devices; `port` is where processes meet for group encodes, 0 for one device."""
         self._process = device
         self._device = device.number
         self._queue = jobs
@@ -148,7 +148,7 @@ class Session:
         self._port = port
         self._numbers = count()
         self._jobs: dict[int, Job] = {}
-        self._files: dict[int, VideoFile] = {}  # being decoded: the process opens their descriptors
+        self._files: dict[int, VideoFile] = {}  # of videos being decoded: the process opens their descriptors
         self._waiting: set[int] = set()  # for a batch
         self._lock = threading.Lock()
         self._reserved: Counter[int] = Counter()
@@ -156,7 +156,7 @@ class Session:
         self._pins: dict[bytes, Pin] = {}
 
     def run(self, thread: Callable[..., threading.Thread]) -> None:
-        """Let the process work until it ends, by itself or otherwise; then undo what it had begun."""
+        """Serve the process until it ends for any reason; then undo its unfinished work."""
         segment, process = self._store.segment, self._process
         handlers = [
             thread(f"device-{self._device}-{n}", self._answer, connection)
@@ -187,26 +187,26 @@ class Session:
     def _answer(self, connection: Connection) -> None:
         try:
             while True:
-                call, given, is_asked = connection.recv()
+                call, arguments, wants_answer = connection.recv()
                 try:
-                    answer = getattr(self, call)(*given)
+                    answer = getattr(self, call)(*arguments)
                 except EncoderError as error:
                     answer = error
-                if is_asked:
+                if wants_answer:
                     connection.send(answer)
         except (EOFError, OSError):
             pass
         except BaseException:
-            self._process.process.kill()  # its thread would wait for an answer
+            self._process.process.kill()  # its thread would wait for the answer forever
             raise
 
     # The queue: see `Work`
 
     def take_to_prepare(self, max_images: int, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
-        return self._taken(self._queue.take_to_prepare(max_images, max_pixels, self._device))
+        return self._send(self._queue.take_to_prepare(max_images, max_pixels, self._device))
 
     def take_single(self, max_pixels: int) -> tuple[list[TakenJob], list[int]]:
-        return self._taken(self._queue.take_single(max_pixels, self._device))
+        return self._send(self._queue.take_single(max_pixels, self._device))
 
     def is_wanted(self, number: int) -> bool:
         return self._queue.is_wanted(self._jobs[number])
@@ -214,25 +214,27 @@ class Session:
     def decoded(self, numbers: Sequence[int], seconds: float) -> None:
         for number in numbers:
             self._files.pop(number, None)
-        self._queue.decoded(self._named(numbers), seconds)
+        self._queue.decoded(self._by_number(numbers), seconds)
 
     def retry_single(self, number: int) -> None:
         self._queue.retry_single(self._jobs.pop(number))
 
     def prepared(self, numbers: Sequence[int], pixels: Sequence[bytes]) -> None:
-        jobs = self._named(numbers)
+        jobs = self._by_number(numbers)
         for job, digest in zip(jobs, pixels, strict=True):
             job.pixels = digest
-        self._waiting.update(numbers)  # before another thread can take them
+        self._waiting.update(numbers)  # first: another thread may take the jobs at once
         self._queue.prepared([(job, {}) for job in jobs], None)
 
     def take_batch(self, budget_patches: int) -> tuple[list[int] | GroupEncode, float, float, list[int]]:
         jobs, starved_s = self._queue.take_batch(budget_patches, self._device)
-        taken = jobs if isinstance(jobs, GroupEncode) else self._numbered(jobs)
-        return taken, starved_s, self._queue.encode_s(1), self._gone()
+        taken = jobs if isinstance(jobs, GroupEncode) else self._take_numbers(jobs)
+        return taken, starved_s, self._queue.encode_s(1), self._pop_gone()
 
     def take_overtaking(self, batch: Sequence[int], most_patches: int) -> list[int]:
-        return self._numbered(self._queue.take_overtaking(self._named(batch), most_patches, self._device))
+        return self._take_numbers(
+            self._queue.take_overtaking(self._by_number(batch), most_patches, self._device)
+        )
 
     def form_group(self, number: int) -> GroupEncode | None:
         return self._queue.form_group(self._jobs[number], self._device)
@@ -241,11 +243,11 @@ class Session:
         self._queue.group_failed()
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        self._queue.put_back(self._named(numbers))
+        self._queue.put_back(self._by_number(numbers))
         self._waiting.update(numbers)
 
     def failed(self, numbers: Sequence[int], error: EncoderError) -> None:
-        jobs = self._named(numbers)
+        jobs = self._by_number(numbers)
         if len(jobs) == 1:
             del self._jobs[numbers[0]]
         self._queue.failed(jobs, error)
@@ -259,19 +261,19 @@ class Session:
         seconds: float,
     ) -> None:
         self._process.failures = 0
-        jobs = [self._ended(*each) for each in zip(numbers, stages, strict=True)]
+        jobs = [self._pop(*each) for each in zip(numbers, stages, strict=True)]
         pins = [error or self._pins.pop(job.key.address) for job, error in zip(jobs, errors, strict=True)]
         self._queue.encoded(jobs, pins, seconds)
 
     def drop(self, number: int, error: EncoderError, stages: Stages) -> None:
-        self._queue.drop(self._ended(number, stages), error)
+        self._queue.drop(self._pop(number, stages), error)
 
     # The store: see `RowStore`
 
     def put(
         self, address: bytes, tokens: int, grid: arena.Grid, holder: str, is_reserved: bool
     ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Return where to write the rows, tier and extents, before `commit` or `abandon`; None if they are held."""
+        """Return the tier and the extents to write the rows to, before `commit` or `abandon`; None if they are held."""
         entry, is_new = self._store.begin_put(
             address, tokens, grid, holder, is_reserved=is_reserved, is_shared=True
         )
@@ -300,23 +302,23 @@ class Session:
             self._reserved[tokens] -= 1
         self._store.release(tokens)
 
-    def measured(self, method: str, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Record what a worker measured; see `Metrics`."""
+    def measured(self, method: str, values: Sequence[Any], labels: Mapping[str, Any]) -> None:
+        """Call a method of `Metrics`; seconds of one device count as its share of the server's time."""
         if method == "starved":
-            given = [given[0] * self._share]
+            values = [values[0] * self._share]
         elif method == "batch":
-            given = [given[0], given[1] * self._share, given[2]]
-        getattr(self._metrics, method)(*given, **named)
+            values = [values[0], values[1] * self._share, values[2]]
+        getattr(self._metrics, method)(*values, **labels)
 
-    # Numbers
+    # Jobs by number
 
-    def _ended(self, number: int, stages: Stages) -> Job:
+    def _pop(self, number: int, stages: Stages) -> Job:
         job = self._jobs.pop(number)
         job.stage_ms, job.stage_began_s = stages
         return job
 
-    def _taken(self, jobs: Sequence[Job]) -> tuple[list[TakenJob], list[int]]:
-        taken = []
+    def _send(self, jobs: Sequence[Job]) -> tuple[list[TakenJob], list[int]]:
+        sent = []
         for job in jobs:
             job.number = next(self._numbers)
             self._jobs[job.number] = job
@@ -326,7 +328,7 @@ class Session:
                     self._files[job.number] = file
                     video = f"/proc/{os.getpid()}/fd/{file.descriptor}", file.size
                 source = replace(source, file=None)
-            taken.append(
+            sent.append(
                 TakenJob(
                     *(job.number, job.key, source, job.grid, job.queued_at),
                     patches=task.patches,
@@ -335,18 +337,18 @@ class Session:
                     video=video,
                 )
             )
-        return taken, self._gone()
+        return sent, self._pop_gone()
 
-    def _named(self, numbers: Sequence[int]) -> list[Job]:
+    def _by_number(self, numbers: Sequence[int]) -> list[Job]:
         return [self._jobs[number] for number in numbers]
 
-    def _numbered(self, jobs: Sequence[Job]) -> list[int]:
+    def _take_numbers(self, jobs: Sequence[Job]) -> list[int]:
         numbers = [job.number for job in jobs]
         self._waiting.difference_update(numbers)
         return numbers
 
-    def _gone(self) -> list[int]:
-        """Forget those of the waiting jobs that nobody wants any more; return them, for the process to forget."""
+    def _pop_gone(self) -> list[int]:
+        """Forget jobs that were dropped while they waited for a batch; return them, for the process to forget too."""
         with self._lock:
             gone = [n for n in list(self._waiting) if self._jobs[n].task.state is State.GONE]
             for number in gone:
@@ -356,19 +358,19 @@ class Session:
 
 
 class ServedRows(CountedRows):
-    """A rule whose rows a device's process counts."""
+    """A geometry rule that asks a device process for the rows of each size."""
 
     def __init__(self, devices: Sequence[DeviceProcess], max_rows: int) -> None:
-        super().__init__(lambda *_: Grid(1, 0, 1), max_rows)  # not called: `counted` asks
+        super().__init__(lambda *_: Grid(1, 0, 1), max_rows)  # not called: `counted` is overridden
         self._devices = devices
 
     def counted(self, width: int, height: int) -> Grid | str:
-        """Ask the first device that works."""
+        """Ask the first device that is up."""
         return min(self._devices, key=lambda device: not device.is_up).counted(width, height)
 
 
 class ServedTower:
-    """What the server knows of the tower that its devices have: the part of `VisionModel` that it asks for."""
+    """The devices' tower, for the server: implements the part of `VisionModel` that the server needs."""
 
     def __init__(self, loaded: Loaded, devices: Sequence[DeviceProcess]) -> None:
         self._loaded = loaded
@@ -382,7 +384,7 @@ class ServedTower:
 
 
 class ServedDecoder(Decoder):
-    """Reads headers in the server; the devices' processes decode."""
+    """The devices' decoder, for the server: reads headers here; the device processes decode."""
 
     def __init__(self, files: FileDecoder, loaded: Loaded, devices: Sequence[DeviceProcess]) -> None:
         super().__init__(torch.device("cpu"), files)
@@ -396,8 +398,8 @@ class ServedDecoder(Decoder):
     @property
     def deaths(self) -> Mapping[str, int]:
         return {
-            reason: ours + sum(device.counts[reason] for device in self._devices)
-            for reason, ours in self._files.deaths.items()
+            reason: local + sum(device.counts[reason] for device in self._devices)
+            for reason, local in self._files.deaths.items()
         }
 
     @property
@@ -409,7 +411,7 @@ class ServedDecoder(Decoder):
 
 
 def served_model(config: Config, devices: Sequence[DeviceProcess]) -> Model:
-    """Wait until all devices have loaded; return what the server knows of the model that they have.
+    """Wait until all devices have loaded; return the server's view of their model.
 
     Raises `ConfigError` naming what a device cannot load.
     """

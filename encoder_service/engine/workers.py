@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_service.engine.device import CudaStream
+from encoder_service.engine.device import DECODE_S, FRAME_S, CudaStream, Watchdog
 from encoder_service.engine.job_queue import LOST, GroupEncode, Job, Work
 from encoder_service.engine.model import Model
-from encoder_service.engine.watchdog import DECODE_S, FRAME_S, Watchdog
 from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
 from encoder_service.image.resize import resize_bilinear

@@ -22,9 +22,8 @@ from encoder_contract.header import read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import LOST_DEVICE
-from encoder_service.engine.device import Device
+from encoder_service.engine.device import Device, Watchdog
 from encoder_service.engine.model import Model
-from encoder_service.engine.watchdog import Watchdog
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
@@ -152,15 +151,15 @@ async def test_a_lost_device_tier_ends_calls_health_and_the_process(
 def test_slow_work_is_not_a_hang_before_its_limit() -> None:
     dog = Watchdog(lambda _: None)
     with dog.watching("unpredicted"), dog.watching("long", predicted_s=2.0):
-        assert [dog.look() for _ in range(29)] == [None] * 29
-        hung = dog.look()
+        assert [dog.check() for _ in range(29)] == [None] * 29
+        hung = dog.check()
         assert "unpredicted" in str(hung)
     with dog.watching("long", predicted_s=2.0):
         with dog.watching("over soon"):
-            assert [dog.look() for _ in range(20)] == [None] * 20
-        assert [dog.look() for _ in range(79)] == [None] * 79
-        assert "long" in str(dog.look())
-    assert dog.look() is None
+            assert [dog.check() for _ in range(20)] == [None] * 20
+        assert [dog.check() for _ in range(79)] == [None] * 79
+        assert "long" in str(dog.check())
+    assert dog.check() is None
 
 
 @pytest.mark.parametrize("name", ["tier-migrator", "cluster-leases"])

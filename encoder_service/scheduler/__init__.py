@@ -1,4 +1,4 @@
-"""Scheduling and admission: pure and synchronous, with the time passed in."""
+"""Scheduling and admission: pure and synchronous; callers pass the time in."""
 
 from encoder_service.scheduler.admission import Limits, most_held
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Claim, Policy, State, Task, least_work_left

@@ -1,7 +1,7 @@
-"""Tasks, the claims on them and their requests; and the policy, which says whose turn is next.
+"""Tasks, the claims on them and their requests; and the policy, which decides whose turn is next.
 
 A task is an address to compute once. The server's policy is `LEAST_WORK_LEFT`. `Order` keeps the claims of one stage
-sorted by the policy: the best task is always the first.
+sorted by the policy: the first task is the next one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 class State(StrEnum):
     """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to SINGLE.
 
-    A task that the batch decoder does not accept begins as SINGLE or LARGE, not WAITING; one that fails there becomes
-    either as well. A task that was interrupted waits to be decoded again.
+    A task that the batch decoder does not accept begins as SINGLE or LARGE, not WAITING. A task on which the batch
+    decoder failed becomes SINGLE or LARGE. A task that was interrupted goes back to the state in which it waited to be
+    decoded.
     """
 
-    WAITING = "waiting"  # its bytes are held, but not decoded
-    SINGLE = "single"  # likewise, to be decoded by itself
-    LARGE = "large"  # likewise, with more source pixels than are decoded at a time, or frames of a video
-    PREPARING = "preparing"  # taken to be decoded and preprocessed
-    PREPARING_SINGLE = "preparing_single"  # likewise, by itself
+    WAITING = "waiting"  # to be decoded in a batch
+    SINGLE = "single"  # to be decoded by itself
+    LARGE = "large"  # to be decoded by itself: has more pixels than are decoded at a time, or is frames of a video
+    PREPARING = "preparing"  # being decoded and preprocessed in a batch
+    PREPARING_SINGLE = "preparing_single"  # being decoded and preprocessed by itself
     PREPARED = "prepared"  # its patches are ready for a batch
     ENCODING = "encoding"  # in a batch that has started
-    SPLIT = "split"  # its batch failed or was too large for the store; it waits for a smaller one
+    SPLIT = "split"  # its batch failed or was too large for the store; it waits for a smaller batch
     GONE = "gone"  # encoded, failed or dropped: no longer in the scheduler
 
 
@@ -41,31 +42,31 @@ class Task:
     address: bytes
     patches: int
     source_bytes: int
-    holder: str  # the holder that admitted it, whose share of the queue it counts towards
-    source_pixels: int = 0  # of the image file: the cost of decoding
-    as_large: bool = False  # decoded beside other images as a large one is
+    holder: str  # of the claim that admitted it: the task counts against this holder's share of the queue
+    source_pixels: int = 0  # of the image file: the cost of decoding it
+    as_large: bool = False  # counts as large when it is decoded by itself
     state: State = State.WAITING
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
     demands: int = 0
-    # Who wanted it when it was last taken out of an order: the holders of demanded claims, and of speculative ones.
+    # The holders charged when it was last taken out of an order: those of demanded claims (True) and speculative ones.
     payers: dict[bool, list[str]] = field(default_factory=dict, repr=False)
-    decoded_from: State = State.WAITING  # where it waited to be decoded
-    device: int = 0  # the number of the device that it was decoded on, or is being decoded on
-    interruptions: int = 0  # how often that device's process ended while it was being encoded
+    decoded_from: State = State.WAITING  # the state in which it waited to be decoded
+    device: int = 0  # the number of the device that decodes or decoded it
+    interruptions: int = 0  # how often a device process ended while encoding it
 
     @property
     def demanded(self) -> bool:
-        """Whether a Fetch wants it; otherwise it is speculative."""
+        """Whether a Fetch wants the task; otherwise it is speculative."""
         return self.demands > 0
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """One call's interest in one task: attached once, ended by `withdraw` or by the task's outcome.
+    """One call's interest in one task. It is attached once, and ends with `withdraw` or with the task.
 
-    The holder is whom it counts against: the unit of every share. An empty one, which is another replica's, becomes
-    the holder that admitted the task. `priority` orders the claims of one holder.
-    `needed_at` is in seconds on the caller's clock; None means that a chunk is waiting for it already.
+    A claim counts against the shares of its holder. Another replica's claim comes with an empty holder, and gets the
+    holder that admitted the task. `priority` orders the claims of one holder.
+    `needed_at` is in seconds on the scheduler's clock; None means that a chunk is waiting already.
     A claim that is not `demanded` is speculative: `needed_at` is then ignored.
     """
 
@@ -78,7 +79,7 @@ class Claim:
     task: Task | None = field(default=None, init=False)
     request: Request | None = field(default=None, init=False, repr=False)
     number: int = field(default=0, init=False)  # order of attachment, unique: the last tie-breaker
-    # Its lane in its order; None: it is in no order.
+    # Its lane in its order; None if it is in no order.
     lane: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,10 +90,9 @@ class Claim:
 class Request:
     """One request of a holder's language model, while any of its images is outstanding.
 
-    `mark` is the reading of the holder's work clock (patches handed to the device for it so far) when the request last
-    named an image it had not named before: naming a new image restarts ageing, so that an identifier that is reused
-    does not stay the oldest one forever. `scale` is the policy's scale of a large request at that time, in
-    patches; 0 before any request has ended.
+    `mark` is the holder's work clock (patches handed to the device for it so far) at the time when the request last
+    named a new image: naming a new image restarts ageing, so that a reused identifier does not stay the oldest one
+    forever. `scale` is the policy's scale of a large request at that time, in patches; 0 before any request has ended.
     """
 
     request_id: str
@@ -108,7 +108,7 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """What is counted for a holder while it has claims: those, and its work clock in patches."""
+    """The counters of a holder while it has claims: the claims, and its work clock in patches."""
 
     claims: int = 0
     clock_patches: int = 0
@@ -129,8 +129,8 @@ class Amount:
         self.source_bytes += sign * task.source_bytes
 
 
-# The larger it is, the more later arrivals may overtake a request: faster on average, slower for big requests.
-# Chosen by simulation, as is the shape of the curve: docs/scheduling.md.
+# The larger this is, the more later arrivals may overtake a request: faster on average, slower for big requests. Its
+# value and the shape of the curve were chosen by simulation: docs/scheduling.md.
 STRETCH = 15
 
 SPECULATIVE_LANE = 64  # lanes below are demanded: two (blocking, ahead of need) for each of 17 priorities
@@ -139,10 +139,10 @@ LAST_LANE = 2 * SPECULATIVE_LANE
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order over the claims of one holder: by lane, then by request, then by claim; the smallest first.
+    """An order over the claims of one holder: by lane, then by request, then by claim; the smallest key first.
 
-    The keys must not depend on the time of asking; a request's key is read again whenever its `left_patches`
-    or `mark` change. `blocking_first` puts claims whose `needed_at` has passed before those ahead of need.
+    The keys must not depend on the current time. A request's key is read again whenever its `left_patches` or `mark`
+    changes. `blocking_first` puts claims whose `needed_at` has passed before claims that are ahead of need.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Policy:
     blocking_first: bool = False
 
     def lane(self, claim: Claim, now: float) -> int:
-        """Return the class of a claim: demanded before speculative, then priority, then blocking or ahead."""
+        """Return the lane of a claim: demanded before speculative, then priority, then blocking before ahead."""
         lane = 2 * (MAX_PRIORITY - claim.priority)
         if not claim.demanded:
             return SPECULATIVE_LANE + lane
@@ -159,11 +159,11 @@ class Policy:
 
     @staticmethod
     def is_demanded(lane: int) -> bool:
-        """Whether claims in this lane are demanded; otherwise they are speculative."""
+        """Whether the claims of a lane are demanded; otherwise they are speculative."""
         return lane < SPECULATIVE_LANE
 
     def is_ahead(self, claim: Claim, now: float) -> bool:
-        """Whether this policy ranks the claim behind blocking ones, because no chunk needs it yet."""
+        """Whether this policy ranks the claim behind blocking claims, because no chunk needs it yet."""
         return (
             self.blocking_first and claim.demanded and claim.needed_at is not None and claim.needed_at > now
         )
@@ -174,10 +174,10 @@ def _chunk(claim: Claim) -> float:
 
 
 def allowance(left_patches: int, scale_patches: float, stretch: float = STRETCH) -> float:
-    """Return how many patches may be encoded before a request with so much work left is due.
+    """Return how many patches may be encoded before a request with `left_patches` of work left is due.
 
-    `stretch` times its work for a small request, growing only logarithmically for one much larger than
-    `scale_patches`, so that the largest requests do not bear the whole cost. At most `stretch * left_patches`.
+    For a small request, that is `stretch` times its work. For requests much larger than `scale_patches` it grows only
+    logarithmically, so that the largest requests do not bear the whole cost. At most `stretch * left_patches`.
     """
     if not scale_patches:
         return stretch * left_patches
@@ -185,7 +185,7 @@ def allowance(left_patches: int, scale_patches: float, stretch: float = STRETCH)
 
 
 def least_work_left(stretch: float = STRETCH) -> Policy:
-    """Order requests by when they are due on the work clock: `mark + allowance(work left)`."""
+    """Return the policy that orders requests by when they are due on the work clock: `mark + allowance(work left)`."""
     return Policy(
         name="least-work-left",
         request_key=lambda request: request.mark + allowance(request.left_patches, request.scale, stretch),
@@ -198,11 +198,11 @@ LEAST_WORK_LEFT = least_work_left()
 
 
 Rank = tuple[int, float, float, int]  # lane, request key, claim key, request number
-Top = tuple[int, float, float, int, "Line"]  # a rank, and whose it is
-Head = tuple[float, int, float, float, int, "Flow"]  # a tag and a rank, and whose they are
+Top = tuple[int, float, float, int, "Line"]  # the rank of a line, and the line
+Head = tuple[float, int, float, float, int, "Flow"]  # the tag and the best rank of a flow, and the flow
 Entry = tuple[float, int, Claim]  # claim key (or `needed_at`), claim number
 
-# Holders with nothing queued whose tags are kept. Beyond that the smallest tags are forgotten: they owe the least.
+# Tags kept of holders that have nothing queued. Beyond this the smallest tags are forgotten: those holders owe least.
 MAX_ABSENT = 4096
 
 
@@ -219,7 +219,7 @@ class Line:
 
 
 class Flow:
-    """The lines of one holder in one class, sorted, and its tag; never empty while it is in the queue."""
+    """The sorted lines of one holder in one class, and the holder's tag; never empty while it is in the queue."""
 
     __slots__ = ("head", "holder", "tag", "tops")
 
@@ -233,9 +233,9 @@ class Flow:
 class FairQueue:
     """The flows of one class (demanded or speculative) in one stage: start-time fair queueing.
 
-    The flow with the smallest tag is served first, and its tag grows by the patches that it is charged: flows that are
-    never empty get equal patches. A holder that queues something after a pause starts at the tag of the flow that was
-    served last, or at its own if that is larger, so that a pause earns nothing and repays nothing.
+    The flow with the smallest tag is served first, and its tag grows by the patches that it is charged. So flows that
+    are never empty get equal patches. A holder that queues work after a pause starts at the tag of the flow that was
+    served last, or at its own tag if that is larger: a pause earns no credit and cancels no debt.
     """
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class FairQueue:
         self._absent_by_tag: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """Holders whose tag is kept."""
+        """Return the number of holders whose tag is kept."""
         return len(self._flows) + len(self._absent)
 
     def first(self) -> Head | None:
@@ -254,7 +254,7 @@ class FairQueue:
         return self._heads[0] if self._heads else None
 
     def tag(self, holder: str) -> float:
-        """Return the tag of a holder, or the one with which it would start now."""
+        """Return the tag of a holder, or the tag with which it would start now."""
         flow = self._flows.get(holder)
         return flow.tag if flow is not None else max(self._served_tag, self._absent.get(holder, 0.0))
 
@@ -273,7 +273,7 @@ class FairQueue:
         self._reposition(flow)
 
     def serve(self, holders: Sequence[str]) -> None:
-        """Note that work of these holders is begun; the clock of the queue is the smallest of their tags."""
+        """Record that work of these holders starts; it advances the served tag to the smallest of their tags."""
         self._served_tag = max(self._served_tag, min(map(self.tag, holders)))
         while self._absent_by_tag and self._absent_by_tag[0][0] <= self._served_tag:
             self._forget(self._absent_by_tag[0][1])
@@ -298,7 +298,7 @@ class FairQueue:
         self._remember(flow.holder, flow.tag)
 
     def forgive(self) -> None:
-        """Forget all tags if all flows are empty; for when nothing that was taken is worked on any more."""
+        """Forget all tags if all flows are empty. Call it only when no taken work is in progress."""
         if not self._flows:
             self._served_tag = 0.0
             self._absent.clear()
@@ -321,16 +321,16 @@ class FairQueue:
 class Order:
     """Claims sorted by class, holder, lane, request and claim; a task with several claims ranks by its best one.
 
-    Three levels, so that a change of a holder's tag or a request's key moves a few lines and not all of its images.
-    Sorted lists rather than heaps: no stale entries, and moving 80 kB of pointers (10 000 lines) takes 3 µs.
+    There are three levels, so that a change of a holder's tag or a request's key moves a few lines, not all images.
+    Sorted lists rather than heaps: there are no stale entries, and moving 80 kB of pointers (10 000 lines) takes 3 µs.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._lines: dict[Request, dict[int, Line]] = {}  # by request and lane
         self._demanded, self._speculative = FairQueue(), FairQueue()
-        self._working = 0  # tasks that were taken and are worked on
-        self._ahead: list[Entry] = []  # by `needed_at`: which claims become blocking next
+        self._working = 0  # tasks taken out and in progress
+        self._ahead: list[Entry] = []  # claims ahead of need, by `needed_at`: the first becomes blocking next
 
     def add(self, claim: Claim, now: float) -> None:
         """Insert a claim whose task has entered this stage."""
@@ -351,9 +351,10 @@ class Order:
         self._forgive()
 
     def take(self, task: Task) -> None:
-        """Remove the claims of a task that is worked on next; `ended` follows. Each holder that wants it is charged.
+        """Remove the claims of a task that is worked on next, and charge each of its holders; call `ended` later.
 
-        Splitting the patches between them would let a name that submits and another that fetches get twice a share.
+        Each holder is charged all patches. If they were split, a client could double its share with two names, one
+        that submits and one that fetches.
         """
         payers = {
             demanded: list(dict.fromkeys(c.holder for c in task.claims if c.demanded is demanded))
@@ -367,12 +368,12 @@ class Order:
         self.charge(task, task.patches)
 
     def ended(self) -> None:
-        """Note that a task that was taken is not worked on any more."""
+        """Record that the work on a taken task has ended."""
         self._working -= 1
         self._forgive()
 
     def charge(self, task: Task, patches: float) -> None:
-        """Count `patches` against each holder that wanted a task when it was taken."""
+        """Count `patches` against each holder that had a claim on the task when it was taken."""
         for demanded, holders in task.payers.items():
             for holder in holders:
                 self._queue(demanded=demanded).charge(holder, patches)
@@ -383,20 +384,20 @@ class Order:
             self._place(line)
 
     def first(self, now: float) -> Claim | None:
-        """Return the best claim on the first task at `now` without removing it."""
+        """Return the best claim on the first task at `now`, without removing it."""
         head = self._first(now)
         return None if head is None else head[5].tops[0][4].entries[0][2]
 
     def comes_before(self, other: Order, now: float) -> bool:
-        """Whether the first task here would rank before the first of `other`, in that; neither is empty."""
-        mine, theirs = self._first(now), other._first(now)
-        assert mine is not None
-        assert theirs is not None
-        is_demanded = self._demanded.first() is mine
-        if is_demanded is not (other._demanded.first() is theirs):
+        """Whether the first task here would be the first in `other`. Neither order may be empty."""
+        head, other_head = self._first(now), other._first(now)
+        assert head is not None
+        assert other_head is not None
+        is_demanded = self._demanded.first() is head
+        if is_demanded is not (other._demanded.first() is other_head):
             return is_demanded
-        tag = other._queue(demanded=is_demanded).tag(mine[5].holder)
-        return (tag, *mine[1:5]) < theirs[:5]
+        tag = other._queue(demanded=is_demanded).tag(head[5].holder)
+        return (tag, *head[1:5]) < other_head[:5]
 
     def _first(self, now: float) -> Head | None:
         while self._ahead and self._ahead[0][0] <= now:
@@ -406,7 +407,7 @@ class Order:
         return self._demanded.first() or self._speculative.first()
 
     def _forgive(self) -> None:
-        """Forget what holders owe once nothing is queued or under way."""
+        """Forget what holders owe once nothing is queued or in progress."""
         if not self._working:
             self._demanded.forgive()
             self._speculative.forgive()
@@ -428,7 +429,7 @@ class Order:
         return self._demanded if demanded else self._speculative
 
     def _place(self, line: Line) -> None:
-        """Reposition a line by its request's key and its first claim; remove it when empty."""
+        """Reposition a line by its request's key and its first claim; remove it if it is empty."""
         request, lane = line.request, line.lane
         queue = self._queue(demanded=self._policy.is_demanded(lane))
         if line.entries:

@@ -1,6 +1,6 @@
 """The scheduler: which images are decoded next, which form the next batch, and which are refused.
 
-`RequestTable` has the tasks, the claims on them and their requests, with the order of each stage. A `Snapshot` says
+`RequestTable` has the tasks, the claims on them and their requests, with the order of each stage. A `Snapshot` counts
 what is queued at one moment.
 """
 
@@ -23,8 +23,8 @@ from encoder_service.scheduler.policy import (
     Task,
 )
 
-# The scale of a request is twice the mean over about this many recently ended requests: enough that one large
-# request among small ones does not move it.
+# The scale of a request is twice the mean of about this many recently ended requests: enough that a single large
+# request does not move it.
 MEAN_OVER_REQUESTS = 256
 SINGLES = (State.SINGLE, State.LARGE)
 DECODING = (State.PREPARING, State.PREPARING_SINGLE)
@@ -32,21 +32,21 @@ ON_DEVICE = (*DECODING, State.PREPARED, State.ENCODING, State.SPLIT)
 
 
 class RequestTable:
-    """Keeps the relations between tasks, claims and requests, and the counts over them, consistent.
+    """Keeps tasks, claims and requests consistent with each other, and counts them.
 
-    Each holder has a work clock: patches handed to the device for it so far. Its requests age by that, so ageing needs
-    no measured rate, stops while nothing of the holder is encoded, and is not hurried by the work of others.
+    Each holder has a work clock: the patches handed to the device for it so far. Its requests age by this clock, so
+    ageing needs no measured rate, stops while nothing of the holder is encoded, and is not sped up by others' work.
     """
 
     def __init__(self, policy: Policy, devices: int) -> None:
         self._policy = policy
         self.orders = {state: Order(policy) for state in (State.WAITING, *SINGLES)}
-        self.prepared = [Order(policy) for _ in range(devices)]  # by the device that has the patches
+        self.prepared = [Order(policy) for _ in range(devices)]  # one for each device: it has the patches
         self.tasks: dict[bytes, Task] = {}
         self.requests: dict[tuple[str, str], Request] = {}  # by holder and identifier
         self.holders: dict[str, Holder] = {}
         self.claims = 0
-        self._clock_patches = 0  # of the whole device: where the clock of a new holder starts
+        self._clock_patches = 0  # of all holders together: the start of a new holder's clock
         self.amounts = {
             (state, demanded, device): Amount()
             for state in State
@@ -58,7 +58,7 @@ class RequestTable:
         self._numbers = 0
 
     def open(self, task: Task) -> None:
-        """Add a new task; the caller attaches a claim at once."""
+        """Add a new task. The caller must attach a claim at once."""
         assert task.address not in self.tasks, task
         self.tasks[task.address] = task
         self._count(task, 1)
@@ -72,7 +72,6 @@ class RequestTable:
         del self.tasks[task.address]
 
     def attach(self, claim: Claim, task: Task, now: float) -> None:
-        """Attach a claim to a task."""
         assert claim.task is None, "a claim is attached once"
         self._numbers += 1
         claim.number, claim.task = self._numbers, task
@@ -99,7 +98,7 @@ class RequestTable:
             order.add(claim, now)
 
     def detach(self, claim: Claim) -> None:
-        """End a claim; its request is removed with its last claim."""
+        """End a claim. Its request is removed with its last claim."""
         task, request = claim.task, claim.request
         assert task is not None
         assert request is not None
@@ -124,7 +123,7 @@ class RequestTable:
             self._end(request)
 
     def move(self, task: Task, state: State, now: float) -> None:
-        """Move a task to another state, out of the order of its state and into that of the other, if they have one."""
+        """Move a task to another state, and from the order of its state to that of the new one, if they have one."""
         for claim in task.claims:
             if claim.lane is not None:
                 self._order(task).remove(claim)
@@ -137,7 +136,7 @@ class RequestTable:
                 order.add(claim, now)
 
     def take(self, task: Task, device: int) -> None:
-        """Remove a task from the order of its state, because a device works on it next: its holders are charged."""
+        """Remove a task from the order of its state for a device to work on, and charge its holders."""
         self._order(task).take(task)
         if task.state is not State.PREPARED:
             task.decoded_from = task.state
@@ -146,22 +145,22 @@ class RequestTable:
             self._count(task, 1)
 
     def order(self, task: Task) -> Order | None:
-        """Return the order of the state of a task, if it has one."""
+        """Return the order that a task is in; None if its state has none."""
         return self.prepared[task.device] if task.state is State.PREPARED else self.orders.get(task.state)
 
     def encoding(self, task: Task) -> None:
-        """Advance the work clocks: a task is handed to the device."""
+        """Advance the work clocks for a task that is handed to the device."""
         self._clock_patches += task.patches
         for name in dict.fromkeys(claim.holder for claim in task.claims):
             self.holders[name].clock_patches += task.patches
 
     def comes_before(self, task: Task, claim: Claim, now: float) -> bool:
-        """Whether the holder of `claim` itself ranks `task` in a better lane."""
-        own = (self._policy.lane(other, now) for other in task.claims if other.holder == claim.holder)
-        return min(own, default=LAST_LANE) < self._policy.lane(claim, now)
+        """Whether the holder of `claim` has a claim on `task` in a better lane."""
+        lanes = (self._policy.lane(other, now) for other in task.claims if other.holder == claim.holder)
+        return min(lanes, default=LAST_LANE) < self._policy.lane(claim, now)
 
     def ahead(self, device: int, *, demanded: bool) -> Amount:
-        """Return the amount decoded, or being decoded, on a device that is not in a batch yet."""
+        """Return the amount that a device has decoded, or decodes in batches, and that is not in a batch yet."""
         preparing, ready = (
             self.amounts[state, demanded, device] for state in (State.PREPARING, State.PREPARED)
         )
@@ -176,14 +175,14 @@ class RequestTable:
         self.amounts[task.state, task.demanded, task.device].add(task, sign)
 
     def _change(self, task: Task, state: State) -> None:
-        """Set the state, and end the work for which the task was taken out of an order unless it goes on."""
-        before = self._worked_on(task)
+        """Set the state. If that ends the work for which the task was taken out of an order, tell the order."""
+        before = self._taken_from(task)
         task.state = state
-        if before is not None and self._worked_on(task) is not before:
+        if before is not None and self._taken_from(task) is not before:
             before.ended()
 
-    def _worked_on(self, task: Task) -> Order | None:
-        """Return the order out of which a task was taken to be worked on, if it is worked on."""
+    def _taken_from(self, task: Task) -> Order | None:
+        """Return the order that a task was taken out of, while it is being worked on."""
         if task.state in (State.ENCODING, State.SPLIT):
             return self.prepared[task.device]
         if task.state in (State.PREPARING, State.PREPARING_SINGLE):
@@ -207,9 +206,9 @@ class RequestTable:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The queue at one moment, for metrics: images and patches by state and class, and the totals."""
+    """The queue at one moment, for metrics: images and patches by state and class, and totals."""
 
-    images: dict[tuple[State, bool], int]  # (state, demanded) -> images
+    images: dict[tuple[State, bool], int]  # by state and whether demanded
     patches: dict[tuple[State, bool], int]
     source_bytes: int
     requests: int
@@ -218,9 +217,9 @@ class Snapshot:
     patches_per_s: float
 
 
-# A speculative batch takes at most this share of the budget: a demanded image waits for it no longer than that.
+# A speculative batch takes at most this share of the budget, which bounds how long a demanded image waits for it.
 SPECULATIVE_BUDGET_SHARE = 0.25
-# How often a device's process may end while it encodes a task: the first time in a batch, from then on alone.
+# A task fails when this many device processes have ended while encoding it. After the first time it is encoded alone.
 MOST_INTERRUPTIONS = 3
 
 Batch = Sequence[Task]
@@ -229,10 +228,10 @@ Batch = Sequence[Task]
 class Scheduler:
     """Pure and synchronous: it has no clock, thread or device. The caller serialises the calls.
 
-    `now` is in seconds on any monotonic clock. An image goes through `admit`, `next_to_prepare` or
-    `next_single`, `prepared`, `next_batch`, and `done` or `failed`; it is dropped before its batch starts if its
-    last claim is withdrawn. A call takes microseconds for each claim that it touches, however much is queued.
-    Several devices share what waits to be decoded; the device that decodes an image also encodes it.
+    `now` is in seconds on any monotonic clock. An image goes through `admit`, `next_to_prepare` or `next_single`,
+    `prepared`, `next_batch`, and `done` or `failed`. If its last claim is withdrawn before its batch starts, it is
+    dropped. A call takes microseconds for each claim that it touches, regardless of the length of the queue. All
+    devices take from the images that wait to be decoded; the device that decodes an image also encodes it.
     """
 
     def __init__(
@@ -245,13 +244,13 @@ class Scheduler:
         large_pixels: float = math.inf,
         devices: int = 1,
     ) -> None:
-        """Set the bounds; `max_ahead_*` bounds what each device has decoded, or is decoding, ahead of its batch.
+        """Set the bounds. `max_ahead_*` bounds what each device has decoded, or is decoding, ahead of its batch.
 
         A task of more than `large_pixels` source pixels that is decoded by itself is large: see `next_single`.
 
-        Speculative tasks may fill these bounds once, and demanded ones once more, so that a demanded image never waits
-        for a speculative one. Patches stay below twice `max_ahead_patches`, except for a larger image and for those
-        decoded by themselves. The bounds should hold two batches.
+        Speculative tasks may fill the bounds once, and demanded tasks once more, so that a demanded image never waits
+        for a speculative one. Patches stay below twice `max_ahead_patches`, except for a larger image and for images
+        decoded by themselves. The bounds should fit two batches.
         """
         self._admission = Admission(limits)
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
@@ -275,10 +274,10 @@ class Scheduler:
     ) -> bool:
         """Attach a claim to the task of an address; return whether the task is new.
 
-        A `single` task waits for `next_single`, and with `as_large` counts as large there. One of few patches may
-        have many pixels: variants bound patches.
-        Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, and
-        `ImageLimitError` for an image that could never fit; the claim is then not attached.
+        A `single` task is decoded by itself; with `as_large` it counts as large there. `source_pixels` does not follow
+        from `patches`: variants bound the patches of an image with many pixels.
+        Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, or
+        `ImageLimitError` for an image that can never fit; the claim is then not attached.
         """
         if self.claim(claim, address, now):
             return False
@@ -291,11 +290,11 @@ class Scheduler:
         return True
 
     def check_room(self, holder: str, patches: int) -> None:
-        """Raise what `admit` would for a new image of `patches`, before its bytes are requested."""
+        """Raise the error that `admit` would raise for a new image of `patches`. Call it before asking for bytes."""
         self._admission.check(holder, Amount(1, patches))
 
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
-        """Attach a claim to an existing task; return False if there is none. Raises `OverloadedError`."""
+        """Attach a claim to the task of an address; return False if there is none. Raises `OverloadedError`."""
         task = self._table.tasks.get(address)
         if task is not None:
             claim.holder = claim.holder or task.holder
@@ -307,9 +306,9 @@ class Scheduler:
         return True
 
     def withdraw(self, claim: Claim) -> Task | None:
-        """End a claim; return its task if that was the last claim and the task is dropped.
+        """End a claim. Return its task if that was the last claim and the task is dropped.
 
-        A task that is being encoded continues. Withdrawing a claim whose task has ended does nothing.
+        A task that is being encoded continues. Does nothing if the task has ended.
         """
         task = claim.task
         if task is None:
@@ -325,9 +324,9 @@ class Scheduler:
     def next_to_prepare(
         self, now: float, max_images: int, max_pixels: float = math.inf, device: int = 0
     ) -> list[Task]:
-        """Take the tasks for a device to decode together next, in order, within the bounds on decoding ahead.
+        """Take the tasks that a device decodes in its next batch, in order, within the bounds on decoding ahead.
 
-        A task of more than `max_pixels` goes alone.
+        A task of more than `max_pixels` is decoded alone.
         """
         taken: list[Task] = []
         pixels = 0
@@ -346,9 +345,10 @@ class Scheduler:
     def next_single(
         self, now: float, max_pixels: float, *, large: bool = True, device: int = 0
     ) -> list[Task]:
-        """Take the next task for a device to decode by itself, within the bounds on decoding ahead.
+        """Take the next task that a device decodes by itself, within the bounds on decoding ahead.
 
-        It has at most `max_pixels`, or it is large, if `large` tasks may be taken too: those hold up no others.
+        The task has at most `max_pixels`. With `large`, a large task may be taken too; a large task that may not be
+        taken does not hold up others.
         """
         for state in self._single_states(now):
             first = self._table.orders[state].first(now)
@@ -363,31 +363,31 @@ class Scheduler:
         return []
 
     def is_large(self, task: Task) -> bool:
-        """Whether a task has more source pixels than are decoded at a time, or is decoded as if it had."""
+        """Whether a task has more source pixels than are decoded at a time, or counts as if it had."""
         return task.as_large or task.source_pixels > self._large_pixels
 
     def decoded(self, tasks: Sequence[Task], seconds: float) -> None:
-        """Report for how many seconds a thread was decoding these tasks together, whether or not they are good.
+        """Report how many seconds a thread spent on decoding these tasks together, including tasks that failed.
 
-        Their holders were charged their patches when they were taken, so that they get equal parts of the device. What
-        decoding took longer than encoding is charged now, in patches that the device encodes in that time.
+        The holders were charged the patches when the tasks were taken, so that they get equal shares of the device. If
+        decoding took longer than encoding does, the difference is charged now, in patches encoded in that time.
         """
         pixels = sum(task.source_pixels for task in tasks)
         for task in tasks:
-            part = task.source_pixels / pixels if pixels else 1 / len(tasks)
-            beyond = seconds * part * self.patches_per_s - task.patches
-            shared = SINGLES if task.decoded_from in SINGLES else (task.decoded_from,)
-            for state in shared if beyond > 0 else ():
-                self._table.orders[state].charge(task, beyond)
+            share = task.source_pixels / pixels if pixels else 1 / len(tasks)
+            excess = seconds * share * self.patches_per_s - task.patches
+            states = SINGLES if task.decoded_from in SINGLES else (task.decoded_from,)
+            for state in states if excess > 0 else ():
+                self._table.orders[state].charge(task, excess)
 
     def retry_single(self, task: Task, now: float) -> None:
-        """Report that the batch decoder failed on a task: it is to be decoded by itself."""
+        """Report that the batch decoder failed on a task: it is decoded by itself next."""
         if task.state is not State.GONE:
             assert task.state in DECODING, task
             self._table.move(task, self._single_state(task), now)
 
     def prepared(self, task: Task, now: float) -> bool:
-        """Report that a task's patches are ready; return False if all its claims are gone: discard them."""
+        """Report that a task's patches are ready. Return False if the task was dropped: discard the patches."""
         if task.state is State.GONE:
             return False
         assert task.state in DECODING, task
@@ -395,10 +395,10 @@ class Scheduler:
         return True
 
     def next_batch(self, now: float, budget_patches: int, device: int = 0) -> list[Task]:
-        """Take a device's next batch of prepared tasks: as many, in order, as fit the budget; one larger goes alone.
+        """Take a device's next batch of prepared tasks: as many, in order, as fit the budget.
 
-        So does one that was interrupted. Halves of a failed batch, and what was put back, come first. Speculative
-        tasks never join demanded ones, which they would only delay.
+        A task above the budget, or that was interrupted, is encoded alone. Halves of a failed batch, and tasks that
+        were put back, come first. Speculative tasks never join demanded ones: they would only delay them.
         """
         split = self._split[device]
         while split:
@@ -410,7 +410,8 @@ class Scheduler:
     def next_overtaking(self, batch: Batch, now: float, most_patches: int, device: int = 0) -> list[Task]:
         """Take the first task of a device if it may be encoded in the middle of `batch`; return it, or nothing.
 
-        It is demanded, has at most `most_patches`, and is in no lower lane than what its holder has in the batch.
+        The task must be demanded, have at most `most_patches`, and its lane must be as good as those of all tasks that
+        its holder has in the batch.
         """
         first = self._table.prepared[device].first(now)
         if first is None or not first.demanded or _task(first).patches > most_patches:
@@ -421,39 +422,36 @@ class Scheduler:
         return self._start([task], now)
 
     def done(self, batch: Batch, seconds: float) -> None:
-        """Report that a batch is encoded, and how long the device was busy with it."""
+        """Report that a batch is encoded, and the seconds that the device was busy with it."""
         self._admission.rate.add(sum(task.patches for task in batch), seconds)
         for task in batch:
             assert task.state is State.ENCODING, task
             self._forget(task)
 
     def failed(self, batch: Batch) -> list[Task]:
-        """Report that a batch failed; return the tasks that end with it, without rows.
+        """Report that a batch failed. Return the tasks that end now, without rows.
 
-        A task that fails alone is the cause. A larger batch is split in two halves, which the next calls of
-        `next_batch` return: at most 2n - 1 runs for n images, and only the failing images end. Tasks without claims
-        are not retried; they are returned too.
+        A task that fails alone is the cause, and ends. A larger batch is split into two halves, which the next calls
+        of `next_batch` return: at most 2n - 1 runs for n images, and only the failing images end. Tasks without claims
+        are not retried, and end too.
         """
         wanted = [task for task in batch if task.claims and len(batch) > 1]
         middle = (len(wanted) + 1) // 2
-        self._again(wanted[:middle])
-        self._again(wanted[middle:])
+        self._requeue(wanted[:middle])
+        self._requeue(wanted[middle:])
         return self._end(task for task in batch if task not in wanted)
 
     def put_back(self, tasks: Batch) -> list[Task]:
-        """Report that tasks of a batch have to wait: they come first in `next_batch`.
-
-        Tasks without claims are dropped and returned.
-        """
+        """Put tasks of a batch back: they come first in `next_batch`. Tasks without claims are dropped and returned."""
         wanted = [task for task in tasks if task.claims]
-        self._again(wanted)
+        self._requeue(wanted)
         return self._end(task for task in tasks if task not in wanted)
 
     def interrupted(self, device: int, now: float) -> list[Task]:
-        """Report that a device lost what it had decoded or encoded: those tasks wait to be decoded again.
+        """Report that a device lost its decoded images and its batch: queue those tasks to be decoded again.
 
         Return the tasks that end: those without claims, and those whose encoding was interrupted for the
-        `MOST_INTERRUPTIONS`-th time, who may be the cause.
+        `MOST_INTERRUPTIONS`-th time, because they may be the cause.
         """
         lost = [
             task for task in self._table.tasks.values() if task.device == device and task.state in ON_DEVICE
@@ -470,13 +468,13 @@ class Scheduler:
         return ended
 
     def drop(self, task: Task) -> None:
-        """Drop a task that failed before it was encoded. One that is gone already is left alone."""
+        """Drop a task that failed before it was encoded. Does nothing if it is gone already."""
         if task.state is not State.GONE:
             self._forget(task)
 
     @property
     def queued(self) -> Amount:
-        """The total queued, from admission to outcome."""
+        """The total amount queued, from admission to outcome."""
         return self._admission.held
 
     @property
@@ -486,12 +484,11 @@ class Scheduler:
 
     @property
     def waiting_images(self) -> int:
-        """Images that the device has not started on."""
-        begun = (State.ENCODING, State.GONE)
-        return sum(amount.images for key, amount in self._table.amounts.items() if key[0] not in begun)
+        """The number of images whose encoding has not started."""
+        started = (State.ENCODING, State.GONE)
+        return sum(amount.images for key, amount in self._table.amounts.items() if key[0] not in started)
 
     def snapshot(self) -> Snapshot:
-        """Return the current counts."""
         images: Counter[tuple[State, bool]] = Counter()
         patches: Counter[tuple[State, bool]] = Counter()
         for (state, demanded, _), amount in self._table.amounts.items():
@@ -514,7 +511,7 @@ class Scheduler:
         return State.LARGE if self.is_large(task) else State.SINGLE
 
     def _single_states(self, now: float) -> tuple[State, ...]:
-        """Return the states of tasks that wait to be decoded by themselves, that of the best task first."""
+        """Return the states of tasks that wait to be decoded by themselves; the state of the best task first."""
         usual, large = self._table.orders[State.SINGLE], self._table.orders[State.LARGE]
         if large.first(now) is not None and (usual.first(now) is None or large.comes_before(usual, now)):
             return State.LARGE, State.SINGLE
@@ -544,7 +541,7 @@ class Scheduler:
             self._table.encoding(task)
         return batch
 
-    def _again(self, batch: list[Task]) -> None:
+    def _requeue(self, batch: list[Task]) -> None:
         for task in batch:
             self._table.move(task, State.SPLIT, 0.0)
         if batch:
@@ -558,19 +555,20 @@ class Scheduler:
         return ended
 
     def _has_room_ahead(self, task: Task, device: int, now: float) -> bool:
-        """Whether decoding `task`, the first of its stage, now keeps what a device decodes ahead within its bounds.
+        """Whether a device may decode `task`, the first of its stage, now, within its bounds on decoding ahead.
 
-        They double for a demanded task beside speculative ones, and for one that will be the next in the ViT. Tasks
-        that are decoded by themselves have bounds of their own: they may be slow, and must not keep others from being
-        decoded.
+        The bounds double for a demanded task beside speculative ones, and for a task that will be the next in the ViT.
+        Tasks being decoded by themselves do not count: they may be slow, and must not keep others from being decoded.
         """
-        demanded, guessed = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
-        images, patches = demanded.images + guessed.images, demanded.patches + guessed.patches
+        demanded, speculative = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
+        images, patches = demanded.images + speculative.images, demanded.patches + speculative.patches
         if images == 0:
             return True
         if not task.demanded:
             return self._fits(images, patches, task, 1)
-        if task.patches > self._max_ahead.patches:  # it fits beside nothing, and may never be left alone
+        if (
+            task.patches > self._max_ahead.patches
+        ):  # fits beside nothing, and the device may never be free of others
             return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, device, now)
         if not self._fits(images, patches, task, 2):
             return False
@@ -579,7 +577,7 @@ class Scheduler:
     def _is_next(self, task: Task, device: int, now: float) -> bool:
         prepared = self._table.prepared[device]
         if prepared.first(now) is None:
-            return task.state in SINGLES  # all that is ahead is decoded together, which may never cease
+            return task.state in SINGLES  # batches being decoded are all that is ahead, and may never cease
         return self._table.orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:

@@ -1,4 +1,4 @@
-"""The key of an image: the address its embedding is kept under, made from everything that decides its bits."""
+"""The key of an image: the address of its embedding, a hash of everything that determines the embedding's bits."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,11 @@ MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mis
 
 @dataclass(frozen=True)
 class ImageKey:
-    """An image as a caller names it, and its address on this server; made once per call, by `Recipe` or `put_key`.
+    """An image as a caller names it, and its address on this server. `Recipe` or `put_key` makes it once per call.
 
-    The digest is that of the file, the pixel bounds are those of the variant (0: the model's), the salt is the
-    tenant's. With a producer, the rows are those that it put; it may name the image by a key of its own, and the digest
-    is then empty. With frames, the file is a video, and the rows are those of a pair of its frames.
+    The digest is of the file, the pixel bounds are the variant's (0: the model's), the salt is the tenant's. With a
+    producer, the rows are put by that producer, which may name the image by its own key; then the digest is empty. With
+    frames, the file is a video, and the rows are those of a pair of its frames.
     """
 
     address: bytes
@@ -38,18 +38,18 @@ class ImageKey:
 
     @cached_property
     def source_key(self) -> bytes:
-        """32 bytes that name the image's file; tenants must not learn what others sent, so the salt is in it.
+        """32 bytes that name the image's file. They include the salt: tenants must not learn what others sent.
 
-        Rows that were put have no file: nothing is ever kept under the name that they get.
+        Rows that were put have no file: no source is ever stored under their name.
         """
         if self.producer is not None:
             return _hash(b"encoder-service no source v1", self.address)
         return _hash(b"encoder-service source v1", self.digest, self.salt)
 
     def of_pixels(self, frames: NDArray[np.uint8]) -> bytes:
-        """Return 32 bytes that pairs of frames share whose rows are equal: equal pixels, resized alike, of one tenant.
+        """Return 32 bytes that are equal for pairs of frames with equal rows: equal pixels, resized alike, one tenant.
 
-        `frames` are those of the video that this key names, uint8 [2, H, W, 3].
+        `frames` are the decoded frames of this key, uint8 [2, H, W, 3].
         """
         assert self.frames is not None
         numbers = (*frames.shape, *self.frames.grid, *(self.frames.bilinear or ()))
@@ -59,28 +59,28 @@ class ImageKey:
 
     @property
     def named(self) -> str:
-        """What the image is called in messages."""
+        """The name of the image in messages."""
         if self.frames is not None:
             return f"frames {self.frames.first} and {self.frames.second} of video {self.digest.hex()}"
         return f"image {self.digest.hex() or self.address.hex()}"
 
     @property
     def unknown(self) -> str:
-        """The error message for a caller whose rows are not held anywhere."""
+        """The error message for a Fetch of rows that no replica holds."""
         if self.producer is None:
             return f"{self.named} was not submitted: submit it, then fetch"
         return (
-            f"the rows of {self.named} are not held: they were not put yet, or were evicted, and cannot be "
-            "made again here: compute them"
+            f"the rows of {self.named} are not held: they were not put yet, or were evicted, and the server cannot "
+            "encode them: compute them"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What turns an image's bytes into rows on this server; equal for every image.
+    """Everything besides the image that determines its rows on this server.
 
-    `model` and `processor` are 32-byte fingerprints, `dtype` is the element type of a row. `video` says what decodes
-    videos, and how their pixels are normalised; empty where none are taken.
+    `model` and `processor` are 32-byte fingerprints, `dtype` is the element type of a row. `video` names the decoder of
+    videos and how their pixels are normalised; it is empty if the server takes no videos.
     """
 
     model: bytes
@@ -105,7 +105,7 @@ class Recipe:
     def frames_key(self, digest: bytes, frames: Frames, salt: bytes = b"") -> ImageKey:
         """Return the key of a pair of frames of the video with this content digest, for this tenant.
 
-        How the frames were chosen is not in it: equal frames of equal size have equal rows at any rate.
+        How the frames were chosen is not part of it: equal frames of equal size have equal rows, however sampled.
         """
         address = _hash(
             b"encoder-service frames v1",
@@ -128,7 +128,7 @@ def put_key(
     max_pixels: int = 0,
     salt: bytes = b"",
 ) -> ImageKey:
-    """Return the key of rows that `producer` puts, of the image with this content digest or engine's key."""
+    """Return the key of the rows that `producer` puts for the image with this content digest or engine key."""
     names: tuple[bytes, ...]
     if isinstance(name, EngineKey):
         purpose, names = b"encoder-service put by engine key v1", (name.scheme.encode(), name.key)
@@ -152,7 +152,7 @@ def put_key(
 
 
 def _hash(purpose: bytes, *fields: bytes | memoryview) -> bytes:
-    """Return BLAKE3 over length-prefixed fields: no two purposes, and no two sets of fields, share an encoding."""
+    """Return BLAKE3 over length-prefixed fields, so that no two purposes or lists of fields have the same encoding."""
     hasher = blake3.blake3()
     for field in (purpose, *fields):
         hasher.update(len(field).to_bytes(4, "little"))

@@ -1,4 +1,4 @@
-"""Limits on callers: a `Caller`, the `Budget`s that callers share, the table of them, `Turns` on the event loop."""
+"""Limits on callers: a `Caller`, the `Budget`s that callers share, the table of budgets, `Turns` on the event loop."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque
@@ -15,10 +15,10 @@ from encoder_service.scheduler import Claim, Limits, most_held
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of one call. Made once, where the call enters, and completed from its first message.
+    """The caller of one call. Created once, where the call enters, and completed from its first message.
 
-    `holders` are the names that its shares count against, the most particular one first: its tenant; or, without
-    tenants, its client and then its host.
+    `holders` are the names that its shares count against, the most specific first: its tenant; without tenants, its
+    client and then its host.
     """
 
     host: str
@@ -27,12 +27,12 @@ class Caller:
     connection: str = ""
     is_local: bool = False
     is_peer: bool = False
-    """Whether another replica of the fleet makes the call."""
+    """Whether the caller is another replica of the fleet."""
     name: str = ""
-    """Its tenant, what it calls itself, or its host."""
+    """The tenant, the client's own name, or the host."""
     request_id: str = ""
     proxy_request_id: str = ""
-    """The `x-request-id` of a proxy or framework, for the log."""
+    """The `x-request-id` header of a proxy or framework, for the log."""
     trace_id: str = ""
     priority: int = 0
     salt: bytes = field(default=b"", repr=False)
@@ -40,18 +40,18 @@ class Caller:
     certificate_names: tuple[str, ...] = ()
     signature: bytes = field(default=b"", repr=False)
     call_id: str = field(default_factory=lambda: uuid4().hex)
-    """The identifier of the call, where the caller names no request."""
+    """Identifies the call where the caller names no request."""
 
     @property
     def holder(self) -> str:
-        """The first of `holders`: the unit of every share that does not count against the host, too."""
+        """The first of `holders`, against which all shares count that do not also count against the host."""
         return self.holders[0]
 
     def claim(self, chunk: int = 0, needed_at: float | None = None) -> Claim:
-        """Return a new claim: demanded if there is a `needed_at` (a Fetch), else speculative (a Submit)."""
+        """Return a new claim: demanded if `needed_at` is given (a Fetch), else speculative (a Submit)."""
         return Claim(
             request_id=self.request_id or self.call_id,
-            # What a peer asks for is for those who brought the images here: see `Claim`.
+            # A peer's claim counts against the holder that submitted the image: see `Claim`.
             holder="" if self.is_peer else self.holder,
             priority=self.priority,
             chunk=chunk,
@@ -60,18 +60,18 @@ class Caller:
         )
 
 
-# Shares are held for the length of a call, so one is likely to be free after about a network round trip.
+# Shares are held for the length of a call, so a share is likely to be free after about a network round trip.
 RETRY_AFTER_MS = 200
 
 
 class Budget:
-    """A bounded resource that callers share; `name` is what messages call it. Belongs to one event loop.
+    """A bounded resource that callers share; messages call it by `name`. Not thread-safe: use from one event loop.
 
-    A holder may have as much as `most_held` says; its first amount only needs to fit.
+    A holder may have up to `most_held`. Its first amount only needs to fit.
     """
 
     def __init__(self, size: int, name: str, *, per_host: bool = False) -> None:
-        """With `per_host`, what a caller holds counts against all of its `holders`, else against the first."""
+        """With `per_host`, amounts count against all `holders` of a caller, otherwise against the first."""
         self.size = size
         self.held = 0
         self._name = name
@@ -83,8 +83,8 @@ class Budget:
     def hold(self, caller: Caller, amount: int = 1, *, once: bytes = b"") -> "Hold":
         """Reserve `amount` until the `with` block of the result ends. Raises `OverloadedError`.
 
-        An amount above `size` counts as all of it. What a caller holds several times under the same key `once`, always
-        the same amount, counts once.
+        An amount above `size` counts as `size`. Several holds of a holder with the same key `once`, all of the same
+        amount, count once.
         """
         amount = min(amount, self.size)
         hold = Hold(self, caller.holders if self._per_host else caller.holders[:1], once)
@@ -96,7 +96,7 @@ class Budget:
         return hold
 
     async def hold_within(self, caller: Caller, amount: int, seconds: float, *, once: bytes = b"") -> "Hold":
-        """As `hold`, but wait up to `seconds` for others to release enough."""
+        """As `hold`, but wait up to `seconds` until other callers have released enough."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:
@@ -107,7 +107,7 @@ class Budget:
         return self.hold(caller, amount, once=once)
 
     def reserve(self, holders: Sequence[str], amount: int) -> None:
-        """Count `amount` against each of `holders`; raises `OverloadedError`, and then counts nothing."""
+        """Count `amount` against each of `holders`. If it raises `OverloadedError`, it counts nothing."""
         free = self.size - self.held - amount
         if free < 0:
             raise OverloadedError(
@@ -124,7 +124,7 @@ class Budget:
         self._holders.update(dict.fromkeys(holders, amount))
 
     def release(self, holders: Sequence[str], amount: int) -> None:
-        """Undo `reserve`, wholly or in part."""
+        """Undo `reserve`, in whole or in part."""
         self.held -= amount
         for holder in dict.fromkeys(holders):
             self._holders[holder] -= amount
@@ -133,7 +133,7 @@ class Budget:
         self._released.set()
 
     def is_last_use(self, holder: str, once: bytes) -> bool:
-        """End one use of a key; return whether there is no other."""
+        """End one use of a key. Return whether it was the last."""
         self._uses[holder, once] -= 1
         if self._uses[holder, once]:
             return False
@@ -142,7 +142,7 @@ class Budget:
 
 
 class Hold:
-    """What one call holds of a `Budget`, `amount` in all, until its `with` block ends."""
+    """The `amount` of a `Budget` that one call holds until its `with` block ends."""
 
     __slots__ = ("_budget", "_once", "amount", "holders")
 
@@ -158,7 +158,7 @@ class Hold:
         return self._budget.size
 
     def resize(self, amount: int) -> None:
-        """Hold `amount` from now on. Raises `OverloadedError`, and then holds what it did before."""
+        """Change the amount. If it raises `OverloadedError`, the amount is unchanged."""
         if amount > self.amount:
             self._budget.reserve(self.holders, amount - self.amount)
         else:
@@ -166,7 +166,7 @@ class Hold:
         self.amount = amount
 
     def release(self) -> None:
-        """Release all; a second time does nothing."""
+        """Release everything. A second call does nothing."""
         amount, self.amount = self.amount, 0
         if amount and (not self._once or self._budget.is_last_use(self.holders[0], self._once)):
             self._budget.release(self.holders, amount)
@@ -178,26 +178,25 @@ class Hold:
         self.release()
 
 
-# Claims per image that may be queued. They cost memory but no device time, so up to here joining is free.
+# Claims per queueable image. They cost memory but no device time, so joining an image is free up to this number.
 CLAIMS_PER_IMAGE = 16
-# Of 3,900 images of 1024×1024 pixels. A number of images alone would admit any amount of work.
+# The patches of 3,900 images of 1024×1024 pixels. A limit on images alone would admit any amount of work.
 QUEUED_PATCHES = 16_000_000
 AWAITED_IMAGES = 4096
-# Of the host store, what readers may pin; the rest is room to encode into.
+# The share of the host store that readers may pin; the rest is room for new rows.
 PINNED_SHARE = 0.9
-# Of the host store, what rows that callers put may take before they are complete.
+# The share of the host store that incomplete rows of Put calls may take.
 PUT_SHARE = 0.5
-# Calls of all clients' channels, and of probes.
+# Health calls come from the channels of all clients, and from probes.
 HEALTH_CALLS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """All that callers may hold of a server: how much there is of each, what messages call it, whom it counts against.
+    """The table of everything that callers may hold: its size, its name in messages, whom it counts against.
 
-    And for how long they may stall: an upload, a reader of answers, and a Fetch of an image that is not submitted yet.
-
-    The queue counts what it holds itself (`scheduler.admission`), by the same rule.
+    It also bounds how long an upload or a reader of answers may stall, and how long a Fetch may wait for an image that
+    is not submitted yet. The queue counts its own contents (`scheduler.admission`), by the same rule.
     """
 
     queue: Limits
@@ -216,7 +215,6 @@ class Budgets:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the budgets of a server with these settings."""
         host_bytes = config.store_host_gib * GIB
         upload_bytes = int(config.max_queued_gib * GIB)
         claims = CLAIMS_PER_IMAGE * config.max_queued_images
@@ -228,12 +226,12 @@ class Budgets:
                 claims=claims,
                 seconds=config.max_queue_s,
             ),
-            # Calls count before anything of them is read: against their host.
+            # A call counts before any message is read, so against its host.
             calls=Budget(config.max_calls, "open calls"),
-            # These stay open for as long as their callers keep images, and must leave room for others.
+            # Submits stay open while their callers retain images. They must leave room for other calls.
             submits=Budget(config.max_calls, "open Submit calls"),
             health_calls=Budget(HEALTH_CALLS, "open health calls"),
-            # A Fetch over this is refused as a whole and first of all: refusing must be cheaper than asking again.
+            # A Fetch above this is refused as a whole and first: refusing must be cheaper than asking again.
             fetched_images=Budget(claims, "images in Fetch calls"),
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
             upload_bytes=Budget(upload_bytes, "upload bytes", per_host=True),
@@ -243,33 +241,33 @@ class Budgets:
         )
 
 
-# How late a refusal is answered: of a call, or of up to `NAMES_AT_A_TIME` images together. A caller that asks again at
-# once would otherwise keep the event loop from everyone else. One that heeds `retry_after_ms` waits longer anyway.
+# Refusals of a call, or of up to `NAMES_AT_A_TIME` images together, are delayed by this. Otherwise a caller that
+# retries at once could keep the event loop busy. A caller that respects `retry_after_ms` waits longer anyway.
 REFUSAL_S = 0.05
-# Pieces of work between two polls of the sockets, of about 0.1 ms each. A call takes tens of passes of the loop, most
-# for gRPC's own events, and waits in each for the work of others that fits into it. One piece gains nothing over two.
+# Units of work, of about 0.1 ms each, between two polls of the sockets. A call takes tens of passes of the event loop,
+# most of them for gRPC's own events, and in each pass it waits for the units of others. One unit is no better than two.
 AT_A_TIME = 2
-# Taking or sending so many bytes costs the event loop as much as one such piece of work.
+# Receiving or sending this many bytes costs the event loop one unit of work.
 TURN_BYTES = 128 << 10
-# Reading so many names of images costs as much, too.
+# So does reading this many names of images.
 TURN_NAMES = 4
-# Names that are read at a time, of a call of hundreds: some 2 ms of work, and one question to the cluster.
+# A call of hundreds of names is read in groups of this many: about 2 ms of work, and one query to the cluster.
 NAMES_AT_A_TIME = 64
 
 T = TypeVar("T")
 
 
 def name_turns(names: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
-    """Yield the names of a call, a few at a time, each time with the pieces of work that they are."""
+    """Yield the names of a call in groups, each with the units of work that it costs."""
     for begin in range(0, len(names), NAMES_AT_A_TIME):
-        some = names[begin : begin + NAMES_AT_A_TIME]
-        yield some, 1 + len(some) // TURN_NAMES
+        group = names[begin : begin + NAMES_AT_A_TIME]
+        yield group, 1 + len(group) // TURN_NAMES
 
 
 class Turns:
-    """Allows `AT_A_TIME` pieces of work in each pass of its event loop, for all callers of `take` together.
+    """Allows `AT_A_TIME` units of work in each pass of the event loop, for all callers of `take` together.
 
-    Clients take turns, however much each one asks for. A piece of work larger than a whole pass ends the pass.
+    Clients take turns, regardless of how much each requests. Work of more units than are left uses up the pass.
     """
 
     def __init__(self) -> None:
@@ -277,29 +275,29 @@ class Turns:
         self._is_passing = False
         self._left = AT_A_TIME
 
-    async def take(self, client_id: str, pieces: int = 1) -> None:
-        """Return when it is this client's turn to do `pieces` of work: at once while few ask."""
+    async def take(self, client_id: str, units: int = 1) -> None:
+        """Wait for this client's turn to run `units` of work. Returns at once while the loop is not contended."""
         if not self._is_passing:
             self._is_passing = True
             asyncio.get_running_loop().call_soon(self._pass)
         if self._left:
-            self._left = max(0, self._left - pieces)
+            self._left = max(0, self._left - units)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client_id, deque()).append((pieces, turn))
+        self._waiting.setdefault(client_id, deque()).append((units, turn))
         await turn
 
     def _pass(self) -> None:
-        """Begin another pass of the loop: callers that wait go before new ones."""
+        """Start a pass of the loop. Callers that wait go before new ones."""
         self._left = AT_A_TIME
         while self._left and self._waiting:
             client_id, turns = self._waiting.popitem(last=False)
-            pieces, turn = turns.popleft()
+            units, turn = turns.popleft()
             if turns:
-                self._waiting[client_id] = turns  # behind the others
+                self._waiting[client_id] = turns  # behind the other clients
             if not turn.done():
                 turn.set_result(None)
-                self._left = max(0, self._left - pieces)
+                self._left = max(0, self._left - units)
         self._is_passing = bool(self._waiting) or self._left < AT_A_TIME
         if self._is_passing:
             asyncio.get_running_loop().call_soon(self._pass)

@@ -14,12 +14,12 @@ _NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Serve blocks below 1 GiB from memory that was freed before; False where the C library has no such knobs.
+    """Make malloc reuse freed memory for blocks below 1 GiB. Return False if the C library has no such settings.
 
-    By default glibc maps every block of 32 MiB or more afresh and unmaps it when freed: filling it then costs a page
-    fault every 4 KiB, several times the writing itself. One arena, because those of threads hold blocks of up to
-    64 MiB only. As MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_ARENA_MAX in the environment, which
-    count only when set before the program starts.
+    By default glibc maps every block of 32 MiB or more anew and unmaps it when freed: filling it then costs a page
+    fault every 4 KiB, several times the cost of writing. There is one arena, because the arenas of threads only hold
+    blocks of up to 64 MiB. This is like MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_ARENA_MAX in the
+    environment, which must be set before the program starts.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -32,16 +32,16 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def out_of_collections() -> Iterator[None]:
-    """Keep what exists now out of garbage collections: enter it once everything is loaded.
+    """Exclude all existing objects from garbage collection. Enter it once everything is loaded.
 
-    torch's modules alone are 200 000 objects. A full collection that walks them takes some 0.15 s, in which no thread
-    answers anybody; none of them is ever garbage.
+    torch's modules alone are 200 000 objects. A full collection that walks them blocks all threads for about 0.15 s,
+    and none of these objects is ever garbage.
     """
     gc.collect()
     gc.freeze()
-    # A full collection waits until a quarter as many objects have come as the last one left: now none are left.
+    # The next full collection waits for a quarter as many new objects as the last one left: after this one, none.
     gc.collect()
     try:
         yield
     finally:
-        gc.unfreeze()  # the interpreter's last collection frees them: Triton's would be reported as leaked
+        gc.unfreeze()  # freed at exit: Triton's objects would be reported as leaked

@@ -1,4 +1,4 @@
-"""Loads a checkpoint folder: its vision model and a decoder; and plans the device's memory.
+"""Loads a checkpoint folder: its vision model and a decoder. Plans the device's memory.
 
 `MemoryPlan` divides the memory of a GPU at start, before the device tier of the store takes its share.
 """
@@ -34,17 +34,17 @@ from encoder_service.store.segment import unused_memory_bytes
 
 log = logging.getLogger(__name__)
 
-# On a GPU they parse files and run what its engines do not; on the CPU they contend with the tower for cores.
+# On a GPU these threads parse files and do what its decoding engines cannot; on the CPU they compete with the tower.
 DECODE_THREADS = {"cuda": 8, "cpu": 2}
-# Batches whose rows exist: one is copied out, one waits for that, and one was encoded and waits to be handed over.
+# Batches whose rows exist: one is copied out, one waits in the queue, one is encoded and waits to enter the queue.
 BATCHES_UNDER_WAY = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is loaded from the checkpoint folder: into this process, or into that of each device.
+    """The model loaded from the checkpoint folder, in this process or in the process of each device.
 
-    `videos` is what decodes videos; if none are taken, it is empty, and `no_videos` says why.
+    `videos` names the decoder of videos. If videos are not taken, it is empty, and `no_videos` is the reason.
     """
 
     tower: VisionModel
@@ -56,10 +56,10 @@ class Model:
 
 
 def load_model(config: Config, processes: int = 1) -> Model:
-    """Load what a `Model` is into this process. Raises `ConfigError` naming what is missing or cannot be served.
+    """Load a `Model` into this process. Raises `ConfigError` naming what is missing or cannot be served.
 
-    The configuration names one device; on the CPU so many `processes` load at the same time. A server that only stores
-    needs neither weights nor a device: of its folder only the configuration is read.
+    The configuration names one device; on the CPU, `processes` of them load at the same time. A server that only
+    stores needs neither weights nor a device, and reads only the configuration of its folder.
     """
     check_model(config.model, stores_only=config.stores_only, width=config.row_width)
     device = "cpu" if config.stores_only else _device(config.devices)
@@ -87,7 +87,7 @@ def load_model(config: Config, processes: int = 1) -> Model:
 
 
 def _video_settings(config: Config, tower: VisionModel) -> VideoSettings:
-    """Return how the model's videos are processed; raises `ValueError` or `OSError` saying why none are taken."""
+    """Return how the model's videos are processed. Raises `ValueError` or `OSError` with the reason not to take any."""
     if config.video == "no":
         raise ValueError(f"{flag('video')} is no")
     if config.stores_only:
@@ -111,14 +111,14 @@ def _video_settings(config: Config, tower: VisionModel) -> VideoSettings:
 
 
 def decode_threads(config: Config, device: Device) -> int:
-    """Return on how many threads to decode: what was asked for, or as many as suit the device."""
+    """Return the number of decode threads: the setting, or the default of the device."""
     return config.decode_threads or DECODE_THREADS[device.kind]
 
 
 def _decoder(config: Config, device: str) -> Decoder:
-    """Return the decoder, which may still be starting, as the tower's weights are yet to be read.
+    """Return the decoder. It may still be starting, while the tower's weights are read.
 
-    Raises `ConfigError` for settings that do not fit together, and if DALI was asked for and is not installed.
+    Raises `ConfigError` for settings that contradict each other, and if DALI is requested and not installed.
     """
     if config.stores_only:
         return Decoder(torch.device(device), files_decoder(config, threads=1))
@@ -128,14 +128,14 @@ def _decoder(config: Config, device: str) -> Decoder:
 
 
 def files_decoder(config: Config, threads: int) -> FileDecoder:
-    """Return what decodes single files on so many threads, and reads headers; it may still be starting."""
+    """Return the decoder of single files and headers, for this many threads. It may still be starting."""
     if config.stores_only or config.decoder_process == "no":
         return PillowDecoder()
     return DecoderPool(threads, max_image_pixels=config.max_image_pixels, cpu_s=config.decode_limit_s)
 
 
 def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
-    """Return DALI on a GPU, unless it is not to be used there or, by default, is not installed."""
+    """Return DALI on a GPU; None if the settings exclude it, or by default if it is not installed."""
     if config.decoder == "dali":
         if device == "cpu":
             raise ConfigError(
@@ -183,7 +183,7 @@ def _check_memory(config: Config, device: Device, processes: int) -> None:
         values = sum(math.prod(tensor.shape) for tensor in vision_tensors(config.model).values())
         needed = values * DTYPES[_dtype(config)].itemsize
     except (OSError, ValueError, KeyError):
-        return  # loading says what is wrong
+        return  # loading reports what is wrong
     free = unused_memory_bytes() // processes if device.kind == "cpu" else device.memory().free
     if needed > free:
         raise ConfigError(
@@ -193,7 +193,7 @@ def _check_memory(config: Config, device: Device, processes: int) -> None:
 
 
 def _dtype(config: Config) -> str:
-    """Return the element type to use: the checkpoint's own unless one was asked for."""
+    """Return the element type: the setting, by default the checkpoint's."""
     if config.dtype != "auto":
         return config.dtype
     content = read_config(config.model)
@@ -215,12 +215,12 @@ def _device(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of a device: all there are, and what takes them. `str` says it to people.
+    """How the memory of a device is used, in bytes. `str` describes it to people.
 
-    `loaded` is measured with the tower loaded and warmed up: weights, CUDA graphs, workspaces of libraries, and what
-    other processes hold. What grows after the start is computed, from shapes: `forward`, the activations of the largest
-    batch or image; `under_way`, rows that wait to be copied out, and patches that wait for the tower; `decode`, the
-    pixels that are decoded and resized at a time, and the decoder's own buffers; `tables`, those of the tower's grids.
+    `loaded` is measured after the tower has loaded and warmed up: weights, CUDA graphs, workspaces of libraries, and
+    memory of other processes. Memory used after the start is computed from shapes: `forward` is the activations of the
+    largest batch or image; `under_way` the rows that wait to be copied out and the patches that wait for the tower;
+    `decode` the pixels being decoded and resized, and the decoder's own buffers; `tables` those of the tower's grids.
     `store` is the device tier.
     """
 
@@ -234,15 +234,15 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, model: Model, memory: DeviceMemory, config: Config) -> Self:
-        """Plan for a model that is loaded, on a device whose memory is in this state."""
-        # A batch, single images and one that is larger than those may be are decoded at the same time.
+        """Plan for a loaded model on a device with this memory."""
+        # A batch, single images and one large image are decoded at the same time.
         larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0
         pixels = 2 * DECODE_PIXELS + larger
         return cls(
             total=memory.total,
             loaded=memory.total - memory.free,
             forward=model.tower.forward_bytes,
-            # The rows of the last are counted in its forward.
+            # The rows of the last batch are part of `forward`.
             under_way=(BATCHES_UNDER_WAY - 1) * model.tower.batch_bytes,
             decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
             tables=model.tower.table_bytes,
@@ -251,13 +251,13 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes that nothing takes; negative where the plan does not fit."""
+        """Bytes left over; negative if the plan does not fit."""
         return self.total - self.loaded - sum(self._growing.values())
 
     def check(self) -> None:
-        """Raise `ConfigError` for a device tier that leaves too little for the tower and the decoder.
+        """Raise `ConfigError` if the device tier leaves too little memory for the tower and the decoder.
 
-        Without a device tier, warn where the tower and the decoder may not find all they need.
+        Without a device tier, log a warning if the tower and the decoder may run out of memory.
         """
         if not self.total or self.left >= 0:
             return

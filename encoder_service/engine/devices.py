@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
+from encoder_service.engine import LOST, STUCK
 
 if TYPE_CHECKING:
     from encoder_service.engine.model import MemoryPlan
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOST, STUCK = 70, 71
-"""Exit codes of a process whose device was lost, or hangs."""
 ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""
 # Connections of a process, one for each thread: prepare, vit and copy-out, and the threads that decode single images.

@@ -29,9 +29,9 @@ from encoder_contract.errors import EncoderError, InternalError
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.settings import ConfigError, flag
 from encoder_service.config import Config
+from encoder_service.engine import LOST, STUCK
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.engine.device import Device, DeviceMemory, HungDeviceError
-from encoder_service.engine.devices import LOST, STUCK
 from encoder_service.engine.job_queue import LOST as LOST_DEVICE
 from encoder_service.engine.job_queue import GroupEncode, Job, Work
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads, load_model

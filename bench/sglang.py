@@ -195,7 +195,8 @@ class Sides:
     """The engines of all ways, once they are started."""
 
     def __init__(self, model: Path, endpoint: str, gateway_url: str) -> None:
-        from testing.sglang_engine import free_port, package_variables
+        from testing.processes import free_port
+        from testing.sglang_engine import package_variables
 
         port = free_port()
         self._bootstrap_url = f"http://127.0.0.1:{port}"

@@ -15,8 +15,9 @@ import transformers
 
 from demo.run import FOLDER
 from testing.checkpoints import write_checkpoint
+from testing.processes import StartError
 from testing.redis_servers import redis_server
-from testing.server_process import ServerProcess, ServerStartError
+from testing.server_process import ServerProcess
 
 
 def run(replicas: int, model: Path | None, folder: Path) -> int:
@@ -81,7 +82,7 @@ def main() -> int:
     with suppress(KeyboardInterrupt):  # one that comes before all are up
         try:
             return run(args.replicas, args.model, FOLDER / "fleet")
-        except ServerStartError as error:
+        except StartError as error:
             raise SystemExit(f"fleet: {error}") from error
     return 0
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from demo.report import print_turn
 from prefill_reference.timeline import draw
-from testing.server_process import HALF_THE_CORES, ServerStartError, running
+from testing.processes import StartError
+from testing.server_process import HALF_THE_CORES, running
 
 FOLDER = Path(__file__).parents[1] / ".demo"
 CHUNK_TOKENS = 256
@@ -160,7 +161,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         return demo(args.folder.resolve())
-    except ServerStartError as error:
+    except StartError as error:
         raise SystemExit(f"demo: {error}") from error
     except KeyboardInterrupt:
         say("\ndemo: interrupted")

@@ -29,7 +29,8 @@ from encoder_service.top import Top, frame
 from prefill_client import EncoderClient
 from testing.checkpoints import write_checkpoint
 from testing.photos import damaged, data_url, photo
-from testing.redis_servers import free_port, redis_server
+from testing.processes import free_port
+from testing.redis_servers import redis_server
 from testing.server_process import ServerProcess
 from testing.traffic import Supply, Traffic
 

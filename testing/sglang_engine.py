@@ -1,8 +1,6 @@
 """A real SGLang server on the CPU, as a process of its own, its checkpoint, and how to ask it."""
 
 import json
-import random
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +10,9 @@ from typing import Any
 import httpx
 
 from testing.answers import Answer, Part, data_url
-from testing.engine_process import EngineProcess
+from testing.processes import EngineProcess, free_port
 
 CHUNK_TOKENS = 96
-# Below the ports that the system gives away: SGLang would meet its own sockets there.
-PORTS = range(20000, 32000)
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -118,18 +114,6 @@ def add_video_processor(folder: Path, family: str) -> Path:
     del videos["image_processor_type"]
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return folder
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    while True:
-        port = random.choice(PORTS)
-        with socket.socket() as tried:
-            try:
-                tried.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 @contextmanager

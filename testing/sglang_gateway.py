@@ -1,49 +1,31 @@
-"""`prefill-client sglang-gateway` as a process of its own: started on a free port, ended by pid."""
+"""Starts `prefill-client sglang-gateway` as a process on a free port."""
 
-import re
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from encoder_contract.settings import flag
+from testing.processes import LoggedProcess
 
-# On a machine that does ten other things too.
-START_S, PATIENCE_S = 100.0, 30.0
+PATIENCE_S = 30.0
 # Not the console script: where SGLang is installed, there may be none.
 COMMAND = "import sys; from prefill_client.cli import main; sys.exit(main())"
 
 
-class GatewayProcess:
-    """A gateway, started. All it says is in `log`; `url` is where it answers, once `wait` has returned."""
+class GatewayProcess(LoggedProcess):
+    """A gateway process. `url` is set once `wait_until_it_listens` has returned."""
 
-    def __init__(self, encoder: str, log: Path, **settings: object) -> None:
+    def __init__(self, encoder: str, **settings: object) -> None:
         command = [sys.executable, "-c", COMMAND, "sglang-gateway"]
         for name, value in {"encoder": encoder, "listen": "127.0.0.1:0", **settings}.items():
             command += [flag(name), str(value)]
-        self.log = log
+        super().__init__(command, {})
         self.url = ""
-        with log.open("w") as stream:
-            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
 
-    def wait(self) -> None:
-        """Return when it answers."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            if found := re.search(r"^ +listening +(\S+)$", self.log.read_text(), re.MULTILINE):
-                self.url = f"http://{found[1]}"
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"the gateway did not start:\n{self.log.read_text()}")
-
-    def terminate(self) -> int:
-        """End it as an orchestrator does, and return its exit code."""
-        self.process.terminate()
-        return self.process.wait(PATIENCE_S)
+    def wait_until_it_listens(self) -> None:
+        """Wait until it listens. Raises `StartError` if it does not start."""
+        self.url = f"http://{self.wait_for_settings()['listening']}"
 
     def count(self, name: str, label: str = "") -> float:
         """Return the sum of a counter over its labels, or over those that contain `label`."""
@@ -55,18 +37,13 @@ class GatewayProcess:
             if line.startswith(f"sglang_gateway_{name}_total") and label in line
         )
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
 
 @contextmanager
 def running_gateway(encoder: str, **settings: object) -> Iterator[GatewayProcess]:
     """Run a gateway for the length of a `with` block."""
-    with TemporaryDirectory() as folder:
-        gateway = GatewayProcess(encoder, Path(folder) / "log", **settings)
-        try:
-            gateway.wait()
-            yield gateway
-        finally:
-            gateway.kill()
+    gateway = GatewayProcess(encoder, **settings)
+    try:
+        gateway.wait_until_it_listens()
+        yield gateway
+    finally:
+        gateway.kill()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.redis_servers import RedisStartError, redis_binary, redis_server
+from testing.processes import StartError
+from testing.redis_servers import redis_binary, redis_server
 from tests.pages import ROOT
 
 
@@ -29,19 +30,19 @@ def test_an_installed_redis_is_not_used(other_redis: Path, monkeypatch: pytest.M
 
 def test_a_variable_names_another(other_redis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_REDIS_SERVER", str(other_redis))
-    with pytest.raises(RedisStartError, match="I am another one"), redis_server():
+    with pytest.raises(StartError, match="I am another one"), redis_server():
         pass
 
 
 def test_a_server_or_cluster_that_does_not_start_says_why() -> None:
     with (
-        pytest.raises(RedisStartError, match=r"no-such-option(.|\n)*Bad directive"),
+        pytest.raises(StartError, match=r"no-such-option(.|\n)*Bad directive"),
         redis_server("--no-such-option", "1"),
     ):
         pass
     with (
         redis_server() as first,
-        pytest.raises(RedisStartError, match="Address already in use"),
+        pytest.raises(StartError, match="Address already in use"),
         redis_server("--port", str(first.port)),
     ):
         pass

@@ -18,8 +18,8 @@ import yaml
 
 from encoder_service.metrics import scrape
 from testing.photos import photo
-from testing.redis_servers import free_port, redis_binary
-from testing.server_process import DRAIN_S
+from testing.processes import DRAIN_S, free_port
+from testing.redis_servers import redis_binary
 from tests.deploy.test_deploy import DEPLOY, EXAMPLE, SERVICES, filled
 from tests.deploy.test_prometheus import EXPRESSIONS
 from tests.small_store import STORE_GIB

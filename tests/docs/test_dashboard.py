@@ -14,7 +14,7 @@ from docs.dashboard import Prometheus, Series, amount, drawn, filled, rows, writ
 from docs.pictures import process, prometheus_config
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from testing.redis_servers import free_port
+from testing.processes import free_port
 from tests.pages import ROOT
 from tests.servers import server_of
 

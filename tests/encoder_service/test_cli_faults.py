@@ -21,7 +21,7 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient
 from testing.photos import photo
-from testing.redis_servers import free_port
+from testing.processes import free_port
 from tests.closed_port import closed_port
 from tests.processes import SCRIPTS, run
 from tests.servers import server_of

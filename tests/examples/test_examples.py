@@ -15,7 +15,8 @@ from blake3 import blake3
 
 from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo
-from testing.server_process import START_S, ServerProcess
+from testing.processes import START_S
+from testing.server_process import ServerProcess
 from tests.processes import SCRIPTS, running
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, PutImage
 from prefill_client.fleet.routing import IDLE_IMAGES, Router
-from testing.redis_servers import free_port
+from testing.processes import free_port
 from testing.server_process import ServerProcess
 from tests.processes import running
 from tests.put_calls import GRID, PRODUCER, fetch_put, new_image, rows_for

@@ -16,7 +16,7 @@ from prefill_client.vllm import shared_store
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import RowKind, StoreQuery, StoreSession, image_key, same_image
-from testing.redis_servers import free_port
+from testing.processes import free_port
 from tests.put_calls import PRODUCER
 from tests.servers import server_of
 from tests.waiting import soon

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from testing.sglang_engine import SglangEngine, free_port, serving
+from testing.processes import free_port
+from testing.sglang_engine import SglangEngine, serving
 from testing.sglang_gateway import GatewayProcess, running_gateway
 from tests.vllm.restartable import Restartable
 

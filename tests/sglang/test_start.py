@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from testing.processes import StartError
 from testing.sglang_engine import ENVIRONMENT, SglangEngine
 from tests.sglang.conftest import checkpoint_of, variables
 from tests.vllm.restartable import Restartable
@@ -17,7 +18,7 @@ def refusal(model: Path, *flags: str, environment: dict[str, str]) -> str:
     """Start an engine that ends by itself, and return what it said."""
     engine = SglangEngine(model, *flags, environment=environment)
     try:
-        with pytest.raises(AssertionError, match="did not start"):
+        with pytest.raises(StartError, match="did not start"):
             engine.wait_until_it_answers()
         return engine.log.read_text()
     finally:

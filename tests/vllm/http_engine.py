@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from testing.engine_process import EngineProcess
+from testing.processes import EngineProcess
 from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
 
 

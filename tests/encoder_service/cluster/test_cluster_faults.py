@@ -18,9 +18,9 @@ from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
+from testing.processes import StartError
 from testing.redis_servers import RedisServer, redis_server
 from testing.replicas import ReplicaProcess, fleet_of, start_all
-from testing.server_process import ServerStartError
 from testing.traffic import Supply, Traffic
 from tests.cluster_load import alone, encodes, joined, seeds, steady, traffic
 from tests.waiting import soon
@@ -268,7 +268,7 @@ async def test_a_namespace_refuses_another_processor_but_not_another_model(
     settings = tmp_path / "processor" / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace('"shortest_edge": 65536', '"shortest_edge": 131072'))
     stranger = ReplicaProcess(tmp_path / "processor", 8, index=redis.url)
-    with pytest.raises(ServerStartError, match=r"another model or processor"):
+    with pytest.raises(StartError, match=r"another model or processor"):
         await asyncio.to_thread(stranger.start)
 
     other = ReplicaProcess(write_checkpoint(tmp_path / "model", seed=7), 9, index=redis.url)

@@ -32,7 +32,8 @@ from encoder_service.store import segment
 from encoder_service.store.store import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
-from testing.redis_servers import free_port, redis_server
+from testing.processes import free_port
+from testing.redis_servers import redis_server
 from tests.engines import demanded, running
 from tests.lost_device import DEATHS_THERE, FORKS, STAGES, TIERS, serve
 from tests.waiting import PATIENCE_S, START_S, soon

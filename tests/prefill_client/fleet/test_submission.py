@@ -14,7 +14,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
-from testing.redis_servers import free_port
+from testing.processes import free_port
 from tests.calls import collect
 from tests.gate import Gate
 from tests.servers import server_of

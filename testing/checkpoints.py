@@ -1,18 +1,22 @@
-"""Seeded checkpoint folders: real schemas and tensor names, random weights, saved by transformers itself."""
+"""Writes checkpoint folders: real schemas and tensor names, seeded random weights, saved by transformers itself.
+
+What describes a checkpoint can be imported in no time; torch and transformers are imported when one is written.
+"""
+
+from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
-from transformers import initialization
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# One token a byte, then the markers of Qwen's chat format: a real tokenizer in a vocabulary that stays small.
+# The markers of Qwen's chat format. They follow a token for each byte: a real tokenizer with a small vocabulary.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -86,10 +90,12 @@ def write_checkpoint(
     """Write a Hugging Face checkpoint folder with seeded random weights and return its path.
 
     By default the whole model is tiny (a few MB, `depth` 4, float32) with the head size of the real tower.
-    With `vision_only` the tower has its published size and depth (bfloat16) and the language model shrinks to
-    what its width allows. `vision` and `text` override fields of the two models' configurations, `preprocessor` those
-    of preprocessor_config.json; `shards` asks for at least that many weight files.
+    With `vision_only` the tower has its published size and depth (bfloat16), and the language model is as small as its
+    width allows. `vision` and `text` override fields of the two models' configurations, `preprocessor` those of
+    preprocessor_config.json. `shards` is the least number of weight files.
     """
+    import torch
+
     folder = Path(folder)
     dtype = dtype or (torch.bfloat16 if vision_only else torch.float32)
     vision_part = vision_config(model_type, depth, full=vision_only) | dict(vision or {})
@@ -98,24 +104,26 @@ def write_checkpoint(
     model = _model(model_type, vision_part, text_part, dtype)
     _fill(model, seed)
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    for stale in folder.glob("model*.safetensors*"):  # an index left behind would speak of other shards
+    for stale in folder.glob("model*.safetensors*"):  # an old index would name other shards
         stale.unlink()
-    turned = model_type == "qwen3_vl_moe"
+    is_moe = model_type == "qwen3_vl_moe"
     model.save_pretrained(
         folder,
-        state_dict=_with_turned_experts(model.state_dict()) if turned else None,
-        save_original_format=not turned,  # it would turn the experts back
+        state_dict=_with_transposed_experts(model.state_dict()) if is_moe else None,
+        save_original_format=not is_moe,  # it would transpose the experts back
         max_shard_size=max(size_bytes // shards, 1) if shards > 1 else "50GB",
     )
     settings = dict(QWEN2_5_PREPROCESSOR if model_type == "qwen2_5_vl" else QWEN3_PREPROCESSOR)
     settings.update(preprocessor or {})
     (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    _tokenizer().save_pretrained(folder)
+    tokenizer = byte_tokenizer(SPECIAL_TOKENS, bos=None, eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def vision_config(model_type: str, depth: int | None = None, *, full: bool = False) -> dict[str, Any]:
-    """Return the vision part of config.json: as published if `full`, else tiny, of the same schema."""
+    """Return the vision part of config.json: as published if `full`, else a tiny one of the same schema."""
     if model_type == "qwen2_5_vl":
         depth = depth or (32 if full else 4)
         stride = max(depth // 4, 2)
@@ -157,14 +165,14 @@ def _text_config(model_type: str, hidden: int, layers: int) -> dict[str, Any]:
         "eos_token_id": _SPECIAL_ID["<|im_end|>"],
         "pad_token_id": _SPECIAL_ID["<|endoftext|>"],
     }
-    if model_type == "qwen2_5_vl":  # this family derives its head size, a quarter of the width here
+    if model_type == "qwen2_5_vl":  # it derives its head size: a quarter of the width
         config["rope_parameters"]["mrope_section"] = [hidden // 32, hidden // 64 * 3, hidden // 64 * 3]
         return config
     config["head_dim"] = 32
     config["rope_parameters"]["mrope_interleaved"] = True
     if model_type == "qwen3_vl_moe":
-        # The published configuration says how the router's weights are scaled, and vLLM asks; transformers always
-        # scales them so. An expert's matrices are not square, or nobody could tell which way round they are.
+        # vLLM reads how the router's weights are scaled; transformers always scales them. An expert's matrices are not
+        # square, so that a transposed one is noticed.
         config |= {
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -197,7 +205,11 @@ def _text_config(model_type: str, hidden: int, layers: int) -> dict[str, Any]:
 
 def _model(
     model_type: str, vision: dict[str, Any], text: dict[str, Any], dtype: torch.dtype
-) -> transformers.PreTrainedModel:
+) -> PreTrainedModel:
+    import torch
+    import transformers
+    from transformers import initialization
+
     config_name, model_name = _CLASSES[model_type]
     config = getattr(transformers, config_name)(
         vision_config=vision,
@@ -218,20 +230,21 @@ def _model(
         torch.set_default_dtype(previous)
 
 
-@torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
-    """Fill every parameter so that signals neither die nor explode: unit gain in products, norms near one."""
+    """Fill every parameter so that signals keep their size: unit gain in products, norms near one."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(_scaled(name, noise))
+        parameter.data.copy_(_scaled(name, noise))
 
 
-def _with_turned_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights as Qwen3-VL-MoE publishes them: experts' matrices the other way round than in memory."""
-    turned = (".experts.gate_up_proj", ".experts.down_proj")
+def _with_transposed_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights as Qwen3-VL-MoE publishes them: with the transposes of the experts' matrices."""
+    experts = (".experts.gate_up_proj", ".experts.down_proj")
     return {
-        name: tensor.transpose(1, 2).contiguous() if name.endswith(turned) else tensor
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(experts) else tensor
         for name, tensor in weights.items()
     }
 
@@ -248,19 +261,22 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     return noise / math.sqrt(fan_in)
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+def byte_tokenizer(
+    special: Sequence[str], *, bos: str | None, eos: str, pad: str, extra: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte and then these special tokens.
+
+    `extra` are further special tokens that it has as attributes, by name.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    named = {"extra_special_tokens": dict(extra)} if extra is not None else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, **named
     )
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast

@@ -1,7 +1,7 @@
-"""Seeded checkpoint folders of the families that `transformers` encodes, with the processors of published checkpoints.
+"""Writes checkpoint folders of the families that `transformers` encodes, with seeded random weights.
 
-Their image processors, tile and patch sizes are the published ones, so that images have as many rows as there. Towers
-and language models are shrunk to a few MB, with random weights.
+Image processors, tile and patch sizes are those of published checkpoints, so that images have as many rows as there.
+Towers and language models are shrunk to a few MB.
 """
 
 import math
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from testing.checkpoints import byte_tokenizer
 
 VOCABULARY = 512
 FIRST_SPECIAL = 256
@@ -67,10 +68,10 @@ IDEFICS_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", 
 
 @dataclass(frozen=True)
 class FamilyCheckpoint:
-    """A family's checkpoint: its name, what its configuration and processors say, and its special tokens.
+    """A family's checkpoint: its name, the settings of its configuration and processors, and its special tokens.
 
-    `tokens` are fields of the configuration that hold the id of a special token, `named` those that the tokenizer has
-    as attributes. `published` names checkpoints with these settings, for people.
+    `tokens` maps fields of the configuration to the special token whose id they hold, `named` attributes of the
+    tokenizer to special tokens. `published` names a checkpoint with these settings, for readers.
     """
 
     name: str
@@ -376,9 +377,9 @@ def write_family_checkpoint(
     text_layers: int = 2,
     family: FamilyCheckpoint | None = None,
 ) -> Path:
-    """Write a checkpoint folder of a family (a key of `CHECKPOINTS`), float32, and return its path.
+    """Write a checkpoint folder of a family, float32, and return its path.
 
-    `family` replaces the one of that name.
+    `model_type` is a key of `CHECKPOINTS`; `family` overrides the entry.
     """
     family, folder = family or CHECKPOINTS[model_type], Path(folder)
     special = ("<pad>", "<eos>", "<bos>", *family.special)
@@ -400,7 +401,7 @@ def write_family_checkpoint(
 
 @torch.no_grad()
 def _fill(model: torch.nn.Module, seed: int) -> None:
-    """Fill every parameter so that signals neither die nor explode."""
+    """Fill every parameter so that signals keep their size."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
@@ -414,23 +415,10 @@ def _fill(model: torch.nn.Module, seed: int) -> None:
 def _processor(family: FamilyCheckpoint, special: tuple[str, ...]) -> Any:
     parts: dict[str, Any] = {
         "image_processor": getattr(transformers, family.image_processor)(**family.image_settings),
-        "tokenizer": _tokenizer(special, family.named),
+        "tokenizer": byte_tokenizer(
+            special, pad=special[0], eos=special[1], bos=special[2], extra=family.named
+        ),
     }
     if family.video_processor:
         parts["video_processor"] = getattr(transformers, family.video_processor)()
     return getattr(transformers, family.processor)(**parts, **family.processor_settings)
-
-
-def _tokenizer(special: tuple[str, ...], named: Mapping[str, str]) -> transformers.PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=special[0],
-        eos_token=special[1],
-        bos_token=special[2],
-        extra_special_tokens=dict(named),
-    )

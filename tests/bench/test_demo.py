@@ -1,4 +1,4 @@
-"""The demo: it runs for real, and its checks notice broken promises."""
+"""The demo: it runs end to end, and its checks notice broken promises."""
 
 import copy
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from demo import run, video
 from demo.checks import each_row_once, only_new_encoded
 from demo.report import chunk_row
-from demo.run import demo
 from encoder_contract.digest import content_digest
 from testing.photos import photo
 
@@ -26,11 +26,11 @@ def photos(tmp_path: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def told(photos: list[Path], *, held: int) -> dict[str, Any]:
-    """A turn as the prefill process tells it: four tokens an image, two chunks."""
+def turn_of(photos: list[Path], *, held: int) -> dict[str, Any]:
+    """Return a turn as the prefill process reports it: four tokens an image, two chunks."""
     digests = [content_digest(file.read_bytes()).hex() for file in photos]
 
-    def run(chunk: int) -> dict[str, Any]:
+    def chunk_run(chunk: int) -> dict[str, Any]:
         windows = [
             {"image": image, "row_begin": 2 * chunk, "row_end": 2 * chunk + 2, "source": "host"}
             for image in range(len(photos))
@@ -45,12 +45,12 @@ def told(photos: list[Path], *, held: int) -> dict[str, Any]:
             {"digest": digest, "source": "host" if image < held else "encoded"}
             for image, digest in enumerate(digests)
         ],
-        "runs": [run(0), run(1)],
+        "runs": [chunk_run(0), chunk_run(1)],
     }
 
 
-def test_missing_and_doubled_rows_are_noticed(photos: list[Path]) -> None:
-    turn = told(photos, held=0)
+def test_missing_and_duplicate_rows_break_a_promise(photos: list[Path]) -> None:
+    turn = turn_of(photos, held=0)
     assert each_row_once(0, turn)[1]
     missing, doubled = copy.deepcopy(turn), copy.deepcopy(turn)
     missing["runs"][1]["windows"][2]["row_end"] -= 1
@@ -59,27 +59,36 @@ def test_missing_and_doubled_rows_are_noticed(photos: list[Path]) -> None:
     assert not each_row_once(0, doubled)[1]
 
 
-def test_images_encoded_twice_or_never_are_noticed(photos: list[Path]) -> None:
-    first, second = told(photos[:2], held=0), told(photos, held=2)
+def test_images_encoded_twice_or_never_break_a_promise(photos: list[Path]) -> None:
+    first, second = turn_of(photos[:2], held=0), turn_of(photos, held=2)
     assert only_new_encoded(0, first, [], photos[:2])[1]
     assert only_new_encoded(1, second, [first], photos)[1]
-    again, forgotten = told(photos, held=1), told(photos, held=3)
+    again, forgotten = turn_of(photos, held=1), turn_of(photos, held=3)
     assert not only_new_encoded(1, again, [first], photos)[1]
     assert not only_new_encoded(1, forgotten, [first], photos)[1]
-    lied = told(photos, held=2)
+    lied = turn_of(photos, held=2)
     lied["arrivals"][0]["source"] = "encoded"
     assert not only_new_encoded(1, lied, [first], photos)[1]
 
 
-def test_table_tells_cached_rows_from_encoded_ones(photos: list[Path]) -> None:
-    row = chunk_row(told(photos, held=3)["runs"][1], [True, True, True, False])
+def test_the_table_counts_cached_and_encoded_rows(photos: list[Path]) -> None:
+    row = chunk_row(turn_of(photos, held=3)["runs"][1], [True, True, True, False])
     assert row == ("1", "8-16", "0[2:4], 1[2:4], 2[2:4], 3[2:4]", "8", "6", "2", "2.0", "5.0")
 
 
-def test_demo_keeps_its_promises(
+@pytest.fixture
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the demos' models as shallow as the promises allow."""
+    for demo in (run, video):
+        monkeypatch.setattr(demo, "VISION_LAYERS", 4)
+        monkeypatch.setattr(demo, "TEXT_LAYERS", 3)  # one for each level of DeepStack
+
+
+@pytest.mark.usefixtures("small_models")
+def test_the_demo_keeps_its_promises(
     photos: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo(photos[0].parent, 37, tmp_path / "demo") == 0
+    assert run.demo(photos[0].parent, 37, tmp_path / "demo") == 0
     shown = capfd.readouterr().out
     assert "turn 1: 2 images new, 0 held from before" in shown
     assert "turn 2: 2 images new, 2 held from before" in shown
@@ -89,9 +98,8 @@ def test_demo_keeps_its_promises(
     assert {"trace-1.json", "trace-2.json"} <= {file.name for file in (tmp_path / "demo").iterdir()}
 
 
-def test_demo_with_a_video_keeps_its_promises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from demo import video
-
+@pytest.mark.usefixtures("small_models")
+def test_the_demo_with_a_video_keeps_its_promises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert video.demo(tmp_path / "demo") == 0
     shown = capfd.readouterr().out
     assert "turn 1: 20 images new, 0 held from before" in shown

@@ -1,4 +1,4 @@
-"""The GPU check without a GPU: every part walks, imports only what it measures, and tells what failed."""
+"""The GPU check without a GPU: every part runs, imports only what it measures, and reports what failed."""
 
 import ast
 import io
@@ -23,8 +23,8 @@ from bench.harness.results import ROOT
 
 pytestmark = pytest.mark.slow
 
-# What a machine with torch may lack; what each part cannot do without, because it is what it measures.
-LACKING = {
+# Modules that a machine with torch may lack, and those of them that a part needs for its measurements.
+OPTIONAL = {
     "transformers",
     "tokenizers",
     "safetensors",
@@ -45,8 +45,8 @@ LACKING = {
     "fastapi",
 }
 TOWER = {"safetensors", "blake3", "cachetools", "google"}
-CHECKPOINT = {"transformers", "tokenizers", "PIL", "psutil"}  # which a tiny one is written with
-SERVER = TOWER | CHECKPOINT | {"xxhash", "cachetools", "grpc", "grpc_health", "google", "prometheus_client"}
+CHECKPOINT = {"transformers", "tokenizers", "PIL", "psutil"}  # to write a tiny one
+SERVER = TOWER | CHECKPOINT | {"xxhash", "grpc", "grpc_health", "prometheus_client"}
 NEEDED: dict[str, set[str]] = {
     "attention": TOWER,
     "tower": TOWER | CHECKPOINT,
@@ -55,32 +55,34 @@ NEEDED: dict[str, set[str]] = {
     "load": SERVER,
     "budgets": TOWER | CHECKPOINT,
 }
-# In a process for each part, forked by one that has torch: with what it may lack hidden, it imports the part.
+# A process that has torch forks a child for each set of missing modules; the child hides them and imports the parts.
 IMPORTS = """
 import importlib, json, os, sys, traceback
 import torch
 
 class Without:
-    def __init__(self, finder, lacking):
-        self._finder, self._lacking = finder, lacking
+    def __init__(self, finder, missing):
+        self._finder, self._missing = finder, missing
 
     def __getattr__(self, name):
         return getattr(self._finder, name)
 
     def find_spec(self, name, *where):
-        return None if name.partition(".")[0] in self._lacking else self._finder.find_spec(name, *where)
+        return None if name.partition(".")[0] in self._missing else self._finder.find_spec(name, *where)
 
-for part, lacking in json.loads(sys.argv[1]).items():
+for parts, missing in json.loads(sys.argv[1]):
     if not (child := os.fork()):
-        sys.meta_path = [Without(finder, lacking) for finder in sys.meta_path]
-        try:
-            import bench.gpu
-            importlib.import_module(f"bench.gpu_parts.{part}")
-        except BaseException as error:
-            print(part, repr(error), traceback.format_exc(), file=sys.stderr, flush=True)
-            os._exit(1)
+        sys.meta_path = [Without(finder, missing) for finder in sys.meta_path]
+        for part in parts:
+            try:
+                import bench.gpu
+                importlib.import_module(f"bench.gpu_parts.{part}")
+            except BaseException as error:
+                print(part, repr(error), traceback.format_exc(), file=sys.stderr, flush=True)
+                os._exit(1)
+            print(part, flush=True)
         os._exit(0)
-    print(part, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.waitpid(child, 0)
 """
 
 
@@ -93,7 +95,7 @@ def probe(folder: Path, budget_s: float = math.inf) -> Probe:
 
 
 @pytest.mark.timeout(900)
-def test_a_dry_run_walks_every_part_and_ends_with_a_short_summary(tmp_path: Path) -> None:
+def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", tmp_path]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=890, check=False)
     lines = gpu.read(tmp_path / "gpu.jsonl")
@@ -114,14 +116,18 @@ def test_a_dry_run_walks_every_part_and_ends_with_a_short_summary(tmp_path: Path
 
 
 @pytest.mark.timeout(600)
-def test_a_part_imports_nothing_that_it_does_not_measure() -> None:
-    lacking = {part: sorted(LACKING - NEEDED.get(part, set())) for part in gpu.PARTS}
-    command = [sys.executable, "-c", IMPORTS, json.dumps(lacking)]
+def test_parts_import_without_the_modules_that_they_do_not_need() -> None:
+    # Parts that need the same modules share a process: importing transformers takes seconds.
+    by_missing: dict[tuple[str, ...], list[str]] = {}
+    for part in gpu.PARTS:
+        by_missing.setdefault(tuple(sorted(OPTIONAL - NEEDED.get(part, set()))), []).append(part)
+    sets = [(parts, missing) for missing, parts in by_missing.items()]
+    command = [sys.executable, "-c", IMPORTS, json.dumps(sets)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.stdout.split() == [word for part in gpu.PARTS for word in (part, "0")], ran.stderr[-3000:]
+    assert sorted(ran.stdout.split()) == sorted(gpu.PARTS), ran.stderr[-3000:]
 
 
-# What a part runs besides its own module: in processes, or by name.
+# Modules that a part runs besides its own: in processes, or by name.
 ALSO = {
     "server": ["encoder_service.cli"],
     "load": ["encoder_service.cli"],
@@ -143,7 +149,7 @@ OURS = {
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every module that a file imports, and whether it does so at once, and not in a function or a choice."""
+    """Yield every module that a file imports, and whether the import is at its top level."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -153,12 +159,12 @@ def imported(path: Path) -> Iterator[tuple[str, bool]]:
             yield from ((name, node in tree.body) for name in names)
 
 
-# Imported only to serve a model that has no tower of ours, or videos.
+# Imported only to serve videos or a model without a tower of ours.
 NOT_MEASURED = {"encoder_service.families.generic", "encoder_service.image.opencv", "testing.clips"}
 
 
 def libraries(modules: list[str]) -> set[str]:
-    """Return what modules of ours, and all of ours that they import, import at once of others."""
+    """Return the libraries that these modules of ours, and ours that they import, import at the top level."""
     found, seen, left = set(), {*NOT_MEASURED}, [*modules]
     while left:
         if (name := left.pop()) in seen:
@@ -166,23 +172,23 @@ def libraries(modules: list[str]) -> set[str]:
         seen.add(name)
         base = (ROOT / "proto" if name.startswith("encoder_contract") else ROOT).joinpath(*name.split("."))
         for path in (base.with_suffix(".py"), base / "__init__.py"):
-            for module, at_once in imported(path) if path.is_file() else ():
+            for module, is_top_level in imported(path) if path.is_file() else ():
                 top = module.partition(".")[0]
                 if top in OURS:
                     left += [module, module.rpartition(".")[0] or top]
-                elif at_once:
+                elif is_top_level:
                     found.add(top)
     return found - sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("part", gpu.PARTS)
-def test_imports_of_parts_are_preinstalled_or_among_the_wheels(part: str) -> None:
+def test_parts_import_only_installed_packages_and_our_wheels(part: str) -> None:
     needed = libraries(["bench.gpu", f"bench.gpu_parts.{part}", *ALSO.get(part, [])])
     assert "torch" in needed
     assert needed <= wheels.THERE | {*wheels.PACKAGES.values(), *wheels.DALI_NEEDS.values()}
 
 
-def test_results_are_written_line_by_line_including_failures(tmp_path: Path) -> None:
+def test_each_measurement_and_each_failure_is_one_line(tmp_path: Path) -> None:
     def refuse() -> dict[str, float]:
         raise RuntimeError("no kernel")
 
@@ -198,7 +204,7 @@ def test_results_are_written_line_by_line_including_failures(tmp_path: Path) -> 
     ]
 
 
-def test_a_summary_is_bounded_and_names_failures_first(tmp_path: Path) -> None:
+def test_the_summary_is_bounded_and_lists_failures_first(tmp_path: Path) -> None:
     lines = [found(part, case=str(n), ms=float(n)) for part in gpu.PARTS for n in range(500)]
     lines.append(found("sanitize", tool="memcheck", failed="exit code 9"))
     lines.append(found("tests", test="tests/test_a.py::test_b", outcome="failed"))
@@ -211,14 +217,14 @@ def test_a_summary_is_bounded_and_names_failures_first(tmp_path: Path) -> None:
     assert "test_b" in first[2]
 
 
-def test_the_last_line_of_a_part_that_was_killed_may_be_half_of_one(tmp_path: Path) -> None:
+def test_a_truncated_last_line_counts_as_a_failure(tmp_path: Path) -> None:
     (tmp_path / "gpu.jsonl").write_text('{"part": "env", "ms": 1}\n{"part": "tow')
     whole, half = gpu.read(tmp_path / "gpu.jsonl")
     assert whole == found("env", ms=1)
     assert "half a line" in half["failed"]
 
 
-def test_the_page_shows_the_fastest_of_ours_beside_theirs() -> None:
+def test_the_page_shows_our_fastest_tower_beside_transformers() -> None:
     lines = [
         found("products", product="square 8192", how="plain", ms=1.0, tflops=700.0),
         found("tower", attention="sdpa", graphs=False, case="720p", ms=9.0, tflops=300.0),
@@ -232,7 +238,7 @@ def test_the_page_shows_the_fastest_of_ours_beside_theirs() -> None:
     assert "| dali | 720p | 2 |" in page
 
 
-def test_results_of_a_machine_are_stored_under_its_name(
+def test_kept_results_are_stored_under_the_name_of_their_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
@@ -247,7 +253,7 @@ def test_results_of_a_machine_are_stored_under_its_name(
     assert "a GPU.json" in capsys.readouterr().out
 
 
-def test_keep_joins_the_runs_of_one_machine(
+def test_keep_joins_runs_of_one_machine_and_refuses_several_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
@@ -270,17 +276,17 @@ def test_keep_joins_the_runs_of_one_machine(
 
 
 BINUTILS = pytest.mark.skipif(
-    not all(map(shutil.which, ("objcopy", "strip", "xz"))), reason="it needs binutils and xz"
+    not all(map(shutil.which, ("objcopy", "strip", "xz"))), reason="needs binutils and xz"
 )
 
 
 def shared_library(folder: Path) -> Path:
-    """A real library, copied."""
+    """Return a copy of a real library."""
     return Path(shutil.copy(str(import_module("xxhash._xxhash").__file__), folder))
 
 
 def containers(*contents: Sequence[tuple[int, int, bytes]]) -> bytes:
-    """A section of fat binaries: of each container its entries (kind, capability, code)."""
+    """Return a section of fat binaries, from the entries (kind, capability, code) of each container."""
     section = b""
     for entries in contents:
         inside = b"".join(
@@ -292,11 +298,11 @@ def containers(*contents: Sequence[tuple[int, int, bytes]]) -> bytes:
 
 
 @BINUTILS
-def test_pruning_keeps_the_code_for_one_gpu(tmp_path: Path) -> None:
+def test_pruning_keeps_only_the_code_for_one_kind_of_gpu(tmp_path: Path) -> None:
     ptx, code = 1, 2
     section = containers(
         [(ptx, 90, b"p" * 64), (code, 80, b"a" * 128), (code, 90, b"h" * 96)],
-        [(ptx, 75, b"q" * 64), (code, 75, b"t" * 32)],  # without code for the GPU: it is compiled there
+        [(ptx, 75, b"q" * 64), (code, 75, b"t" * 32)],  # no code for that GPU: its PTX is compiled there
     )
     (tmp_path / "section").write_bytes(section)
     library = shared_library(tmp_path)
@@ -311,7 +317,7 @@ def test_pruning_keeps_the_code_for_one_gpu(tmp_path: Path) -> None:
 
 
 @BINUTILS
-def test_dali_is_packed_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_is_packed_into_pieces_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = tmp_path / "inside" / "nvidia" / "dali"
     (inside / "include").mkdir(parents=True)
     for name in ("__init__.py", "include/dali.h", "backend.cpython-311-x.so", "backend.cpython-312-x.so"):
@@ -333,9 +339,7 @@ def test_dali_is_packed_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-def test_a_folder_of_wheels_that_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_wheels_over_its_limit_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels, "PACKAGES", {})
     monkeypatch.setattr(wheels, "DALI_NEEDS", {})
     monkeypatch.setattr(wheels, "fetch_dali", lambda _folder: None)

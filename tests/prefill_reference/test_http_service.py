@@ -3,10 +3,7 @@
 import asyncio
 import base64
 import json
-import re
-import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +33,7 @@ from testing.clips import clip
 from testing.photos import data_url, photo
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import soon
 
 MODEL = "tiny"
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2, orientation=6)
@@ -274,25 +271,6 @@ def test_flags_win_over_the_environment() -> None:
     environment = {"PREFILLSVC_MODEL": "a", "PREFILLSVC_CHUNK_TOKENS": "7", "PREFILLSVC_IMAGE_S": "2.5"}
     config = ServiceConfig.read({"model": Path("b")}, environment)
     assert config == ServiceConfig(model=Path("b"), chunk_tokens=7, image_s=2.5)
-
-
-async def test_process_serves_and_ends_with_0(server: Server, checkpoint: Path) -> None:
-    command = [Path(sys.executable).with_name("prefill-client"), "serve", "--model", checkpoint]
-    command += ["--encoder", server.endpoint, "--listen", "127.0.0.1:0", "--dtype", "float32"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout
-    async for line in process.stdout:
-        if found := re.match(rb"\s*listening\s+\S+:(\d+)$", line):
-            break
-    _, writer = await asyncio.open_connection("127.0.0.1", int(found[1]))  # at once: it said that it listens
-    writer.close()
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{int(found[1])}/v1", api_key="none") as asked:
-        answer = await asked.chat.completions.create(
-            model=checkpoint.name, messages=[user("What?", data_url(FIRST))], max_tokens=2
-        )
-    assert answer.choices
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
 def test_an_unservable_model_ends_the_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

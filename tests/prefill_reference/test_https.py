@@ -1,4 +1,4 @@
-"""The reference service by TLS: it asks an encoder that wants a certificate, and answers by HTTPS."""
+"""The reference service as a process: it answers by HTTPS and authenticates to its encoder by a certificate."""
 
 import asyncio
 import json
@@ -17,10 +17,11 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.certificates import HOSTS, Authority
+from testing.photos import data_url, photo
 from tests.waiting import soon
 
 
-async def test_a_chat_goes_by_tls_all_the_way_and_new_certificates_are_taken_up(
+async def test_a_chat_goes_by_tls_all_the_way_and_new_certificates_are_used(
     config: Config, model: Model, checkpoint: Path, tmp_path: Path
 ) -> None:
     authority = Authority()
@@ -50,12 +51,13 @@ async def test_a_chat_goes_by_tls_all_the_way_and_new_certificates_are_taken_up(
                 break
         assert found
         url = f"https://{found[1].decode()}/v1/chat/completions"
+        image = {"type": "image_url", "image_url": {"url": data_url(photo(300, 200, 1))}}
 
         def chat(by: str) -> bytes:
             body = {
                 "model": checkpoint.name,
                 "max_tokens": 2,
-                "messages": [{"role": "user", "content": "Hi"}],
+                "messages": [{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}],
             }
             request = urllib.request.Request(
                 url, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -64,21 +66,22 @@ async def test_a_chat_goes_by_tls_all_the_way_and_new_certificates_are_taken_up(
             with urllib.request.urlopen(request, timeout=60, context=context) as answer:
                 return bytes(answer.read())
 
-        assert b"choices" in await asyncio.to_thread(chat, ca)
+        assert b"choices" in await asyncio.to_thread(chat, ca)  # at once: it has printed that it listens
         new = Authority("new")
         new_ca = new.write(tmp_path / "new-ca.pem")
         new.issue(tmp_path, "server", HOSTS)
 
-        async def answers_by_the_new_one() -> bool:
+        async def answers_with_the_new_one() -> bool:
             try:
                 return b"choices" in await asyncio.to_thread(chat, new_ca)
             except urllib.error.URLError:
                 return False
 
-        await soon(answers_by_the_new_one)
+        await soon(answers_with_the_new_one)
         with pytest.raises(urllib.error.URLError, match="certificate verify failed"):
             await asyncio.to_thread(chat, ca)
     finally:
         process.send_signal(signal.SIGTERM)
-        await process.wait()
+        code = await process.wait()
         await encoder.drain()
+    assert code == 0

@@ -73,7 +73,7 @@ class Watched:
 
     cluster: RedisCluster
     held: Holding = field(default_factory=Holding)
-    said: list[tuple[IndexState, str]] = field(default_factory=list)
+    state_changes: list[tuple[IndexState, str]] = field(default_factory=list)
 
     @property
     def index(self) -> RedisIndex:
@@ -131,7 +131,7 @@ async def watched_replicas() -> AsyncIterator[JoinWatched]:
 
         def record(state: IndexState, reason: str) -> None:
             if (state, reason) != (session.state, session._reason):
-                watched.said.append((state, reason))
+                watched.state_changes.append((state, reason))
             set_state(state, reason)
 
         session._set_state = record  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ def test_an_unused_name_loses_its_share() -> None:
 
 
 async def submitted(endpoint: str, client_id: str, file: bytes) -> bool:
-    """Submit one image for good; return whether it was taken."""
+    """Submit one image for good; return whether it was accepted."""
     async with grpc.aio.insecure_channel(endpoint) as channel:
         call: Any = EncoderServiceStub(channel).Submit(timeout=60)
         await call.write(pb.SubmitRequest(open=pb.Caller(client_id=client_id)))
@@ -70,11 +70,11 @@ async def test_a_host_with_many_invented_names_leaves_room_for_others(
     picture = photo(64, 64, 7000)
     try:
         with gate.closed():
-            taken = [
+            accepted = [
                 await submitted(server.endpoint, f"invented {n}", with_comment(picture, n))
                 for n in range(2 * PLACES)
             ]
-            assert PLACES / 2 < sum(taken) < PLACES
+            assert PLACES / 2 < sum(accepted) < PLACES
             assert await submitted(f"127.0.0.1:{proxy.port}", "newcomer", with_comment(picture, 2 * PLACES))
     finally:
         await proxy.stop()

@@ -79,15 +79,15 @@ async def test_health_watches_are_bounded_per_connection(server: Server) -> None
             await stub.Watch(request(), timeout=60).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.Check(request(), timeout=60)).status == SERVING
-        theirs: Any = health_pb2_grpc.HealthStub(other)
-        assert (await theirs.Watch(request(), timeout=60).read()).status == SERVING
+        other_health: Any = health_pb2_grpc.HealthStub(other)
+        assert (await other_health.Watch(request(), timeout=60).read()).status == SERVING
         for watch in watches:
             watch.cancel()
 
-        async def heard() -> bool:
+        async def notified() -> bool:
             try:
                 return (await stub.Watch(request(), timeout=60).read()).status == SERVING
             except grpc.aio.AioRpcError:
                 return False
 
-        await soon(heard)
+        await soon(notified)

@@ -86,9 +86,9 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
         caller = from_peer("ipv4:10.0.0.1:1", token)
         return identity.admit("submit", caller, pb.Caller(priority=priority)).priority
 
-    assert [used(unknown, asked) for asked in (8, 1, 0, -8)] == [0, 0, 0, -8]
-    assert [used(tenants, asked, TOKENS["chat"]) for asked in (8, 0, -3)] == [0, 0, -3]
-    assert [used(tenants, asked, TOKENS["search"]) for asked in (8, 3, 2, -3)] == [3, 3, 2, -3]
+    assert [used(unknown, requested) for requested in (8, 1, 0, -8)] == [0, 0, 0, -8]
+    assert [used(tenants, requested, TOKENS["chat"]) for requested in (8, 0, -3)] == [0, 0, -3]
+    assert [used(tenants, requested, TOKENS["search"]) for requested in (8, 3, 2, -3)] == [3, 3, 2, -3]
 
 
 @pytest.mark.parametrize("value", ["9", "-9", "1.0", "true", '"8"'])
@@ -129,15 +129,15 @@ async def test_requests_of_one_tenant_do_not_delay_another_tenant(
     """Priority 8, the request identifier of the other, and 24 requests before it."""
     done: list[str] = []
 
-    async def want(client: EncoderClient, name: str, number: int, **said: Any) -> None:
-        (submitted,) = await client.submit([with_comment(PICTURE, number)], **said)
+    async def want(client: EncoderClient, name: str, number: int, **options: Any) -> None:
+        (submitted,) = await client.submit([with_comment(PICTURE, number)], **options)
         assert submitted.error is None
-        asked.append(name)
-        rows = await collect(client, [RowRequest(submitted.digest)], **said)
+        requested.append(name)
+        rows = await collect(client, [RowRequest(submitted.digest)], **options)
         assert rows[0].error is None
         done.append(name)
 
-    asked: list[str] = []
+    requested: list[str] = []
     async with tenants_of(gated, tmp_path) as (chat, search):
         with gate.closed():
             flood = [
@@ -162,9 +162,9 @@ async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
         with gated.jobs._turn:  # measured as if an image of this size took 16 s of the 160
             gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
         with gate.closed():
-            taken = await chat.submit([with_comment(PICTURE, n) for n in range(24)], timeout_s=2)
-            assert 5 <= sum(each.error is None for each in taken) <= 8
-            assert {type(each.error) for each in taken if each.error} == {OverloadedError}
+            answers = await chat.submit([with_comment(PICTURE, n) for n in range(24)], timeout_s=2)
+            assert 5 <= sum(each.error is None for each in answers) <= 8
+            assert {type(each.error) for each in answers if each.error} == {OverloadedError}
             (other,) = await search.submit([with_comment(PICTURE, 100)], timeout_s=2)
             assert other.error is None
 

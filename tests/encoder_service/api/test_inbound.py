@@ -223,7 +223,7 @@ async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -
 
     requests = Requests(read, bytes)
     assert await requests.first() == b"0"
-    assert len(sent) == 1, "nothing is read unless it is asked for"
+    assert len(sent) == 1, "nothing is read ahead"
     for _ in range(2):  # once is enough
         await requests.read_ahead()
         assert len(sent) == 2

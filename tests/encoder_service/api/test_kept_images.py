@@ -28,12 +28,12 @@ from tests.waiting import PATIENCE_S, soon
 PHOTO = photo(120, 80, 77)
 
 
-async def kept(client: EncoderClient, image: bytes = PHOTO, *, keeps: bool = True) -> Any:
+async def retaining_call(client: EncoderClient, image: bytes = PHOTO, *, retain: bool = True) -> Any:
     """Submit an image in a call that stays open; return the call, its image answered."""
     call = (await stub(client)).Submit()
     name, _ = named(3, image)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=keeps)))
+    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=retain)))
     if await state_of(call) == pb.STATE_NEEDS_BYTES:
         await send(call, image)
         assert await state_of(call) == pb.STATE_QUEUED
@@ -60,7 +60,7 @@ def lose(server: Server) -> None:
 async def test_a_lost_retained_image_is_requested_again_when_a_fetch_waits(
     server: Server, client: EncoderClient
 ) -> None:
-    call = await kept(client)
+    call = await retaining_call(client)
     wanted = [RowRequest(content_digest(PHOTO))]
     first = (await collect(client, wanted, transports=["inline"]))[0]
     for _ in range(3):
@@ -97,8 +97,8 @@ async def test_a_call_that_ends_withdraws_its_retained_images(
     server: Server, client: EncoderClient, gate: Gate
 ) -> None:
     with gate.closed():
-        first = await kept(client, photo(64, 64, 1))
-        second = await kept(client)
+        first = await retaining_call(client, photo(64, 64, 1))
+        second = await retaining_call(client)
         assert len(server.jobs) == 2
         second.cancel()
         await soon(lambda: len(server.jobs) == 1)
@@ -111,7 +111,7 @@ async def test_a_drain_ends_retaining_calls_at_once(config: Config, model: Model
         server_of(config, model, drain_s=10 * PATIENCE_S) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        call = await kept(client)
+        call = await retaining_call(client)
         async with asyncio.timeout(PATIENCE_S):
             await server.drain()
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
@@ -123,7 +123,7 @@ async def test_a_drain_ends_a_call_that_starts_to_retain_images(config: Config, 
         server_of(config, model, drain_s=10 * PATIENCE_S) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        call = await kept(client, keeps=False)
+        call = await retaining_call(client, retain=False)
         async with asyncio.timeout(PATIENCE_S):
             draining = asyncio.create_task(server.drain())
             await soon(lambda: server.draining)
@@ -139,7 +139,7 @@ async def test_retaining_calls_leave_room_for_fetches(config: Config, model: Mod
         server_of(config, model, max_calls=4) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        calls = [await kept(client) for _ in range(3)]
+        calls = [await retaining_call(client) for _ in range(3)]
         (outcome,) = (await collect(client, [RowRequest(content_digest(PHOTO))])).values()
         assert outcome.error is None
         for call in calls:

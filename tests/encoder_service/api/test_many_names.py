@@ -93,5 +93,5 @@ async def test_a_submit_of_hundreds_of_names_yields_the_loop(
         fetch = (await stub(client)).Fetch(pb.FetchRequest(images=images, grace_ms=3000), timeout=60)
         assert max(await passes(asyncio.create_task(read(fetch, 512)))) <= NAMES_AT_A_TIME
         assert named == 1024
-        assert max(tasks) > 512, "an image that nobody has is waited for by a task"
+        assert max(tasks) > 512, "each unknown image has a task that waits for it"
         assert max(now - before for before, now in pairwise(tasks)) <= NAMES_AT_A_TIME + 16

@@ -72,15 +72,15 @@ async def test_one_caller_computes_an_image_and_the_others_wait(start: Any) -> N
     server, client = await start()
     image, rows = new_image(), rows_for(client, 3)
     async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
-        mine, twice = await ours.name([image, image])
-        assert (mine.state, twice.state) == ("yours", "wait")
+        leased, twice = await ours.name([image, image])
+        assert (leased.state, twice.state) == ("yours", "wait")
         (answer,) = await theirs.name([image])
         assert answer.state == "wait"
-        assert 0 < answer.lease_s <= mine.lease_s == server._config.put_lease_s
+        assert 0 < answer.lease_s <= leased.lease_s == server._config.put_lease_s
         waiting = asyncio.create_task(fetch_put(client, image, grace_ms=20_000))
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        assert (await ours.put(mine, rows)).state == "held"
+        assert (await ours.put(leased, rows)).state == "held"
         assert np.array_equal((await waiting).array, rows)
         assert [answer.state for answer in await theirs.name([image])] == ["held"]
 
@@ -90,10 +90,10 @@ async def test_abandoning_an_image_wakes_its_waiters_at_once(start: Any, how: st
     server, client = await start(put_lease_s=120.0, limits={"max_grace_ms": 120_000})
     image = new_image()
     async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
-        (mine,) = await ours.name([image])
+        (leased,) = await ours.name([image])
         waiting = asyncio.create_task(fetch_put(client, image, grace_ms=120_000))
         await soon(lambda: bool(waiting_at(server)))
-        await (ours.abandon(mine) if how == "abandons it" else ours.close())
+        await (ours.abandon(leased) if how == "abandons it" else ours.close())
         outcome = await asyncio.wait_for(waiting, PATIENCE_S)  # far below the lease and the grace
         assert isinstance(outcome.error, UnknownImageError)
         assert "compute them" in str(outcome.error)
@@ -129,12 +129,12 @@ async def test_a_slow_put_holds_no_space_beyond_its_lease(start: Any) -> None:
     server, client = await start(put_lease_s=0.5)
     first, second, third = new_image(), new_image(), new_image()
     call = await RawPut.open(client)
-    told: dict[int, set[int]] = {YOURS: set(), WAIT: set(), FAILED: set()}
+    answered: dict[int, set[int]] = {YOURS: set(), WAIT: set(), FAILED: set()}
 
     async def name(image: PutImage, index: int) -> None:
-        """Name an image; the answer may be of one named before, whose lease has ended meanwhile."""
+        """Name an image and read one answer; it may be for an earlier image whose lease has ended."""
         state = await call.name(client, image, index)
-        told[state.holding].add(state.index)
+        answered[state.holding].add(state.index)
 
     for index, image in enumerate((first, second)):
         await name(image, index)
@@ -142,10 +142,10 @@ async def test_a_slow_put_holds_no_space_beyond_its_lease(start: Any) -> None:
     async with asyncio.timeout(PATIENCE_S):
         for index in itertools.count(2):
             await name(third, index)
-            if told[FAILED] >= {0, 1}:
+            if answered[FAILED] >= {0, 1}:
                 break
             await asyncio.sleep(0.01)
-    assert told[YOURS] >= {0, 1}
+    assert answered[YOURS] >= {0, 1}
     call.call.cancel()
     await soon(lambda: nothing_is_left(server))
 
@@ -223,14 +223,14 @@ async def test_a_finished_image_is_not_put_under_a_reused_index(start: Any) -> N
 async def test_a_caller_cancelled_while_acquiring_holds_no_lease(start: Any) -> None:
     server, client = await start(put_lease_s=300.0)
     async with client.put(PRODUCER) as session:
-        (mine,) = await session.name([new_image()])
+        (leased,) = await session.name([new_image()])
         asking = asyncio.create_task(session.name([new_image()]))
         for _ in range(2):
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await soon(lambda: len(server.leases) == 1)
-        assert (await session.put(mine, rows_for(client, 13))).state == "held"
+        assert (await session.put(leased, rows_for(client, 13))).state == "held"
 
 
 async def test_a_drain_waits_for_incomplete_rows_but_not_for_idle_calls(start: Any) -> None:
@@ -239,11 +239,11 @@ async def test_a_drain_waits_for_incomplete_rows_but_not_for_idle_calls(start: A
     async with client.put(PRODUCER) as idle, client.put(PRODUCER) as busy:
         (done,) = await idle.name([new_image()])
         await idle.abandon(done)
-        (mine,) = await busy.name([new_image()])
+        (leased,) = await busy.name([new_image()])
         draining = asyncio.create_task(server.drain())
         await soon(lambda: not next(iter(idle._streams.values())).result().is_open())
         assert not draining.done()
-        assert (await busy.put(mine, rows)).state == "held"
+        assert (await busy.put(leased, rows)).state == "held"
         await asyncio.wait_for(draining, 60)
         (gone,) = await busy.name([new_image()])
         assert isinstance(gone.error, UnavailableError)

@@ -123,15 +123,15 @@ async def test_a_fetch_over_the_clients_share_is_refused_as_a_whole(config: Conf
         await EncoderClient.connect(server.endpoint, client_id="other") as other,
     ):
         digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
-        asked = pb.FetchRequest(
+        request = pb.FetchRequest(
             images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
             grace_ms=120_000,  # it waits for as long as the test takes
         )
         service = await stub(client)
-        waiting = service.Fetch(asked)  # half of 16 claims for each of 16 images
+        waiting = service.Fetch(request)  # half of 16 claims for each of 16 images
         await soon(lambda: server.budgets.fetched_images.held == 128)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await service.Fetch(asked).read()
+            await service.Fetch(request).read()
         assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "share of images in Fetch calls" in str(refusal.value.details())
         outcomes = await collect(other, await submitted(other, PHOTOS[:2]), transports=("inline",))

@@ -158,12 +158,12 @@ async def test_a_certificate_names_a_tenant_and_a_token_wins_over_it(
     token = tmp_path / "token"
     token.write_text(TOKENS["reader"])
     async with server_of(guarded, model, tls_cert=cert, tls_key=key, tls_client_ca=ca) as server:
-        for name, told, error in (
+        for name, token_file, error in (
             ("engine.example", "", None),
             ("engine.example", str(token), ForbiddenError),
         ):
-            shown = Credentials(ca, *authority.issue(tmp_path, name), token_file=told)
-            async with await EncoderClient.connect(server.endpoint, credentials=shown) as client:
+            credentials = Credentials(ca, *authority.issue(tmp_path, name), token_file=token_file)
+            async with await EncoderClient.connect(server.endpoint, credentials=credentials) as client:
                 (submitted,) = await client.submit([photo(64, 64, 40)])
                 assert type(submitted.error) is (error or type(None))
         stranger = Credentials(ca, *authority.issue(tmp_path, "stranger.example"))

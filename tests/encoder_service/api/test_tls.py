@@ -62,7 +62,7 @@ async def encoded(client: EncoderClient, seed: int, transport: str = "inline") -
 
 
 async def refused(server: Server, credentials: Credentials) -> str:
-    """Return what a client is told that cannot connect."""
+    """Return the error of a client that cannot connect."""
     with pytest.raises(UnavailableError) as refusal:
         await EncoderClient.connect(server.endpoint, credentials=credentials, timeout_s=20, wait=False)
     return str(refusal.value)
@@ -207,11 +207,11 @@ def test_listening_on_loopback_needs_no_tls(config: Config, address: str) -> Non
 
 async def test_a_client_without_an_answer_gets_a_reason_by_its_deadline(serving: Serving, ca: str) -> None:
     async with serving() as server:
-        told: list[str] = []
+        errors: list[str] = []
 
         async def connect() -> None:
-            told.append(await refused(server, Credentials()))
+            errors.append(await refused(server, Credentials()))
 
         connecting = asyncio.create_task(connect())
         await soon(connecting.done)
-        assert server.endpoint in told[0]
+        assert server.endpoint in errors[0]

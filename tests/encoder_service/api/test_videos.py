@@ -91,7 +91,7 @@ async def test_equal_frames_are_cached_at_another_sampling_rate(
 async def conversation(
     client: EncoderClient, names: Sequence[pb.ImageName], data: bytes
 ) -> list[pb.ImageState]:
-    """Name what is named, send `data` whenever bytes are wanted, and return all answers in order."""
+    """Send the names, send `data` when bytes are wanted, and return all answers in order."""
     call = (await stub(client)).Submit(timeout=60)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))

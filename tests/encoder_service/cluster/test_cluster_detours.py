@@ -49,11 +49,11 @@ async def test_waiting_beside_a_failed_peer_makes_few_index_calls(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, holder, encoder = [await start() for _ in range(3)]
-    file, asked, acquire = new_photo(), 0, ours.index.acquire
+    file, calls, acquire = new_photo(), 0, ours.index.acquire
 
     async def counted(addresses: Sequence[bytes], without: Collection[str] = ()) -> Acquired:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         return await acquire(addresses, without)
 
     digest = content_digest(file)
@@ -67,7 +67,7 @@ async def test_waiting_beside_a_failed_peer_makes_few_index_calls(
     fetching = asyncio.create_task(ours.fetch(digest))
     await asyncio.sleep(2 * LEASE_WAIT_S)
     assert not fetching.done()
-    assert 0 < asked <= 3 + (asyncio.get_running_loop().time() - began) / LEASE_WAIT_S
+    assert 0 < calls <= 3 + (asyncio.get_running_loop().time() - began) / LEASE_WAIT_S
     await encoder.index.release([address])
     assert (await asyncio.wait_for(fetching, PATIENCE_S)).source == "encoded"
 

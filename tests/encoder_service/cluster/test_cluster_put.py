@@ -29,12 +29,12 @@ async def test_one_caller_over_all_replicas_gets_the_lease(start: Start) -> None
     a, b = await start(), await start()
     image, rows = new_image(), rows_for(a.client, 1)
     async with a.client.put(PRODUCER) as ours, b.client.put(PRODUCER) as theirs:
-        (mine,), (other,) = await ours.name([image]), await theirs.name([image])
-        assert (mine.state, other.state) == ("yours", "wait")
+        (leased,), (other,) = await ours.name([image]), await theirs.name([image])
+        assert (leased.state, other.state) == ("yours", "wait")
         waiting = asyncio.create_task(fetch_put(b.client, image, grace_ms=30_000))
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        assert (await ours.put(mine, rows)).state == "held"
+        assert (await ours.put(leased, rows)).state == "held"
         outcome = await asyncio.wait_for(waiting, PATIENCE_S)
         assert (outcome.error, outcome.source) == (None, "peer")
         assert np.array_equal(outcome.array, rows)
@@ -64,11 +64,11 @@ async def test_the_end_of_a_lease_reaches_waiters_at_other_replicas(start: Start
     await soon(lambda: seen_by(b, 1))
     image = new_image()
     async with a.client.put(PRODUCER) as ours, b.client.put(PRODUCER) as theirs:
-        (mine,) = await ours.name([image])
+        (leased,) = await ours.name([image])
         assert [answer.state for answer in await theirs.name([image])] == ["wait"]
         waiting = asyncio.create_task(fetch_put(b.client, image, grace_ms=30_000))
         await asyncio.sleep(0.1)
-        await (ours.abandon(mine) if how == "gives it up" else a.die())
+        await (ours.abandon(leased) if how == "gives it up" else a.die())
         outcome = await asyncio.wait_for(waiting, PATIENCE_S)
         assert isinstance(outcome.error, UnknownImageError)
 
@@ -99,8 +99,8 @@ async def test_without_its_index_a_replica_continues_alone(start: Start) -> None
     image, rows = new_image(), rows_for(a.client, 4)
     await a.index.close()
     async with a.client.put(PRODUCER) as ours, b.client.put(PRODUCER) as theirs:
-        (mine,), (other,) = await ours.name([image]), await theirs.name([image])
-        assert (mine.state, other.state) == ("yours", "yours")
-        for session, answer, replica in ((ours, mine, a), (theirs, other, b)):
+        (leased,), (other,) = await ours.name([image]), await theirs.name([image])
+        assert (leased.state, other.state) == ("yours", "yours")
+        for session, answer, replica in ((ours, leased, a), (theirs, other, b)):
             assert (await session.put(answer, rows)).state == "held"
             assert np.array_equal((await fetch_put(replica.client, image)).array, rows)

@@ -28,7 +28,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def secured(config: Config, authority: Authority, tmp_path: Path) -> Config:
-    """Replicas with one certificate for all, that ask each other, and callers, for theirs."""
+    """Replicas that share one certificate, and require certificates of each other and of callers."""
     cert, key = authority.issue(tmp_path, "server", HOSTS)
     return replace(config, tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "ca.pem"))
 

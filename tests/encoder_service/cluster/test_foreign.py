@@ -64,7 +64,7 @@ class Forger:
 
     index: RedisIndex
     endpoint: str
-    heard: list[tuple[pb.FetchRequest, dict[str, Any]]] = field(default_factory=list)
+    requests: list[tuple[pb.FetchRequest, dict[str, Any]]] = field(default_factory=list)
 
     async def claim_to_hold(self, replica: Replica, file: bytes) -> bytes:
         """Publish an image that it does not hold, wait until the replica locates it, and return its digest."""
@@ -79,10 +79,10 @@ class Forger:
 async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
     """Run a forger that signs with `sign`."""
     description = victim.client.description
-    forging: Forger
+    forged_peer: Forger
 
     async def fetch(request: pb.FetchRequest, context: Any) -> AsyncIterator[bytes]:
-        forging.heard.append((request, dict(context.invocation_metadata())))
+        forged_peer.requests.append((request, dict(context.invocation_metadata())))
         (image,) = request.images
         address = victim.address(image.digest)
         (location,) = (await victim.index.locate([address]))[address]
@@ -109,11 +109,11 @@ async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     forged = cluster_of(victim.index.settings)
-    forging = Forger(forged.index, endpoint)
+    forged_peer = Forger(forged.index, endpoint)
     fingerprints = description.model_fingerprint, description.processor_fingerprint
     await forged.join(cluster.Replica("forger", 1, endpoint, *fingerprints))
     try:
-        yield forging
+        yield forged_peer
     finally:
         await forged.close()
         await server.stop(None)
@@ -137,15 +137,15 @@ async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
     start: Start, sign: Sign, caplog: pytest.LogCaptureFixture
 ) -> None:
     b = await start()
-    async with forger(b, sign) as forging:
+    async with forger(b, sign) as forged_peer:
         file = new_photo()
-        digest = await forging.claim_to_hold(b, file)
+        digest = await forged_peer.claim_to_hold(b, file)
         (submitted,) = await b.client.submit([file])
         assert submitted.error is None
         fetched = await b.fetch(digest)
         assert (fetched.error, fetched.source) == (None, "encoded")
         assert fetched.array.any()
-        assert len(forging.heard) == 1
+        assert len(forged_peer.requests) == 1
     assert (await metrics_of(b.server)).total("foreign_total", what="rows") == 1
     assert "not signed with" in caplog.text
 
@@ -153,8 +153,8 @@ async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
 async def test_signed_rows_are_accepted(start: Start) -> None:
     """Control for the tests above: the same rows with a valid signature are accepted."""
     b = await start()
-    async with forger(b, signed_by(SECRET)) as forging:
-        digest = await forging.claim_to_hold(b, new_photo())
+    async with forger(b, signed_by(SECRET)) as forged_peer:
+        digest = await forged_peer.claim_to_hold(b, new_photo())
         fetched = await b.fetch(digest)
         assert (fetched.error, fetched.source) == (None, "peer")
 
@@ -185,13 +185,16 @@ async def test_a_replayed_signature_is_refused_elsewhere_and_later(start: Start)
     a, b = await start(), await start()
     (image,) = await a.client.submit([new_photo()])
     await a.fetch(image.digest)
-    async with forger(b, FORGERIES["nothing"]) as forging, grpc.aio.insecure_channel(a.endpoint) as channel:
+    async with (
+        forger(b, FORGERIES["nothing"]) as forged_peer,
+        grpc.aio.insecure_channel(a.endpoint) as channel,
+    ):
         await a.index.retract([a.address(image.digest)])
         assert image.grid is not None
-        await forging.index.publish({a.address(image.digest): image.grid})
+        await forged_peer.index.publish({a.address(image.digest): image.grid})
         await soon(lambda: b.locates(image.digest))
         await b.fetch(image.digest)
-        request, metadata = forging.heard[0]
+        request, metadata = forged_peer.requests[0]
         fetch: Any = EncoderServiceStub(channel).Fetch
 
         async def signature_of(signed: bytes) -> bytes:

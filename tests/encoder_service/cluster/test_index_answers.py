@@ -24,13 +24,13 @@ async def test_replicas_publish_again_after_redis_is_flushed(
     with redis.client() as admin:
         admin.flushall()
 
-        async def told_again() -> bool:
+        async def published_again() -> bool:
             leased = all(admin.exists(Keys(NAMESPACE).lease(address)) for address in working)
             return leased and len(await b.index.locate(held)) == len(held)
 
-        await soon(told_again)
+        await soon(published_again)
     for replica in (a, b):
-        assert [state for state, _ in replica.said] == [IndexState.JOINED]
+        assert [state for state, _ in replica.state_changes] == [IndexState.JOINED]
         await soon(lambda replica=replica: len(replica.index.peers()) == 1)
 
 
@@ -80,8 +80,8 @@ async def test_a_redis_with_invalid_replies_is_avoided_until_it_recovers(
 async def test_an_invalid_notification_ends_the_subscription_and_nothing_else(
     redis: RedisServer, join_watched: JoinWatched, answer: bytes
 ) -> None:
-    died: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: died.append(context["message"]))
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
     proxy = await TcpProxy(redis.port).start()
     a, b = await join_watched(redis.url, "a"), await join_watched(f"redis://127.0.0.1:{proxy.port}", "b")
     (address,) = new_addresses(1)
@@ -97,5 +97,5 @@ async def test_an_invalid_notification_ends_the_subscription_and_nothing_else(
     await b.until(IndexState.JOINED)
     await a.hold([address])
     await waiting
-    assert not died
+    assert not errors
     await proxy.stop()

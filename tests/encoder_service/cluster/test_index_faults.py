@@ -75,10 +75,10 @@ async def test_replicas_publish_again_after_redis_restarts_empty(
     for replica in (a, b):
         await replica.until(IndexState.JOINED)
 
-    async def told_again() -> bool:
+    async def published_again() -> bool:
         return len(await b.index.locate(of_a)) == 150 and len(await a.index.locate(of_b)) == 3
 
-    await soon(told_again)
+    await soon(published_again)
 
     def lease_is_back() -> bool:
         with redis.client() as admin:
@@ -89,7 +89,7 @@ async def test_replicas_publish_again_after_redis_restarts_empty(
     await asyncio.sleep(0.1)
     await a.hold(working)
     assert [place.replica_id for place in await asyncio.wait_for(waiting, PATIENCE_S)] == ["a"]
-    assert [state for state, _ in a.said] == [IndexState.JOINED, IndexState.ALONE, IndexState.JOINED]
+    assert [state for state, _ in a.state_changes] == [IndexState.JOINED, IndexState.ALONE, IndexState.JOINED]
 
 
 async def test_a_silent_redis_costs_three_timeouts_and_then_nothing(
@@ -117,7 +117,7 @@ async def test_one_short_stall_does_not_disconnect_a_busy_replica(
 ) -> None:
     a = await join_watched(redis.url, "a")
     for _ in range(10):
-        a.said.clear()
+        a.state_changes.clear()
         paused = time.monotonic()
         redis.pause()
         calls = [asyncio.create_task(a.cluster.acquire(new_addresses(4))) for _ in range(50)]
@@ -128,7 +128,7 @@ async def test_one_short_stall_does_not_disconnect_a_busy_replica(
         if lasted < 2 * CALL_TIMEOUT_S:  # otherwise the stall was too long for this test
             break
         await a.until(IndexState.JOINED)
-    assert a.said == []
+    assert a.state_changes == []
 
 
 async def test_a_failed_publication_is_repeated_before_its_lease_ends(
@@ -154,7 +154,7 @@ async def test_a_redis_out_of_memory_is_avoided_until_it_accepts_writes(
         admin.config_set("maxmemory-policy", "noeviction")
         admin.config_set("maxmemory", "1")
         await a.until(IndexState.ALONE)
-        assert "memory" in a.said[-1][1]
+        assert "memory" in a.state_changes[-1][1]
         assert await costs_nothing(a)
         admin.config_set("maxmemory", "0")
     await a.until(IndexState.JOINED)
@@ -167,7 +167,7 @@ async def test_a_read_only_redis_is_avoided_until_it_accepts_writes(
     with redis.client() as admin:
         admin.execute_command("REPLICAOF", "127.0.0.1", "1")
         await a.until(IndexState.ALONE)
-        assert "READONLY" in a.said[-1][1] or "read only" in a.said[-1][1]
+        assert "READONLY" in a.state_changes[-1][1] or "read only" in a.state_changes[-1][1]
         assert await costs_nothing(a)
         admin.execute_command("REPLICAOF", "NO", "ONE")
     await a.until(IndexState.JOINED)
@@ -206,7 +206,7 @@ async def test_a_redis_that_starts_later_is_joined(
     server = RedisServer()
     a = await join_watched(server.url, "a")
     assert a.index.state is IndexState.ALONE
-    assert [state for state, _ in a.said] == [IndexState.ALONE]
+    assert [state for state, _ in a.state_changes] == [IndexState.ALONE]
     assert await costs_nothing(a)
     try:
         server.start()

@@ -15,7 +15,7 @@ async def test_a_second_process_with_the_same_id_takes_over(
     first = await join_watched(redis.url, "a", epoch=1)
     await join_watched(redis.url, "a", epoch=2)
     await first.until(IndexState.ALONE)
-    assert "later start" in first.said[-1][1]
+    assert "later start" in first.state_changes[-1][1]
 
 
 async def test_a_namespace_taken_during_an_outage_keeps_the_replica_alone(
@@ -28,7 +28,7 @@ async def test_a_namespace_taken_during_an_outage_keeps_the_replica_alone(
     await asyncio.sleep(1.5 * SHORT_TTL_MS / 1000)  # until the entry of a has expired
     await join_watched(redis.url, "b", model=b"other" * 6 + b"xx")
     proxy.mend()
-    await soon(lambda: "another model" in a.said[-1][1])
+    await soon(lambda: "another model" in a.state_changes[-1][1])
     assert a.index.state is IndexState.ALONE
     await proxy.stop()
 
@@ -41,4 +41,4 @@ async def test_the_password_of_the_url_is_used_and_a_wrong_one_keeps_the_replica
         wrong = await join_watched(f"redis://:guess@127.0.0.1:{server.port}/0", "b")
         assert right.index.state is IndexState.JOINED
         assert wrong.index.state is IndexState.ALONE
-        assert "password" in wrong.said[-1][1]
+        assert "password" in wrong.state_changes[-1][1]

@@ -142,22 +142,22 @@ def test_leases_become_due_and_are_not_renewed_forever() -> None:
 
 async def test_republishing_is_paced_and_complete() -> None:
     held = Holding(grids(new_addresses(400)))
-    told: dict[bytes, Grid] = {}
+    published: dict[bytes, Grid] = {}
     largest = 0
 
     async def publish(grids: Mapping[bytes, Grid]) -> bool:
         nonlocal largest
         largest = max(largest, len(grids))
-        told.update(grids)
+        published.update(grids)
         return True
 
     republisher = Republisher(held.grids, publish, ttl_s=3600.0)
     running = asyncio.create_task(republisher.run())
     republisher.trigger()
     began = time.monotonic()
-    await soon(lambda: len(told) == 400)
+    await soon(lambda: len(published) == 400)
     assert time.monotonic() - began > (400 - BATCH_ADDRESSES) / ADDRESSES_PER_S
-    assert told == held
+    assert published == held
     assert largest <= BATCH_ADDRESSES
     running.cancel()
 

@@ -166,31 +166,31 @@ async def test_transfers_into_a_full_store_do_not_block_other_threads(tmp_path: 
     keys = [replace(IMAGE, address=n.to_bytes(32, "big")) for n in range(MAX_TRANSFERS)]
     places = [(Location(f"peer-{n}", "peer", GRID),) for n in range(MAX_TRANSFERS)]
 
-    async def bring(key: ImageKey, places: Locations) -> None:
-        brought = await transfers.fetch(key, places, "a tenant")
-        assert brought is not None
-        assert brought.entry.holder == "a tenant"
-        brought.release()
+    async def fetch_into_store(key: ImageKey, places: Locations) -> None:
+        fetched_pin = await transfers.fetch(key, places, "a tenant")
+        assert fetched_pin is not None
+        assert fetched_pin.entry.holder == "a tenant"
+        fetched_pin.release()
 
-    bringing = [asyncio.ensure_future(bring(*each)) for each in zip(keys, places, strict=True)]
+    fetches = [asyncio.ensure_future(fetch_into_store(*each)) for each in zip(keys, places, strict=True)]
     try:
         await asyncio.sleep(0.5)
         await asyncio.wait_for(asyncio.to_thread(bytes), PATIENCE_S)
-        assert not any(task.done() for task in bringing)
+        assert not any(task.done() for task in fetches)
     finally:
         pin.release()
-        await asyncio.gather(*bringing)
+        await asyncio.gather(*fetches)
         transfers.close()
         store.close()
 
 
 async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=8 * MAX_TRANSFERS)
-    under_way: set[bytes] = set()
+    running: set[bytes] = set()
 
     async def fetch(endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
         if endpoint == "slow":
-            under_way.add(key.address)
+            running.add(key.address)
             await asyncio.Event().wait()
         return GRID, torch.zeros(64, WIDTH)
 
@@ -205,10 +205,10 @@ async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while len(under_way) < MAX_TRANSFERS_PER_PEER:
+            while len(running) < MAX_TRANSFERS_PER_PEER:
                 await asyncio.sleep(0.01)
             assert all(await asyncio.gather(*(fetch_from_peer("quick") for _ in range(4 * MAX_TRANSFERS))))
-        assert len(under_way) == MAX_TRANSFERS_PER_PEER < MAX_TRANSFERS
+        assert len(running) == MAX_TRANSFERS_PER_PEER < MAX_TRANSFERS
     finally:
         for task in (*slow, *transfers._running.values()):
             task.cancel()

@@ -10,18 +10,18 @@ from encoder_service.keys import ImageKey
 from tests.waiting import soon
 
 
-class Elsewhere:
+class FakeIndex:
     """A fake index: where images are, the lookups it got, and the images that were reported as found."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, Locations] = {}
-        self.asked: list[list[bytes]] = []
+        self.lookups: list[list[bytes]] = []
         self.found: dict[bytes, Locations] = {}
 
     async def find(self, keys: Collection[ImageKey]) -> dict[bytes, Locations]:
         """Answer one lookup."""
         addresses = [key.address for key in keys]
-        self.asked.append(addresses)
+        self.lookups.append(addresses)
         return {address: self.held[address] for address in addresses if address in self.held}
 
     def found_at(self, address: bytes, locations: Locations) -> None:
@@ -29,7 +29,7 @@ class Elsewhere:
         self.found[address] = locations
 
 
-def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> PeerWaiters:
+def searching(index: FakeIndex, has_peers: Callable[[], bool]) -> PeerWaiters:
     """Return waiters that only search."""
 
     async def subscribe(begun: Iterable[bytes], ceased: Iterable[bytes]) -> None:
@@ -38,7 +38,7 @@ def searching(elsewhere: Elsewhere, has_peers: Callable[[], bool]) -> PeerWaiter
     async def read(addresses: Collection[bytes]) -> dict[bytes, Locations]:
         raise AssertionError(f"{addresses} are not waited for")
 
-    return PeerWaiters(read, subscribe, elsewhere.find, has_peers)
+    return PeerWaiters(read, subscribe, index.find, has_peers)
 
 
 def address(number: int) -> bytes:
@@ -46,32 +46,32 @@ def address(number: int) -> bytes:
 
 
 async def test_paced_lookups_cover_every_searched_image() -> None:
-    elsewhere, count = Elsewhere(), 4 * SEARCH_IMAGES
-    waiters = searching(elsewhere, lambda: True)
+    index, count = FakeIndex(), 4 * SEARCH_IMAGES
+    waiters = searching(index, lambda: True)
     for n in range(count):
-        waiters.start_search(ImageKey(address(n), bytes(32)), elsewhere.found_at)
-    await soon(lambda: len(elsewhere.asked) == 4)
-    assert all(len(asked) == SEARCH_IMAGES for asked in elsewhere.asked)
-    assert len({address for asked in elsewhere.asked for address in asked}) == count
+        waiters.start_search(ImageKey(address(n), bytes(32)), index.found_at)
+    await soon(lambda: len(index.lookups) == 4)
+    assert all(len(lookups) == SEARCH_IMAGES for lookups in index.lookups)
+    assert len({address for lookups in index.lookups for address in lookups}) == count
     where = (Location("r", "r:1", Grid(1, 2, 2)),)
-    elsewhere.held = {address(7): where, address(8): ()}
-    await soon(lambda: len(elsewhere.found) == 2)
-    assert elsewhere.found == elsewhere.held
+    index.held = {address(7): where, address(8): ()}
+    await soon(lambda: len(index.found) == 2)
+    assert index.found == index.held
     for n in range(count):
         waiters.stop_search(address(n))
-    asked = len(elsewhere.asked)
+    lookups = len(index.lookups)
     await asyncio.sleep(2.5 * REREAD_S)
-    assert len(elsewhere.asked) <= asked + 1, "no lookups without searches"
+    assert len(index.lookups) <= lookups + 1, "no lookups without searches"
     await waiters.close()
 
 
 async def test_the_index_is_not_asked_without_peers() -> None:
-    elsewhere, peers = Elsewhere(), list[str]()
-    waiters = searching(elsewhere, lambda: bool(peers))
-    waiters.start_search(ImageKey(address(1), bytes(32)), elsewhere.found_at)
+    index, peers = FakeIndex(), list[str]()
+    waiters = searching(index, lambda: bool(peers))
+    waiters.start_search(ImageKey(address(1), bytes(32)), index.found_at)
     await asyncio.sleep(2.5 * REREAD_S)
-    assert not elsewhere.asked
-    elsewhere.held[address(1)] = ()
+    assert not index.lookups
+    index.held[address(1)] = ()
     peers.append("a")
-    await soon(lambda: elsewhere.found == {address(1): ()})
+    await soon(lambda: index.found == {address(1): ()})
     await waiters.close()

@@ -58,17 +58,17 @@ async def test_a_redis_too_slow_for_files_delays_no_answer(
 ) -> None:
     a = await start()
     proxy.throttle(SLOW_BYTES_PER_S)
-    taken: list[bytes] = []
+    put_keys: list[bytes] = []
 
-    async def never_taken(key: bytes, _file: bytes) -> bool:
-        taken.append(key)
+    async def put_forever(key: bytes, _file: bytes) -> bool:
+        put_keys.append(key)
         return await asyncio.Event().wait()
 
-    monkeypatch.setattr(a.index.sources, "put", never_taken)
+    monkeypatch.setattr(a.index.sources, "put", put_forever)
     async with asyncio.timeout(4 * PATIENCE_S):  # waiting for the sharing would never end
         images = await a.client.submit([new_picture() for _ in range(6)])
     assert [image.error for image in images] == [None] * 6
-    await soon(lambda: len(taken) == CONCURRENT_FILES)
+    await soon(lambda: len(put_keys) == CONCURRENT_FILES)
     assert a.index.state is IndexState.JOINED
 
 
@@ -166,17 +166,17 @@ async def test_a_source_larger_than_any_image_is_not_read(redis: RedisServer, pr
 
 async def test_files_waiting_to_be_shared_are_bounded() -> None:
     for size, most in ((10, MAX_WAITING_IMAGES), (MAX_WAITING_BYTES // 8, 8)):
-        door = asyncio.Event()
+        released = asyncio.Event()
 
-        async def put(_key: bytes, _data: bytes, door: asyncio.Event = door) -> bool:
-            return await door.wait()
+        async def put(_key: bytes, _data: bytes, released: asyncio.Event = released) -> bool:
+            return await released.wait()
 
         sharing = SourceSharing(SimpleNamespace(put=put), None)  # type: ignore[arg-type]
         sharing.start()
         for number in range(most + 5):
             sharing.offer(number.to_bytes(4, "big"), bytes(size))
         assert sharing.dropped == 5
-        door.set()
+        released.set()
         await sharing.finish(within_s=30)
         assert (sharing.shared, sharing.dropped) == (most, 5)
         sharing.offer(b"more", bytes(size))

@@ -327,7 +327,6 @@ class Server:
             accepts_put=config.accept_put == "yes",
             encodes=not config.stores_only,
             identity=self._identity,
-            fleet_key=self._fleet_key,
         )
         return EncoderService(self.images, self.leases, self.store, info, self.metrics, self.budgets)
 

@@ -84,16 +84,16 @@ class Identity:
 
     def __init__(self, tenants: Tenants | None, fleet_key: FleetKey | None) -> None:
         self._tenants = tenants
-        self._fleet_key = fleet_key
+        self.fleet_key = fleet_key
         self._names = ClientNames()
         self.advertised = ""
         """The endpoint at which other replicas reach this one, once it is known."""
 
     def is_peer(self, request: bytes, caller: Caller) -> bool:
         """Whether another replica of the fleet makes this call: `request`, as received, has its signature."""
-        if self._fleet_key is None or not caller.signature or not self.advertised:
+        if self.fleet_key is None or not caller.signature or not self.advertised:
             return False
-        signed_at = self._fleet_key.request_signed_at(caller.signature, self.advertised, request)
+        signed_at = self.fleet_key.request_signed_at(caller.signature, self.advertised, request)
         if signed_at is None:
             return False
         away_s = time() - signed_at
@@ -122,14 +122,14 @@ class Identity:
         messages.check_caller(message)
         tenant = self.require(right, caller)
         if tenant is not None:
-            assert self._fleet_key is not None
+            assert self.fleet_key is not None
             return replace(
                 caller,
                 name=tenant.name,
                 holders=(f"tenant {tenant.name}",),
                 request_id=message.request_id,
                 priority=min(message.priority, tenant.max_priority),
-                salt=self._fleet_key.salt(tenant.name, message.tenant_salt),
+                salt=self.fleet_key.salt(tenant.name, message.tenant_salt),
             )
         name, host = self._names.resolve(message.client_id, caller.host), _host_holder(caller.host)
         return replace(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from encoder_contract.errors import ModelMismatchError
-from encoder_contract.fleet_key import FleetKey
 from encoder_contract.geometry import GridRule
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.version import __version__
@@ -30,7 +29,6 @@ class ServerInfo:
     accepts_put: bool
     encodes: bool
     identity: Identity
-    fleet_key: FleetKey | None
 
     @property
     def max_images(self) -> int:

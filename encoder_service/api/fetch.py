@@ -185,7 +185,7 @@ class FetchCall:
         self._caller = caller
         self._info = info
         self._turns = turns
-        self._fleet_key = info.fleet_key if caller.is_peer else None
+        self._fleet_key = info.identity.fleet_key if caller.is_peer else None
         self._grace_s = min(message.grace_ms, info.description.limits.max_grace_ms) / 1000
         self._local_only = message.local_only
         self._located: Mapping[bytes, Locations] = {}

@@ -7,7 +7,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Acquired, IndexState, Locations, Replica
@@ -20,18 +20,11 @@ from encoder_service.cluster.redis.connection import (
     lost_connections,
 )
 from encoder_service.cluster.redis.schema import Keys, Membership, Peer, packed, records
-from encoder_service.cluster.redis.session import OnCall, RedisSession, RedisSettings, SessionEvents
+from encoder_service.cluster.redis.session import IndexEvents, OnCall, RedisSession, RedisSettings
 from encoder_service.cluster.tasks import cancel_task, start_task
 
 PUBLISH, RETRACT, ACQUIRE = Script("publish"), Script("retract"), Script("acquire")
 RENEW, RELEASE = Script("renew"), Script("release")
-
-
-class IndexEvents(SessionEvents, Protocol):
-    """The callbacks of an index."""
-
-    def on_changed(self, address: bytes) -> None:
-        """A notification said that the address changed."""
 
 
 class RedisIndex:

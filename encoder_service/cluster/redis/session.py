@@ -162,8 +162,8 @@ TIMEOUTS_TO_WAIT = 3
 OnCall = Callable[[str, float, bool], None]
 
 
-class SessionEvents(Protocol):
-    """The callbacks of a session."""
+class IndexEvents(Protocol):
+    """The callbacks of the index; `RedisCluster` implements them."""
 
     def on_entries_lost(self) -> None:
         """Redis may have lost this replica's entries. Called after connecting, and after the replica was not listed."""
@@ -174,6 +174,9 @@ class SessionEvents(Protocol):
     async def on_heartbeat(self) -> None:
         """A heartbeat succeeded."""
 
+    def on_changed(self, address: bytes) -> None:
+        """A notification said that the address changed."""
+
 
 class RedisSession:
     """Joined while Redis answers in time and accepts us; otherwise alone, with probes in the background."""
@@ -183,7 +186,7 @@ class RedisSession:
         settings: RedisSettings,
         jobs: Sized,
         on_call: OnCall,
-        events: SessionEvents,
+        events: IndexEvents,
         replicas_key: bytes,
     ) -> None:
         self._settings = settings

@@ -44,7 +44,7 @@ def rows_of(client: BlockingClient, image: bytes) -> np.ndarray:
         return outcome.array.copy()
 
 
-def test_files_are_named_by_path(client: BlockingClient, tmp_path: Path) -> None:
+def test_submit_accepts_paths(client: BlockingClient, tmp_path: Path) -> None:
     path = tmp_path / "photo.png"
     path.write_bytes(photo(70, 90, 77, "PNG"))
     by_path, by_name, by_bytes = client.submit([path, str(path), path.read_bytes()])
@@ -55,7 +55,7 @@ def test_files_are_named_by_path(client: BlockingClient, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-async def test_rows_as_numbers_are_those_of_the_tensor(config: Config, dtype: str) -> None:
+async def test_float32_equals_the_tensor(config: Config, dtype: str) -> None:
     def compare(endpoint: str) -> None:
         with BlockingClient.connect(endpoint) as client:
             (submitted,) = client.submit([photo(90, 60, 3)])
@@ -75,7 +75,7 @@ async def test_rows_as_numbers_are_those_of_the_tensor(config: Config, dtype: st
     model.decoder.close()
 
 
-def test_rows_of_a_failed_image_raise_its_error(client: BlockingClient) -> None:
+def test_reading_rows_of_a_failed_image_raises_its_error(client: BlockingClient) -> None:
     with client.fetch([RowRequest(b"x" * 32)], grace_ms=0, timeout_s=PATIENCE_S) as outcomes:
         (outcome,) = outcomes
     for read in (lambda: outcome.array, outcome.float32, outcome.tensor):
@@ -83,7 +83,7 @@ def test_rows_of_a_failed_image_raise_its_error(client: BlockingClient) -> None:
             read()
 
 
-def test_threads_put_rows_and_fetch_what_others_put(client: BlockingClient) -> None:
+def test_threads_fetch_rows_that_other_threads_put(client: BlockingClient) -> None:
     images = [new_image() for _ in range(6)]
     with client.put(PRODUCER) as session, ThreadPoolExecutor(3) as threads:
         width = client.description.width
@@ -116,7 +116,7 @@ async def test_rows_equal_those_of_the_asynchronous_client(
     assert np.array_equal(ours, theirs[0])
 
 
-async def test_a_tenant_does_not_get_images_of_another(process: ServerProcess) -> None:
+async def test_a_tenant_cannot_fetch_another_tenants_images(process: ServerProcess) -> None:
     image = photo(140, 90, 2)
     async with await EncoderClient.connect(process.endpoint, tenant_salt=b"one") as one:
         two = one.for_tenant(b"two")
@@ -136,7 +136,7 @@ def test_many_threads_share_one_client(client: BlockingClient) -> None:
         assert np.array_equal(first, rows_of(client, image))
 
 
-def test_a_bad_image_fails_alone_and_an_unknown_one_is_its_outcome(client: BlockingClient) -> None:
+def test_bad_and_unknown_images_fail_alone(client: BlockingClient) -> None:
     good, bad = client.submit([photo(100, 80, 50), b"no image"])
     assert good.error is None
     assert isinstance(bad.error, InvalidImageError)
@@ -144,14 +144,14 @@ def test_a_bad_image_fails_alone_and_an_unknown_one_is_its_outcome(client: Block
         assert [type(outcome.error) for outcome in outcomes] == [UnknownImageError]
 
 
-def test_a_fetch_left_early_lets_go_and_the_client_goes_on(client: BlockingClient) -> None:
+def test_leaving_a_fetch_early_releases_its_rows(client: BlockingClient) -> None:
     submitted = client.submit([photo(130, 90, seed) for seed in (60, 61, 62)])
     with client.fetch([RowRequest(image.digest) for image in submitted]) as outcomes:
         next(iter(outcomes))
     assert rows_of(client, photo(130, 90, 60)).shape[0] == submitted[0].tokens
 
 
-def test_closing_ends_the_calls_of_other_threads_and_later_ones(process: ServerProcess) -> None:
+def test_close_ends_running_and_later_calls(process: ServerProcess) -> None:
     client = BlockingClient.connect(process.endpoint)
     errors: list[BaseException] = []
     fetching = threading.Event()

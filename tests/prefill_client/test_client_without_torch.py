@@ -83,12 +83,12 @@ async def test_the_client_returns_numpy_arrays_without_torch(
     assert done.stdout.split("\n")[:3] == ["shm numpy True", "shm numpy True", "inline numpy True"]
 
 
-def test_the_packages_say_that_they_are_typed() -> None:
+def test_packages_have_a_py_typed_marker() -> None:
     for package in ("prefill_client", "encoder_contract"):
         assert files(package).joinpath("py.typed").is_file()
 
 
-def test_torch_and_pillow_are_extras_and_no_dependencies() -> None:
+def test_torch_and_pillow_are_only_in_extras() -> None:
     names = [re.split(r"[\[>]", each)[0] for each in PROJECT["dependencies"]]
     assert not {"torch", "pillow"} & {*names}
     extras = PROJECT["optional-dependencies"]

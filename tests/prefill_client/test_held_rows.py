@@ -63,7 +63,7 @@ def lose(server: Server, stream: FetchStream) -> Awaitable[None]:
     return soon(lambda: server.store.stats().pins == 0)
 
 
-async def test_the_deadline_limits_the_wait_for_rows_but_not_their_hold(small: Server) -> None:
+async def test_the_timeout_bounds_the_wait_but_not_how_long_rows_are_held(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
 
@@ -83,7 +83,7 @@ async def test_the_deadline_limits_the_wait_for_rows_but_not_their_hold(small: S
         await within_some_limit(came_in_time)
 
 
-async def test_an_image_that_is_late_does_not_take_the_others_away(small: Server) -> None:
+async def test_a_late_image_does_not_lose_the_other_rows(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
         late = RowRequest(b"\5" * 32)
@@ -101,7 +101,7 @@ async def test_an_image_that_is_late_does_not_take_the_others_away(small: Server
         await within_some_limit(one_came_in_time)
 
 
-async def test_rows_replaced_while_they_are_read_are_an_error(
+async def test_rows_replaced_while_they_are_read_raise_stale_handle(
     small: Server,
 ) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
@@ -119,7 +119,7 @@ async def test_rows_replaced_while_they_are_read_are_an_error(
                     use()
 
 
-async def test_an_error_over_rows_that_were_lost_is_their_loss(small: Server) -> None:
+async def test_lost_rows_replace_an_error_of_their_reader(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, _ = await submitted(client, 1)
         async with client.fetch([request]) as stream:
@@ -132,7 +132,7 @@ async def test_an_error_over_rows_that_were_lost_is_their_loss(small: Server) ->
                 raise ZeroDivisionError
 
 
-async def test_rows_are_not_used_after_their_call_has_ended(
+async def test_rows_cannot_be_read_after_their_call_has_ended(
     small: Server,
 ) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
@@ -166,7 +166,7 @@ async def test_lost_rows_are_fetched_again_for_every_reader(small: Server) -> No
         assert found == ["shm", "inline"]
 
 
-async def test_a_session_reads_the_right_rows_whenever_its_calls_end(small: Server) -> None:
+async def test_a_session_reads_correct_rows_when_calls_end_at_any_time(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         wanted = [await submitted(client, seed) for seed in (1, 2, 3)]
         tokens = [len(rows) for _, rows in wanted]
@@ -211,7 +211,7 @@ with BlockingClient.connect(endpoint) as client:
 """
 
 
-async def test_a_process_stopped_past_the_keepalive_reads_no_wrong_rows(small: Server) -> None:
+async def test_a_process_suspended_past_the_keepalive_reads_no_wrong_rows(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
         stopped = await asyncio.create_subprocess_exec(

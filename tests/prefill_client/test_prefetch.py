@@ -94,7 +94,7 @@ async def settle() -> None:
     st.integers(1, 40),
     st.integers(1, 900),
 )
-def test_every_chunk_comes_in_order_with_exactly_its_rows(
+def test_chunks_arrive_in_order_with_exactly_their_rows(
     parts: list[tuple[int, int]], chunk_tokens: int, max_held_bytes: int
 ) -> None:
     prompt = [token for text, _ in parts for token in [1] * text + [IMAGE]] + [1, 1]
@@ -119,7 +119,7 @@ def test_every_chunk_comes_in_order_with_exactly_its_rows(
     asyncio.run(run())
 
 
-async def test_chunks_behind_are_demanded_while_the_first_is_awaited() -> None:
+async def test_later_chunks_are_requested_while_the_first_one_is_awaited() -> None:
     encoder = Encoder()
     async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
         first = asyncio.ensure_future(anext(session))
@@ -132,7 +132,7 @@ async def test_chunks_behind_are_demanded_while_the_first_is_awaited() -> None:
         assert named((await first).rows) == [(0, 0, 8)]
 
 
-async def test_rows_of_a_chunk_are_released_when_the_next_is_asked_for() -> None:
+async def test_rows_of_a_chunk_are_released_with_the_next_request() -> None:
     encoder = Encoder(ready=True)
     async with PrefetchSession(encoder.fetch, images_of([8] * 3, 8), IMAGES, row_bytes=ROW_BYTES) as session:
         await anext(session)
@@ -162,7 +162,7 @@ async def test_held_bytes_stay_bounded_and_the_next_chunk_is_always_fetched() ->
         assert [(ready.chunk.index, session.held_bytes) async for ready in session] == [(0, 500), (1, 500)]
 
 
-async def test_chunk_without_images_never_waits() -> None:
+async def test_a_chunk_without_images_never_waits() -> None:
     encoder = Encoder()
     chunks = plan(expand_prompt([1] * 8 + [IMAGE] + [1] * 4, IMAGE, [4]), 4)
     async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
@@ -177,7 +177,7 @@ async def test_chunk_without_images_never_waits() -> None:
         assert named((await third).rows) == [(0, 0, 4)]
 
 
-async def test_failed_image_fails_the_request_at_once_with_its_own_error() -> None:
+async def test_a_failed_image_fails_the_request_at_once() -> None:
     encoder = Encoder()
     async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
         first = asyncio.ensure_future(anext(session))
@@ -188,7 +188,7 @@ async def test_failed_image_fails_the_request_at_once_with_its_own_error() -> No
     assert not encoder.open
 
 
-async def test_failed_image_is_noticed_by_a_chunk_without_images() -> None:
+async def test_a_failed_image_fails_at_a_chunk_without_images() -> None:
     encoder = Encoder()
     chunks = plan(expand_prompt([1] * 8 + [IMAGE], IMAGE, [4]), 4)
     async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
@@ -199,7 +199,7 @@ async def test_failed_image_is_noticed_by_a_chunk_without_images() -> None:
             await anext(session)
 
 
-async def test_failed_image_fails_only_at_its_chunk_when_the_caller_says_so() -> None:
+async def test_fail_at_image_fails_only_at_the_chunk_of_the_image() -> None:
     encoder = Encoder()
     encoder.finish(0, 1, 3)
     encoder.finish(2, error=InvalidImageError("no image"))
@@ -215,7 +215,7 @@ async def test_failed_image_fails_only_at_its_chunk_when_the_caller_says_so() ->
     assert not encoder.open
 
 
-async def test_failed_call_fails_the_request() -> None:
+async def test_a_failed_call_fails_the_request() -> None:
     @asynccontextmanager
     async def unreachable(requests: Sequence[RowRequest]) -> AsyncIterator[AsyncIterator[FetchedRows]]:
         raise UnavailableError("nobody there")
@@ -226,7 +226,7 @@ async def test_failed_call_fails_the_request() -> None:
             await asyncio.wait_for(anext(session), PATIENCE_S)
 
 
-async def test_cancelled_request_leaves_nothing_open() -> None:
+async def test_a_cancelled_request_leaves_no_open_call() -> None:
     encoder = Encoder()
 
     async def request() -> None:
@@ -244,7 +244,7 @@ async def test_cancelled_request_leaves_nothing_open() -> None:
     assert not encoder.open
 
 
-async def test_need_is_estimated_from_the_measured_prefill_speed() -> None:
+async def test_needed_in_ms_follows_the_measured_prefill_speed() -> None:
     encoder, clock = Encoder(ready=True), Clock()
     session = PrefetchSession(
         encoder.fetch,
@@ -265,7 +265,7 @@ async def test_need_is_estimated_from_the_measured_prefill_speed() -> None:
     assert needed[11] == pytest.approx(500, abs=5)
 
 
-async def test_window_follows_how_long_rows_take_to_come() -> None:
+async def test_slow_rows_are_requested_further_ahead() -> None:
     async def windows(*, slow: bool) -> list[int]:
         encoder, clock = Encoder(ready=not slow), Clock()
         session = PrefetchSession(

@@ -15,7 +15,7 @@ SIZES = st.lists(st.integers(1, 40), max_size=6)
 TEXT = st.lists(st.integers(8, 99), max_size=5)
 
 
-def test_one_placeholder_becomes_all_tokens_of_its_image() -> None:
+def test_a_placeholder_expands_to_all_tokens_of_its_image() -> None:
     layout = expand_prompt([1, IMAGE, 2, IMAGE, IMAGE], IMAGE, [3, 1, 2])
     assert layout.token_ids.tolist() == [1, 7, 7, 7, 2, 7, 7, 7]
     assert layout.spans == (Span(0, 1, 4), Span(1, 5, 6), Span(2, 6, 8))
@@ -23,7 +23,7 @@ def test_one_placeholder_becomes_all_tokens_of_its_image() -> None:
 
 
 @given(st.data(), SIZES)
-def test_expanded_prompt_lays_out_like_its_short_form(data: st.DataObject, sizes: list[int]) -> None:
+def test_an_expanded_prompt_has_the_same_layout(data: st.DataObject, sizes: list[int]) -> None:
     short, expanded, begins = data.draw(TEXT), [], []
     expanded.extend(short)
     for tokens in sizes:
@@ -50,12 +50,12 @@ def test_expanded_prompt_lays_out_like_its_short_form(data: st.DataObject, sizes
         ([[IMAGE]], [1], "must have one dimension"),
     ],
 )
-def test_placeholders_that_do_not_fit_are_refused(ids: list[int], sizes: list[int], said: str) -> None:
+def test_wrong_numbers_of_placeholders_are_refused(ids: list[int], sizes: list[int], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         expand_prompt(ids, IMAGE, sizes)
 
 
-def test_layout_cannot_be_changed_afterwards() -> None:
+def test_a_layout_is_read_only() -> None:
     given_ids = np.array([1, IMAGE, 2])
     layout = expand_prompt(given_ids, IMAGE, [1])
     with pytest.raises(ValueError, match="read-only"):
@@ -73,7 +73,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return expand_prompt(prompt, IMAGE, sizes)
 
 
-def test_image_split_across_chunks_is_named_in_each_with_its_own_rows() -> None:
+def test_an_image_split_across_chunks_has_a_window_in_each() -> None:
     layout = expand_prompt([1, 1, IMAGE, 1, IMAGE], IMAGE, [5, 2])
     assert plan(layout, 4) == (
         Chunk(0, 0, 4, (Window(0, 0, 2, offset=2),)),
@@ -83,7 +83,7 @@ def test_image_split_across_chunks_is_named_in_each_with_its_own_rows() -> None:
 
 
 @given(layouts(), st.integers(1, 70), st.data())
-def test_every_row_behind_the_prefix_is_asked_for_exactly_once(
+def test_every_row_after_the_prefix_is_in_exactly_one_window(
     layout: Layout, chunk_tokens: int, data: st.DataObject
 ) -> None:
     begin = data.draw(st.integers(0, layout.tokens))
@@ -99,9 +99,7 @@ def test_every_row_behind_the_prefix_is_asked_for_exactly_once(
 
 
 @given(layouts(), st.integers(1, 70))
-def test_chunks_tile_the_prompt_and_name_only_images_with_rows_in_them(
-    layout: Layout, chunk_tokens: int
-) -> None:
+def test_chunks_tile_the_prompt_with_windows_of_their_images(layout: Layout, chunk_tokens: int) -> None:
     chunks = plan(layout, chunk_tokens)
     assert [c.index for c in chunks] == list(range(len(chunks)))
     assert [c.begin for c in chunks] == list(range(0, layout.tokens, chunk_tokens))
@@ -113,6 +111,6 @@ def test_chunks_tile_the_prompt_and_name_only_images_with_rows_in_them(
 
 
 @pytest.mark.parametrize(("chunk_tokens", "begin"), [(0, 0), (-1, 0), (4, -1), (4, 99)])
-def test_impossible_chunks_are_refused(chunk_tokens: int, begin: int) -> None:
+def test_invalid_chunk_sizes_and_prefixes_are_refused(chunk_tokens: int, begin: int) -> None:
     with pytest.raises(InvalidRequestError):
         plan(expand_prompt([1, 2, 3], IMAGE, []), chunk_tokens, begin=begin)

@@ -31,7 +31,7 @@ ERRORS = {
 }
 
 
-def test_the_public_names_are_these_and_each_is_there() -> None:
+def test_all_lists_the_public_names() -> None:
     assert set(prefill_client.__all__) == CLIENTS | PUT | IMAGES | VIDEOS | ROWS | PROMPTS | OTHERS | ERRORS
     assert len(prefill_client.__all__) == len(set(prefill_client.__all__))
     for name in prefill_client.__all__:
@@ -51,7 +51,7 @@ def test_every_public_class_and_method_has_a_docstring() -> None:
     assert [name for name, each in public.items() if callable(each) and not inspect.getdoc(each)] == []
 
 
-def test_the_page_has_every_public_name_and_imports_only_them() -> None:
+def test_the_page_documents_every_public_name() -> None:
     for name in prefill_client.__all__:
         assert re.search(rf"\b{name}\b", PAGE), name
     imported = {

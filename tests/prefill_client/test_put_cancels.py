@@ -154,7 +154,7 @@ async def test_a_cancelled_abandon_frees_the_image_and_its_index(
         assert {answer.state for answer in await session.name([new_image(), new_image()])} == {"yours"}
 
 
-async def test_waiters_learn_at_once_that_their_call_was_cancelled(
+async def test_cancelling_the_call_fails_its_waiters_at_once(
     store: Server, client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with client.put(PRODUCER, timeout_s=10 * PATIENCE_S) as session:

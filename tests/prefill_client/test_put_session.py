@@ -35,7 +35,7 @@ async def servers(config: Config, model: Model) -> AsyncIterator[list[Server]]:
         yield [one, other]
 
 
-async def test_engines_that_follow_the_page_encode_each_image_once(
+async def test_engines_that_follow_the_documented_steps_encode_each_image_once(
     servers: list[Server],
 ) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -67,7 +67,7 @@ def preferring(endpoint: str, endpoints: list[str], count: int) -> list[PutImage
     return found
 
 
-async def test_names_go_to_the_server_that_their_fetch_goes_to(servers: list[Server]) -> None:
+async def test_names_and_fetches_go_to_the_same_server(servers: list[Server]) -> None:
     endpoints = [server.endpoint for server in servers]
     # Most prefer one of them, more than what is under way at a server would otherwise bound.
     images = preferring(endpoints[0], endpoints, IDLE_IMAGES + 8) + preferring(endpoints[1], endpoints, 4)

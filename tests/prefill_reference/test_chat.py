@@ -66,7 +66,9 @@ def error_of(prefilled: Prefilled, reference_model: OneShot, images: list[bytes]
     return float((prefilled.logits - theirs).abs().max() / theirs.abs().max())
 
 
-async def test_rows_of_the_server_end_in_the_one_shot_logits(chat: Chat, reference_model: OneShot) -> None:
+async def test_chunked_prefill_with_fetched_rows_equals_one_shot_logits(
+    chat: Chat, reference_model: OneShot
+) -> None:
     prefilled = await chat.prefill([user("What is this?", *PHOTOS)])
     assert len(prefilled.runs) > 4
     assert error_of(prefilled, reference_model, PHOTOS) < MAX_ERROR
@@ -80,9 +82,7 @@ async def test_a_prompt_is_laid_out_with_the_servers_grid_of_a_rare_image(
     assert error_of(prefilled, reference_model, images) < MAX_ERROR
 
 
-async def test_follow_up_neither_fetches_nor_prefills_what_the_kv_cache_holds(
-    chat: Chat, reference_model: OneShot, tokenizer: Any
-) -> None:
+async def test_a_follow_up_reuses_the_kv_cache(chat: Chat, reference_model: OneShot, tokenizer: Any) -> None:
     messages = [user("What is this?", *PHOTOS[:2])]
     first = await chat.prefill(messages)
     tokens = [token async for token in chat.decode(first, max_tokens=6)]
@@ -95,7 +95,7 @@ async def test_follow_up_neither_fetches_nor_prefills_what_the_kv_cache_holds(
     assert error_of(second, reference_model, PHOTOS) < MAX_ERROR
 
 
-async def test_prompt_with_another_image_shares_only_what_is_before_it(
+async def test_a_prompt_with_another_image_shares_the_prefix_before_it(
     chat: Chat, reference_model: OneShot
 ) -> None:
     first = await chat.prefill([user("What is this?", PHOTOS[0], photo(280, 280, 4))])
@@ -105,7 +105,7 @@ async def test_prompt_with_another_image_shares_only_what_is_before_it(
     assert error_of(second, reference_model, [PHOTOS[0], PHOTOS[2]]) < MAX_ERROR
 
 
-async def test_wait_of_one_request_lets_another_prefill(chat: Chat, gate: Gate) -> None:
+async def test_a_request_prefills_while_another_one_waits(chat: Chat, gate: Gate) -> None:
     with gate.closed():
         waiting = asyncio.create_task(chat.prefill([user("What is this?", PHOTOS[0])]))
         other = await asyncio.wait_for(chat.prefill([user("Hello")]), PATIENCE_S)
@@ -114,13 +114,13 @@ async def test_wait_of_one_request_lets_another_prefill(chat: Chat, gate: Gate) 
     assert len((await waiting).images) == 1
 
 
-async def test_bad_image_fails_its_request_by_name(chat: Chat) -> None:
+async def test_a_bad_image_is_named_in_the_error(chat: Chat) -> None:
     with pytest.raises(InvalidImageError, match="image 1 of the prompt"):
         await chat.prefill([user("What is this?", PHOTOS[0], b"no image")])
     assert len((await chat.prefill([user("And this?", PHOTOS[0])])).images) == 1
 
 
-async def test_image_that_cannot_be_decoded_fails_its_request_by_name(chat: Chat) -> None:
+async def test_an_undecodable_image_is_named_in_the_error(chat: Chat) -> None:
     with pytest.raises(InvalidImageError, match="image 1 of the prompt"):
         await chat.prefill([user("What is this?", PHOTOS[0], PHOTOS[1][:-3000])])
 
@@ -130,7 +130,7 @@ async def test_placeholder_in_a_users_text_is_refused(chat: Chat) -> None:
         await chat.prefill([user("look: <|image_pad|>", PHOTOS[0])])
 
 
-async def test_encoder_of_another_model_is_refused_at_start(
+async def test_an_encoder_of_another_model_is_refused_at_start(
     client: EncoderClient, kept_checkpoint: Callable[..., Path]
 ) -> None:
     other = load_language_model(kept_checkpoint("qwen2_5_vl"), dtype=torch.float32)
@@ -159,14 +159,14 @@ class TestPrefixCache:
             assert (prefix.tokens, prefix.cache.get_seq_length()) == (tokens, tokens)
             assert prefixes.take(layout, digests) is None
 
-    def test_generated_placeholder_is_no_image(self, engine: Engine) -> None:
+    def test_a_generated_placeholder_is_not_an_image(self, engine: Engine) -> None:
         prefixes = PrefixCache(100)
         self.kept(engine, prefixes, expand_prompt([1, 2], self.IMAGE, []), self.IMAGE, 3)
         prefix = prefixes.take(expand_prompt([1, 2, self.IMAGE, 3, 4], self.IMAGE, [1]), [b"\0"])
         assert prefix is not None
         assert prefix.tokens == 2
 
-    def test_the_longest_prefix_is_taken_and_the_oldest_gives_way(self, engine: Engine) -> None:
+    def test_take_returns_the_longest_prefix_and_put_evicts_the_oldest(self, engine: Engine) -> None:
         prefixes = PrefixCache(20)
         for length in (4, 8, 6):
             self.kept(engine, prefixes, expand_prompt(np.arange(100, 100 + length), self.IMAGE, []))
@@ -179,7 +179,7 @@ class TestPrefixCache:
         self.kept(engine, prefixes, expand_prompt(np.arange(200, 221), self.IMAGE, []))
         assert prefixes.tokens == 11  # one that is too long for the bound is not kept
 
-    def test_linear_attention_is_reused_whole_or_not_at_all(
+    def test_a_linear_attention_cache_is_reused_only_completely(
         self, kept_checkpoint: Callable[..., Path]
     ) -> None:
         model = load_language_model(kept_checkpoint("qwen3_5"), dtype=torch.float32)

@@ -99,13 +99,13 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
-async def test_chunked_prefill_ends_in_the_one_shot_logits(qwen3_vl: OneShot, chunk_tokens: int) -> None:
+async def test_chunked_prefill_equals_one_shot_logits(qwen3_vl: OneShot, chunk_tokens: int) -> None:
     logits = await prefill(engine_of(qwen3_vl), qwen3_vl, chunk_tokens, qwen3_vl.fetch)
     assert relative_error(logits, qwen3_vl.logits) < 5e-6
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
-async def test_other_architectures_end_in_the_one_shot_logits_too(
+async def test_other_architectures_equal_one_shot_logits(
     model_type: str, kept_checkpoint: Callable[..., Path]
 ) -> None:
     reference = reference_model(kept_checkpoint(model_type))
@@ -141,7 +141,7 @@ def test_greedy_decode_continues_like_transformers(qwen3_vl: OneShot) -> None:
     assert ours == theirs[0, qwen3_vl.layout.tokens :].tolist()
 
 
-def test_tower_is_neither_needed_nor_held(qwen3_vl: OneShot) -> None:
+def test_the_tower_is_not_loaded(qwen3_vl: OneShot) -> None:
     engine = engine_of(qwen3_vl)
     names = [name for name, _ in engine.language_model.model.named_parameters()]
     theirs = dict(qwen3_vl.model.named_parameters())
@@ -161,7 +161,7 @@ def test_more_levels_than_layers_are_refused_at_start(kept_checkpoint: Callable[
         load_language_model(folder)
 
 
-async def test_rows_that_do_not_fit_their_window_are_refused(qwen3_vl: OneShot) -> None:
+async def test_rows_of_the_wrong_length_are_refused(qwen3_vl: OneShot) -> None:
     async def short(image: int, begin: int, end: int) -> Tensor:
         return qwen3_vl.rows[image][begin : end - 1]
 

@@ -36,9 +36,7 @@ class Endless(ImageLoader):
             self.running -= 1
 
 
-async def test_downloads_end_with_the_request_of_which_another_image_failed(
-    client: EncoderClient, checkpoint: Path
-) -> None:
+async def test_a_failed_image_cancels_the_other_downloads(client: EncoderClient, checkpoint: Path) -> None:
     others = ["http://host/1.jpg", "http://host/2.jpg"]
     loader = Endless(len(others))
     async with serving(client, checkpoint, Limits(), loader=loader) as service:

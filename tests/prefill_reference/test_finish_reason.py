@@ -29,7 +29,7 @@ def short(checkpoint: Path, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_an_answer_that_the_models_limit_cuts_off_ended_by_its_length(
+async def test_an_answer_cut_off_by_the_models_limit_has_finish_reason_length(
     client: EncoderClient, short: Path
 ) -> None:
     async with serving(client, short, Limits()) as service:
@@ -45,7 +45,7 @@ async def test_an_answer_that_the_models_limit_cuts_off_ended_by_its_length(
     ("generated", "room", "said"),
     [(5, 9, "length"), (4, 9, "stop"), (3, 3, "length"), (2, 3, "stop"), (0, 0, "length")],
 )
-def test_an_answer_stopped_by_itself_only_below_both_limits(generated: int, room: int, said: str) -> None:
+def test_finish_reason_is_stop_only_below_both_limits(generated: int, room: int, said: str) -> None:
     message = {"role": "user", "content": QUESTION}
     asked = ChatRequest.model_validate({"model": MODEL, "messages": [message], "max_tokens": 5})
     assert asked.finish_reason(generated, room) == said

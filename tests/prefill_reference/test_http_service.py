@@ -117,7 +117,7 @@ async def test_openai_client_gets_an_answer_about_images(service: Service) -> No
     assert [model.id async for model in service.openai.models.list()] == [MODEL]
 
 
-async def test_a_request_leaves_its_trace_and_hands_its_context_on(
+async def test_a_request_writes_its_trace_and_forwards_its_context(
     client: EncoderClient, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -138,7 +138,7 @@ async def test_a_request_leaves_its_trace_and_hands_its_context_on(
     assert {line["trace"] for line in fields if "trace" in line} == {trace_id}
 
 
-async def test_streamed_answer_equals_the_whole_one(service: Service) -> None:
+async def test_a_streamed_answer_equals_the_complete_one(service: Service) -> None:
     question = user("What is this?", data_url(FIRST))
     whole = await service.ask(question)
     stream = await service.ask(question, stream=True, stream_options={"include_usage": True})
@@ -173,7 +173,7 @@ async def test_sampling_with_a_seed_repeats_itself(service: Service) -> None:
     assert answers[0].content != answers[2].content
 
 
-async def test_bad_image_is_a_400_that_says_which(service: Service) -> None:
+async def test_a_bad_image_is_a_400_that_names_it(service: Service) -> None:
     with pytest.raises(openai.BadRequestError, match="image 1 of the prompt"):
         await service.ask(user("What?", data_url(FIRST), data_url(b"no image")))
     for url in (
@@ -209,12 +209,12 @@ async def test_unsupported_fields_are_refused_by_name(
         await service.openai.post("/chat/completions", body=body, cast_to=object)
 
 
-async def test_body_that_is_too_large_is_refused(service: Service) -> None:
+async def test_a_body_that_is_too_large_is_refused(service: Service) -> None:
     with pytest.raises(openai.BadRequestError, match="more than 4194304 bytes"):
         await service.ask({"role": "user", "content": "x" * (5 << 20)})
 
 
-async def test_requests_over_the_bound_are_refused_and_the_place_comes_back(
+async def test_requests_over_the_bound_are_refused_until_one_ends(
     service: Service, server: Server, gate: Gate
 ) -> None:
     with gate.closed():
@@ -230,7 +230,7 @@ async def test_requests_over_the_bound_are_refused_and_the_place_comes_back(
     assert (await service.ask(user("Hello"))).choices
 
 
-async def test_a_hang_up_leaves_nothing_behind(service: Service, server: Server, gate: Gate) -> None:
+async def test_hanging_up_cancels_the_request(service: Service, server: Server, gate: Gate) -> None:
     body = json.dumps(
         {"model": MODEL, "messages": [user("What?", data_url(photo(100, 100, 9)))], "max_tokens": 2}
     ).encode()

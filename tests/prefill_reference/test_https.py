@@ -21,7 +21,7 @@ from testing.photos import data_url, photo
 from tests.waiting import soon
 
 
-async def test_a_chat_goes_by_tls_all_the_way_and_new_certificates_are_used(
+async def test_a_chat_uses_tls_end_to_end_and_reloads_certificates(
     config: Config, model: Model, checkpoint: Path, tmp_path: Path
 ) -> None:
     authority = Authority()

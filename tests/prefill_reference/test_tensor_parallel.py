@@ -172,7 +172,7 @@ def test_a_handle_is_a_few_hundred_bytes_for_any_image(reports: dict[str, list[R
     assert reports["from_handles"][0]["packed_bytes"] < 300 * len(IMAGES)
 
 
-def test_rows_that_came_inline_are_broadcast_themselves(reports: dict[str, list[Report]]) -> None:
+def test_inline_rows_are_broadcast_themselves(reports: dict[str, list[Report]]) -> None:
     assert reports["from_bytes"][1] == reports["from_bytes"][0]
     assert reports["from_bytes"][1]["sums"] == reports["from_handles"][1]["sums"]
 

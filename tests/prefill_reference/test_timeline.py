@@ -79,7 +79,7 @@ async def test_a_new_image_shows_every_stage_in_order_on_one_clock(
         assert spans["wait"].ended_s <= spans["prefill"].began_s
 
 
-async def test_a_held_image_is_a_hit_and_no_stage(chat: Chat, server: Server, gate: Gate) -> None:
+async def test_a_held_image_has_a_hit_and_no_stages(chat: Chat, server: Server, gate: Gate) -> None:
     await chat.prefill(question(PHOTOS[0]))
     trace = Trace("second")
     with gate.closed():
@@ -90,7 +90,7 @@ async def test_a_held_image_is_a_hit_and_no_stage(chat: Chat, server: Server, ga
     assert "vit" in lane(trace, "image 1")
 
 
-async def test_a_failed_request_leaves_what_was_noted_before(chat: Chat) -> None:
+async def test_a_failed_request_keeps_its_earlier_spans(chat: Chat) -> None:
     trace = Trace("failed")
     with pytest.raises(InvalidImageError):
         await chat.prefill(question(PHOTOS[0], PHOTOS[1][:3000]), trace=trace)
@@ -99,7 +99,7 @@ async def test_a_failed_request_leaves_what_was_noted_before(chat: Chat) -> None
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 10), st.floats(0, 10), st.floats(0, 1e5))
-def test_the_clock_estimate_is_right_within_its_error(
+def test_the_clock_estimate_is_within_its_error(
     offset: float, there: float, back: float, asked: float
 ) -> None:
     clock = ServerClock.estimate(asked, asked + there + offset, asked + there + back)
@@ -132,7 +132,7 @@ def example() -> Trace:
     return trace
 
 
-def test_a_trace_file_holds_every_span_once() -> None:
+def test_a_trace_file_has_every_span_once() -> None:
     trace = example()
     read = read_spans(json.loads(json.dumps(trace.to_json())))
     assert len(read) == len(trace.spans)
@@ -144,7 +144,7 @@ def test_a_trace_file_holds_every_span_once() -> None:
         assert theirs.ended_s == pytest.approx(ours.ended_s, abs=1e-9)
 
 
-async def test_complete_events_of_a_track_never_overlap_in_part(chat: Chat) -> None:
+async def test_complete_events_of_a_track_never_overlap_partially(chat: Chat) -> None:
     """A viewer nests them; what overlaps in part it would draw wrongly."""
     trace = Trace("nested")
     await chat.prefill(question(photo(640, 480, 33), *PHOTOS), trace=trace)
@@ -159,7 +159,7 @@ async def test_complete_events_of_a_track_never_overlap_in_part(chat: Chat) -> N
         assert all(first[1] <= second[0] + 1e-3 for first, second in pairwise(sorted(spans)))
 
 
-def test_pictures_need_no_other_file_and_show_every_lane_in_order(tmp_path: Path) -> None:
+def test_pictures_are_self_contained_and_show_every_lane_in_order(tmp_path: Path) -> None:
     files = [example().write(tmp_path / f"{number}.json") for number in range(2)]
     drawn = ElementTree.parse(draw(files, tmp_path / "timeline.svg")).getroot()
     texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
@@ -176,7 +176,9 @@ def test_pictures_need_no_other_file_and_show_every_lane_in_order(tmp_path: Path
     assert draw(files, tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_command_draws_and_says_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_traces_and_refuses_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = example().write(tmp_path / "trace.json")
     assert main(["timeline", str(trace), "--out", str(tmp_path / "a.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "a.html")

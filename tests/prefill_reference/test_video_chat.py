@@ -129,7 +129,7 @@ async def test_the_second_question_about_a_video_uploads_and_encodes_nothing(cha
     assert len(lanes) == len(first.images), "a lane for each pair"
 
 
-async def test_a_follow_up_prefills_only_what_is_behind_the_video(chat: Chat) -> None:
+async def test_a_follow_up_prefills_only_tokens_after_the_video(chat: Chat) -> None:
     data = clip("mp4", frames=60, fps=10.0, seed=42)
     messages = [user("What happens?", data)]
     first = await chat.prefill(messages)
@@ -165,7 +165,7 @@ async def test_stills_and_videos_are_laid_out_in_order(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("data", [b"no video", clip("mp4")[:3000]])
-async def test_a_bad_video_fails_its_request_by_name(chat: Chat, data: bytes) -> None:
+async def test_a_bad_video_is_named_in_the_error(chat: Chat, data: bytes) -> None:
     with pytest.raises(InvalidImageError, match="video 1: "):
         await chat.prefill([user("What happens?", VIDEO, data)])
     assert (await chat.prefill([user("What happens?", VIDEO)])).images

@@ -38,7 +38,7 @@ def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, name
     assert by_own_tower(engine) == 0
 
 
-def test_chunks_alone_wait_for_images(engine: SglangEngine, service: Restartable) -> None:
+def test_with_chunk_gating_only_chunks_wait_for_images(engine: SglangEngine, service: Restartable) -> None:
     after = len(server_of(service).lines)
     engine.ask(new_images(6000))
     calls = fetches(server_of(service), after)

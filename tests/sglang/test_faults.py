@@ -57,7 +57,7 @@ def test_a_chat_with_a_wrong_image_is_400_with_our_text(engine: SglangEngine) ->
     assert "image 0: " in response.text
 
 
-def test_a_caller_who_hangs_up_while_the_service_encodes_harms_nobody(
+def test_hanging_up_during_an_encode_affects_no_other_request(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
     service.signal(signal.SIGSTOP)
@@ -144,7 +144,7 @@ def assert_a_request_without_rows_ends(
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_request_whose_rows_nobody_can_make_is_503_and_right_when_it_is_asked_again(
+def test_a_request_without_rows_is_503_and_succeeds_when_retried(
     engine: SglangEngine, service: Restartable, own: Own, name: str
 ) -> None:
     assert_a_request_without_rows_ends(engine, service, own, name)

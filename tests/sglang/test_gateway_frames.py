@@ -147,7 +147,7 @@ def test_modalities_have_the_numbers_of_the_release(release: Release, modality: 
     assert release.loads(frame(0, [], 0, modality=modality)).modality is release.modality[modality.name]
 
 
-def test_a_frame_says_all_that_the_class_of_the_release_does(release: Release) -> None:
+def test_a_frame_has_every_field_of_the_releases_class(release: Release) -> None:
     theirs = release.receiver["EmbeddingData"]("r", 1, 0, [], release.modality.IMAGE)
     assert vars(release.loads(frame(0, [], 0))).keys() == vars(theirs).keys()
 

@@ -53,7 +53,7 @@ def test_a_damaged_image_is_400_with_our_text(engine: SglangEngine) -> None:
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_request_whose_rows_nobody_can_make_is_503(
+def test_a_request_without_rows_is_503(
     engine: SglangEngine, service: Restartable, own: Own, name: str
 ) -> None:
     assert_a_request_without_rows_ends(engine, service, own, name)

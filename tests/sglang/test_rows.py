@@ -100,7 +100,7 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_pause(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
 
-def test_an_item_that_no_processor_of_ours_made_has_no_name(service: Restartable) -> None:
+def test_an_item_from_another_processor_has_no_name(service: Restartable) -> None:
     (name, item), *_ = encoded(service)[0]
     assert ImageName.of_item(item) == name
     pixels = MultimodalDataItem(

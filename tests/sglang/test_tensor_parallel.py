@@ -48,9 +48,7 @@ def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_tower_of_both(
     assert server_of(service).encodes() > 0
 
 
-def test_both_end_a_request_whose_rows_nobody_can_make(
-    engine: SglangEngine, service: Restartable, own: Own
-) -> None:
+def test_both_ranks_end_a_request_without_rows(engine: SglangEngine, service: Restartable, own: Own) -> None:
     assert_a_request_without_rows_ends(engine, service, own, "in a chunk with more to come")
 
 

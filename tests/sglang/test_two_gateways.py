@@ -157,7 +157,7 @@ def test_requests_that_a_killed_gateway_had_are_refused_and_served_when_asked_ag
         until(lambda: served.count("parts", 'outcome="served"') > before)
 
 
-def test_callers_who_hang_up_harm_nobody(pair: Pair, own: Own) -> None:
+def test_hanging_up_affects_no_other_request(pair: Pair, own: Own) -> None:
     def hang_up(number: int) -> None:
         asked = {"text": IMAGE, "image_data": [data_url(photo(300, 200, 4000 + number))]}
         with suppress(httpx.ReadTimeout):

@@ -23,7 +23,7 @@ async def fetched(client: EncoderClient, picture: bytes) -> EncoderError | None:
         return (await anext(aiter(stream))).error
 
 
-async def test_a_call_cut_off_by_a_drain_continues_at_another_server(config: Config, model: Model) -> None:
+async def test_calls_interrupted_by_a_drain_continue_at_another_server(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, drain_s=0.1) as a,
         server_of(config, model, drain_s=0.1) as b,
@@ -40,7 +40,7 @@ async def test_a_call_cut_off_by_a_drain_continues_at_another_server(config: Con
         assert await waiting is None
 
 
-async def test_no_call_is_lost_that_reaches_a_server_while_it_stops(config: Config, model: Model) -> None:
+async def test_calls_to_a_stopping_server_are_retried(config: Config, model: Model) -> None:
     """GRPC cancels those; a server that has not begun a call has done nothing that a second one would repeat."""
     outcomes: list[EncoderError | None] = []
 

@@ -54,9 +54,7 @@ async def test_a_restarted_server_shares_its_memory_again(config: Config, model:
         await soon(both_ways)
 
 
-async def test_a_server_that_connects_slowly_is_still_used(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_connects_slowly_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connecting takes longer than a call waits for it: later calls go on with the attempt of earlier ones."""
     monkeypatch.setattr(pool, "CONNECT_AGAIN_S", 0.2)
     proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
@@ -138,9 +136,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *answers: str) -> Names:
     return names
 
 
-async def test_a_name_without_an_address_is_waited_for(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_connect_waits_for_a_name_to_resolve(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     names = resolve(monkeypatch, NOT_YET, NOT_YET, server.endpoint)
     async with await EncoderClient.connect(NAME, timeout_s=PATIENCE_S) as client:
         assert names.asked >= 3
@@ -159,7 +155,7 @@ async def test_a_replacement_server_is_found_while_waiting_for_the_old_one(
             )
 
 
-async def test_a_name_that_never_has_an_address_is_what_the_error_names(
+async def test_an_unresolvable_name_is_in_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "WATCH_AGAIN_S", 0.05)
@@ -169,7 +165,7 @@ async def test_a_name_that_never_has_an_address_is_what_the_error_names(
     assert names.asked > 1
 
 
-async def test_a_client_that_does_not_wait_asks_for_a_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_wait_a_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = resolve(monkeypatch, NOT_YET)
     with pytest.raises(UnavailableError, match=f"{NAME} does not resolve"):
         await EncoderClient.connect(NAME, timeout_s=PATIENCE_S, wait=False)

@@ -32,7 +32,7 @@ def attempts(left_s: float = 60.0) -> Attempts:
 
 
 @pytest.mark.parametrize("error", [InvalidImageError("x"), DeadlineError("x"), UnknownImageError("x")])
-def test_errors_without_a_useful_retry_are_the_outcome(error) -> None:
+def test_permanent_errors_are_not_retried(error) -> None:
     assert attempts().pause_s(error, can_resubmit=False) is None
 
 
@@ -77,7 +77,7 @@ async def client_of(server: Server, **calls: Any) -> AsyncIterator[EncoderClient
         await other.stop(0)
 
 
-async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(server: Server) -> None:
+async def test_a_refusing_server_gets_few_retries_per_second(server: Server) -> None:
     """A server whose every Submit ends in RESOURCE_EXHAUSTED, as grpc itself ends a call, and says no more."""
     asked = 0
 
@@ -100,7 +100,7 @@ async def test_a_server_that_only_refuses_is_asked_a_few_times_a_second_at_most(
         await within_some_limit(refused_twice)
 
 
-async def test_an_answer_that_is_no_message_is_an_error_of_the_server(server: Server) -> None:
+async def test_an_unparsable_answer_is_an_internal_error(server: Server) -> None:
     async def garbage(requests: AsyncIterator[bytes], _: Context) -> AsyncIterator[bytes]:
         await anext(requests)
         yield b"\xff"
@@ -115,7 +115,7 @@ async def test_an_answer_that_is_no_message_is_an_error_of_the_server(server: Se
         assert "cannot be parsed" in str(rows.error)
 
 
-def test_a_deadline_during_refusals_ends_with_the_refusal() -> None:
+def test_a_deadline_during_refusals_reports_the_refusal() -> None:
     tried = attempts()
     refusal = OverloadedError("full", retry_after_ms=10)
     tried.pause_s(refusal, can_resubmit=False)
@@ -125,7 +125,7 @@ def test_a_deadline_during_refusals_ends_with_the_refusal() -> None:
     assert tried.outcome(other) is other
 
 
-def test_failures_are_tried_a_bounded_number_of_times() -> None:
+def test_retries_after_failures_are_bounded() -> None:
     tried = attempts()
     pauses = [tried.pause_s(UnavailableError("gone"), can_resubmit=False) for _ in range(MAX_FAILURES + 1)]
     assert None not in pauses[:-1]

@@ -35,7 +35,7 @@ def first(router: Router, digest: bytes) -> str:
 
 
 @given(endpoints=some_endpoints, digest=some_digest, data=st.data())
-def test_the_order_of_the_endpoints_does_not_matter_and_none_is_left_out(
+def test_the_order_is_independent_of_how_endpoints_are_listed(
     endpoints: list[str], digest: bytes, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(endpoints))
@@ -44,7 +44,7 @@ def test_the_order_of_the_endpoints_does_not_matter_and_none_is_left_out(
 
 
 @given(endpoints=some_endpoints, digest=some_digest, data=st.data())
-def test_removing_one_moves_only_its_images_and_to_their_next_choice(
+def test_removing_an_endpoint_moves_only_its_images_to_their_next_choice(
     endpoints: list[str], digest: bytes, data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(endpoints))
@@ -64,7 +64,7 @@ def test_another_process_makes_the_same_choices() -> None:
     assert said.strip() == str([Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]])
 
 
-def test_images_spread_evenly_and_so_do_those_of_one_that_is_gone() -> None:
+def test_images_and_those_of_a_lost_endpoint_spread_evenly() -> None:
     router = Router(ENDPOINTS)
     counts = Counter(first(router, digest) for digest in DIGESTS)
     # 5000 images over 5: 1000 each, standard deviation 28; five of those.
@@ -111,7 +111,7 @@ def test_a_hot_image_spreads_in_order_once_its_first_server_is_busy() -> None:
     assert router.order(DIGESTS[0]) == preferred
 
 
-def test_without_a_bound_an_image_stays_at_its_first_server() -> None:
+def test_without_a_bound_load_does_not_move_images() -> None:
     router = Router(ENDPOINTS)
     home = router.order(DIGESTS[0])[0]
     for _ in range(200):
@@ -119,7 +119,7 @@ def test_without_a_bound_an_image_stays_at_its_first_server() -> None:
     assert router.place([DIGESTS[0]]) != [home]
 
 
-def test_down_endpoints_come_last_and_return_to_their_place() -> None:
+def test_endpoints_that_are_down_come_last_until_they_return() -> None:
     now = 0.0
     router = Router(ENDPOINTS, clock=lambda: now)
     preferred = router.order(DIGESTS[0])
@@ -134,7 +134,7 @@ def test_down_endpoints_come_last_and_return_to_their_place() -> None:
     assert router.order(DIGESTS[0]) == preferred
 
 
-def test_with_all_down_the_soonest_to_be_tried_again_comes_first() -> None:
+def test_if_all_are_down_the_next_to_be_retried_comes_first() -> None:
     now = 0.0
     router = Router(ENDPOINTS[:3], clock=lambda: now)
     for n, name in enumerate(ENDPOINTS[:3]):
@@ -143,7 +143,7 @@ def test_with_all_down_the_soonest_to_be_tried_again_comes_first() -> None:
     assert router.order(DIGESTS[0]) == ENDPOINTS[:3]
 
 
-def test_each_failure_in_a_row_doubles_the_wait_up_to_its_bound() -> None:
+def test_consecutive_failures_double_the_backoff_up_to_its_bound() -> None:
     now = 0.0
     router = Router(ENDPOINTS[:1], clock=lambda: now)
     waits = []
@@ -161,7 +161,7 @@ def test_each_failure_in_a_row_doubles_the_wait_up_to_its_bound() -> None:
     assert router.is_up(ENDPOINTS[0])
 
 
-def test_health_ends_an_outage_but_only_a_call_ends_a_back_off() -> None:
+def test_health_ends_an_outage_but_only_a_call_ends_a_backoff() -> None:
     now = 0.0
     router = Router(ENDPOINTS[:1], clock=lambda: now)
     (name,) = ENDPOINTS[:1]
@@ -213,7 +213,7 @@ def counting(method: Callable[..., Any], images_at: Counter[str]) -> Callable[..
     return counted
 
 
-async def test_one_submit_and_one_fetch_keep_every_server_within_its_bound(
+async def test_a_large_submit_and_fetch_respect_the_bound_of_every_server(
     three_names: tuple[EncoderClient, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, names = three_names
@@ -233,7 +233,7 @@ async def test_one_submit_and_one_fetch_keep_every_server_within_its_bound(
     assert router.bound() == IDLE_IMAGES
 
 
-def test_a_new_answer_of_dns_keeps_what_is_known_of_those_that_stay() -> None:
+def test_a_dns_update_keeps_the_state_of_remaining_endpoints() -> None:
     router = Router(ENDPOINTS)
     router.begin(ENDPOINTS[1], 100)
     router.mark_down(ENDPOINTS[2])
@@ -247,7 +247,7 @@ def test_a_new_answer_of_dns_keeps_what_is_known_of_those_that_stay() -> None:
     router.mark_up("never known")
 
 
-def test_no_endpoints_is_no_choice() -> None:
+def test_without_endpoints_place_raises_unavailable() -> None:
     assert Router([]).order(DIGESTS[0]) == []
     with pytest.raises(UnavailableError):
         Router([]).place([DIGESTS[0]])

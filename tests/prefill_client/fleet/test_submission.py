@@ -49,7 +49,7 @@ async def rows(fetcher: EncoderClient) -> dict[int, FetchedRows]:
 
 
 @pytest.mark.parametrize("way", ["killed", "drained"])
-async def test_images_of_a_server_that_goes_are_encoded_by_another(
+async def test_kept_images_of_a_lost_server_are_encoded_by_another(
     config: Config, model: Model, gate: Gate, way: str
 ) -> None:
     gated = replace(model, decoder=gate)  # type: ignore[arg-type]
@@ -72,9 +72,7 @@ async def test_images_of_a_server_that_goes_are_encoded_by_another(
                 await drain
 
 
-async def test_images_of_the_only_server_are_there_again_after_its_restart(
-    config: Config, model: Model
-) -> None:
+async def test_kept_images_are_resubmitted_after_a_restart(config: Config, model: Model) -> None:
     listen = f"127.0.0.1:{free_port()}"
     async with (
         server_of(config, model, listen=listen) as server,
@@ -89,7 +87,7 @@ async def test_images_of_the_only_server_are_there_again_after_its_restart(
             await soon(lambda: kept.error is None)
 
 
-async def test_images_that_a_full_server_has_dropped_are_sent_again(server: Server) -> None:
+async def test_kept_images_that_a_full_server_dropped_are_uploaded_again(server: Server) -> None:
     async with clients(server) as (sender, fetcher), await sender.keep(PHOTOS):
         first = await rows(fetcher)
         await soon(lambda: server.store.stats().pins == 0)
@@ -99,14 +97,14 @@ async def test_images_that_a_full_server_has_dropped_are_sent_again(server: Serv
         assert all((first[index].array == again[index].array).all() for index in first)
 
 
-async def test_images_are_lost_once_no_server_takes_them(server: Server) -> None:
+async def test_kept_images_are_lost_if_no_server_accepts_them(server: Server) -> None:
     async with clients(server) as (sender, _), await sender.keep(PHOTOS, again_s=0.5) as kept:
         await kill(server)
         async with asyncio.timeout(PATIENCE_S):
             assert isinstance(await kept.lost(), UnavailableError)
 
 
-async def test_images_are_withdrawn_when_no_call_keeps_them(
+async def test_images_that_no_call_keeps_are_withdrawn(
     server: Server, client: EncoderClient, gate: Gate
 ) -> None:
     with gate.closed():
@@ -118,7 +116,7 @@ async def test_images_are_withdrawn_when_no_call_keeps_them(
         assert not kept._tasks
 
 
-async def test_a_fetch_finds_a_kept_image_wherever_it_was_submitted(config: Config, model: Model) -> None:
+async def test_a_fetch_finds_a_kept_image_at_any_server(config: Config, model: Model) -> None:
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(server_of(config, model)) for _ in range(3)]
         _, fetcher = await stack.enter_async_context(clients(*servers))
@@ -133,7 +131,7 @@ async def test_a_fetch_finds_a_kept_image_wherever_it_was_submitted(config: Conf
                 server._sources.clear()
 
 
-async def test_an_upload_that_stalled_is_sent_again(config: Config, model: Model) -> None:
+async def test_a_stalled_upload_is_retried(config: Config, model: Model) -> None:
     large = photo(64, 96, 70, "PNG") + bytes(3 << 20)
     async with server_of(config, model, limits={"upload_idle_s": 0.3}) as server:
         proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()

@@ -25,11 +25,11 @@ def frame(**other: object) -> bytes:
     return embedding_frame("r_local_part_1", 2, 1, **given)
 
 
-def test_a_frame_has_these_bytes() -> None:
+def test_a_frame_is_byte_exact() -> None:
     assert frame() == GOLDEN
 
 
-def test_a_frame_names_three_classes_and_calls_nothing_but_the_modality() -> None:
+def test_a_frame_imports_three_names_and_calls_only_the_modality() -> None:
     opcodes = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(frame())]
     assert [argument for name, argument in opcodes if name == "GLOBAL"] == [
         "sglang.srt.disaggregation.encoder.receiver EmbeddingData",
@@ -39,7 +39,7 @@ def test_a_frame_names_three_classes_and_calls_nothing_but_the_modality() -> Non
     assert [name for name, _ in opcodes].count("REDUCE") == 1
 
 
-def test_a_frame_reads_as_what_was_said() -> None:
+def test_a_frame_unpickles_to_its_fields() -> None:
     said = read_frame(frame(modality=Modality.VIDEO, dtype="float32"))
     assert (said.req_id, said.num_parts, said.part_idx) == ("r_local_part_1", 2, 1)
     assert (said.grid_dim, said.shape, said.dtype) == ([[1, 4, 6], [1, 2, 2]], [7, 512], "float32")
@@ -48,5 +48,5 @@ def test_a_frame_reads_as_what_was_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["café_local_part_0", "a\nb", "x" * 300])
-def test_an_id_stays_what_it_is(name: str) -> None:
+def test_a_request_id_survives_the_frame(name: str) -> None:
     assert read_frame(embedding_frame(name, 1, 0, grids=[], shape=(0, 1), dtype="float16")).req_id == name

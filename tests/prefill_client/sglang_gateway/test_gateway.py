@@ -73,7 +73,7 @@ async def test_each_image_is_a_part_and_its_rows_are_those_of_the_service(
     assert gateway.count("row_bytes_total") == sum(each.nbytes for each in rows)
 
 
-async def test_rows_of_one_image_go_from_the_servers_memory_into_every_ranks_socket(
+async def test_rows_of_one_image_are_sent_without_a_copy(
     gateway: RunningGateway, sglang: LanguageServer, client: EncoderClient
 ) -> None:
     answer = await sglang.to_scheduler([data_url(THIRD)])
@@ -85,7 +85,7 @@ async def test_rows_of_one_image_go_from_the_servers_memory_into_every_ranks_soc
     assert not given.flags.writeable, "the mapping of the server's memory is read-only, a copy is not"
 
 
-async def test_several_images_a_part_and_the_same_image_twice_keep_their_order(
+async def test_images_of_a_part_keep_their_order(
     sglang: LanguageServer, client: EncoderClient, server: Server
 ) -> None:
     bare = base64.b64encode(SECOND).decode()
@@ -103,7 +103,7 @@ async def test_a_part_of_64_images_is_served(sglang: LanguageServer, client: Enc
     assert_holds(message, np.concatenate(await rows_of(client, *images)), grids_of(client, *[(96, 64)] * 64))
 
 
-async def test_ranks_may_name_their_sockets_before_and_after_the_part(
+async def test_ranks_may_register_before_and_after_the_part(
     gateway: RunningGateway, client: EncoderClient
 ) -> None:
     async with LanguageServer(gateway.url) as sglang:
@@ -140,7 +140,7 @@ async def test_an_image_that_cannot_be_read_fails_its_request_alone(
     assert len((await sglang.to_tokenizer([data_url(FIRST)])).parts) == 1
 
 
-async def test_a_scheduler_gets_rows_that_it_refuses_instead_of_an_error(
+async def test_a_scheduler_gets_refusable_rows_instead_of_an_error(
     gateway: RunningGateway, sglang: LanguageServer, client: EncoderClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = await sglang.to_scheduler([data_url(FIRST), data_url(b"no image")])
@@ -154,7 +154,7 @@ async def test_a_scheduler_gets_rows_that_it_refuses_instead_of_an_error(
     assert gateway.count("parts_total", outcome="stand_in") == 1
 
 
-async def test_of_several_parts_for_a_scheduler_one_that_fails_is_blank_and_fits_the_others(
+async def test_a_failed_one_of_several_parts_has_blank_rows(
     sglang: LanguageServer, client: EncoderClient
 ) -> None:
     good, blank = (await sglang.to_scheduler([data_url(FIRST)], ["file:///etc/passwd"] * 2)).parts
@@ -163,14 +163,14 @@ async def test_of_several_parts_for_a_scheduler_one_that_fails_is_blank_and_fits
     assert_holds(blank, np.zeros_like(good.rows[:2]), [[1, merge, merge]] * 2)
 
 
-async def test_sound_is_refused_by_both_back_ends(sglang: LanguageServer) -> None:
+async def test_audio_is_refused_by_both_back_ends(sglang: LanguageServer) -> None:
     ((status, told),) = (await sglang.to_tokenizer(["sound"], modality="AUDIO")).refusals
     assert (status, "AUDIO is not served" in told) == (400, True)
     (message,) = (await sglang.to_scheduler(["sound"], modality="AUDIO")).parts
     assert message.said.modality == Modality.AUDIO
 
 
-async def test_images_by_url_are_loaded_from_hosts_that_are_allowed(client: EncoderClient) -> None:
+async def test_image_urls_are_loaded_from_allowed_hosts(client: EncoderClient) -> None:
     async with image_host() as host, gateway_for(client, image_hosts=[host.name]) as gateway:
         host.body = FIRST
         async with LanguageServer(gateway.url) as sglang:
@@ -180,7 +180,7 @@ async def test_images_by_url_are_loaded_from_hosts_that_are_allowed(client: Enco
             assert status == 403
 
 
-async def test_rows_are_sent_only_where_the_operator_allows(client: EncoderClient, server: Server) -> None:
+async def test_rows_are_sent_only_to_allowed_receivers(client: EncoderClient, server: Server) -> None:
     elsewhere = AllowedReceivers(["10.0.0.0/8"], "1024-65535")
     async with gateway_for(client, allowed=elsewhere) as gateway, LanguageServer(gateway.url) as sglang:
         ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
@@ -191,9 +191,7 @@ async def test_rows_are_sent_only_where_the_operator_allows(client: EncoderClien
     assert (await numbers(server)).total("encoded_images_total") == 0
 
 
-async def test_a_caller_who_hangs_up_withdraws_the_images(
-    gateway: RunningGateway, server: Server, gate: Gate
-) -> None:
+async def test_hanging_up_withdraws_the_images(gateway: RunningGateway, server: Server, gate: Gate) -> None:
     async with httpx2.AsyncClient() as http:
         with gate.closed():
             # One may be with the decoder already; the others wait behind it.
@@ -208,7 +206,7 @@ async def test_a_caller_who_hangs_up_withdraws_the_images(
     assert gateway.delivery.given == []
 
 
-async def test_nothing_stays_pinned_once_rows_were_sent_or_could_not_be(
+async def test_pins_are_released_after_success_and_failure(
     gateway: RunningGateway,
     sglang: LanguageServer,
     server: Server,
@@ -230,7 +228,7 @@ async def test_nothing_stays_pinned_once_rows_were_sent_or_could_not_be(
     await soon(unpinned)
 
 
-async def test_parts_over_the_bound_wait_and_are_served_in_their_turn(
+async def test_parts_over_the_bound_wait_for_a_slot(
     client: EncoderClient, server: Server, gate: Gate
 ) -> None:
     async with gateway_for(client, max_parts=2) as gateway, LanguageServer(gateway.url) as sglang:
@@ -243,7 +241,7 @@ async def test_parts_over_the_bound_wait_and_are_served_in_their_turn(
         assert len((await asking).parts) == 5
 
 
-async def test_a_body_that_stops_arriving_keeps_no_place(
+async def test_a_stalled_body_releases_its_slot(
     client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_service, "BODY_S", 0.2)
@@ -263,7 +261,7 @@ async def test_a_long_id_is_served(gateway: RunningGateway, sglang: LanguageServ
     assert gateway.count("parts_total", outcome="served") == 1
 
 
-async def test_a_rank_that_names_its_socket_twice_gets_a_part_once(
+async def test_a_rank_that_registers_twice_gets_a_part_once(
     gateway: RunningGateway, sglang: LanguageServer
 ) -> None:
     (first, port), (second, other) = sglang._bound(), sglang._bound()
@@ -294,7 +292,7 @@ async def test_metrics_are_exposed(gateway: RunningGateway, sglang: LanguageServ
     assert "sglang_gateway_part_seconds_count 1.0" in text
 
 
-async def test_small_messages_arrive_whole_although_their_socket_is_closed_at_once() -> None:
+async def test_small_messages_arrive_although_their_socket_closes_at_once() -> None:
     sending, context = delivery.Delivery(), zmq.asyncio.Context()
     receiver = context.socket(zmq.PULL)
     address = Address("127.0.0.1", receiver.bind_to_random_port("tcp://127.0.0.1"))

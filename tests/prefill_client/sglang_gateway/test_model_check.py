@@ -54,7 +54,7 @@ async def gateway(service: Server) -> AsyncIterator[RunningGateway]:
         yield gateway
 
 
-async def test_grids_are_of_patches_and_rows_those_of_the_service(
+async def test_parts_have_grids_in_patches_and_the_services_rows(
     gateway: RunningGateway, folder: Path
 ) -> None:
     client, geometry = gateway.gateway._client, ProcessorSettings.from_folder(folder).geometry
@@ -76,7 +76,7 @@ async def test_grids_are_of_patches_and_rows_those_of_the_service(
     np.testing.assert_array_equal(together.rows, np.concatenate([right for _, right in rows]))
 
 
-async def test_a_part_that_failed_has_a_stand_in_of_as_many_rows_as_its_grid(gateway: RunningGateway) -> None:
+async def test_the_stand_in_of_a_failed_part_fits_its_grid(gateway: RunningGateway) -> None:
     damaged = data_url(photo(640, 480, 9)[:2000])
     async with LanguageServer(gateway.url) as sglang:
         (whole,) = (await sglang.to_scheduler([damaged])).parts

@@ -22,7 +22,7 @@ def refused(*items: Any, **other: Any) -> EncoderError:
     return caught.value
 
 
-def test_images_come_as_urls_as_base64_and_with_options_that_change_no_pixel() -> None:
+def test_urls_base64_and_harmless_options_are_accepted() -> None:
     items = [
         DATA,
         "/9j/4AAQ",  # base64 of a JPEG begins like a path
@@ -54,7 +54,7 @@ def test_an_item_without_a_url_is_refused(item: Any) -> None:
     assert "item 0 has no url" in refused(item).message
 
 
-def test_sound_and_too_many_images_are_refused() -> None:
+def test_audio_and_too_many_images_are_refused() -> None:
     assert part(DATA, modality="VIDEO").urls(4) == [DATA]
     assert "AUDIO is not served" in refused(DATA, modality="AUDIO").message
     assert isinstance(refused(*[DATA] * 5), ImageLimitError)
@@ -80,12 +80,12 @@ def test_a_malformed_part_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"x"', b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_without_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         Part.parse(body)
 
 
-def test_where_rows_go_is_read_from_the_request() -> None:
+def test_the_request_names_its_receivers() -> None:
     assert part(DATA).receivers == (Address("127.0.0.1", 40000),)
     assert part(DATA, port=[1, 2]).receivers == (Address("127.0.0.1", 1), Address("127.0.0.1", 2))
     assert part(DATA, port=None).receivers is None
@@ -96,7 +96,7 @@ def test_where_rows_go_is_read_from_the_request() -> None:
             Address.parse(text)
 
 
-def test_rows_go_only_to_networks_and_ports_that_are_allowed() -> None:
+def test_only_allowed_networks_and_ports_receive_rows() -> None:
     allowed = AllowedReceivers(["10.1.0.0/16", "::1"], "2000-3000")
     for address in (Address("10.1.2.3", 2000), Address("10.1.2.3", 3000), Address("::1", 2500)):
         allowed.check(address)
@@ -113,6 +113,6 @@ def test_rows_go_only_to_networks_and_ports_that_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("network", "ports"), [("10.1", "1-2"), ("10.0.0.1/8", "1-2"), ("::1", "5-4"), ("::1", "0")]
 )
-def test_rules_that_are_wrong_are_refused(network: str, ports: str) -> None:
+def test_invalid_receiver_rules_are_refused(network: str, ports: str) -> None:
     with pytest.raises(ValueError):
         AllowedReceivers([network], ports)

@@ -82,7 +82,7 @@ async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProce
     assert "Traceback" not in log
 
 
-async def test_health_is_answered_in_time_beside_parts_of_megabytes(service: ServerProcess) -> None:
+async def test_health_is_answered_while_large_parts_are_parsed(service: ServerProcess) -> None:
     # Bytes behind the end of a JPEG cost what a larger photo costs on its way, and nothing at the encoder.
     image = data_url(photo(1600, 1200, 9) + bytes(2 << 20))
     with (
@@ -114,7 +114,7 @@ def health_until(gateway: GatewayProcess, holds: Callable[[], bool]) -> list[flo
     return took_s
 
 
-async def test_a_gateway_takes_parts_for_a_while_after_it_unregistered(
+async def test_a_gateway_accepts_parts_for_a_while_after_it_unregistered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prefill_client.sglang_gateway.registration.LAST_PARTS_S", PATIENCE_S)
@@ -130,7 +130,7 @@ async def test_a_gateway_takes_parts_for_a_while_after_it_unregistered(
         keeping.cancel()
 
 
-async def test_a_bootstrap_server_that_answers_no_http_is_tried_again(
+async def test_a_bootstrap_server_with_invalid_answers_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prefill_client.sglang_gateway.registration.REGISTER_EVERY_S", 0.01)
@@ -206,7 +206,7 @@ async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path
         first.kill()
 
 
-async def test_a_service_that_stays_away_is_one_clear_503(checkpoint: Path) -> None:
+async def test_a_service_that_stays_down_is_answered_with_503(checkpoint: Path) -> None:
     # It encodes nothing before it goes away, so that it needs no tower.
     with (
         running(checkpoint, store_only="yes") as server,
@@ -251,7 +251,7 @@ def test_a_gateway_of_another_model_is_refused_at_start(
         (("--start-s", "0.2", "--encoder", "127.0.0.1:1"), "127.0.0.1:1"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_named(setting: tuple[str, ...], said: str) -> None:
+def test_an_invalid_setting_is_named(setting: tuple[str, ...], said: str) -> None:
     done = run("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", *setting)
     assert done.returncode in (1, 2)
     assert said in done.stderr

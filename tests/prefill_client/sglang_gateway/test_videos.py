@@ -67,9 +67,7 @@ async def test_videos_are_parts_with_the_rows_of_their_pairs_and_their_times(
     assert (await numbers(server)).total("encoded_images_total", outcome="kept") == pairs
 
 
-async def test_a_part_whose_video_is_damaged_is_refused_by_its_name(
-    client: EncoderClient, checkpoint: Path
-) -> None:
+async def test_a_damaged_video_is_named_in_the_refusal(client: EncoderClient, checkpoint: Path) -> None:
     async with (
         gateway_for(client, language_model=str(checkpoint)) as gateway,
         LanguageServer(gateway.url) as sglang,
@@ -81,7 +79,7 @@ async def test_a_part_whose_video_is_damaged_is_refused_by_its_name(
             assert "video 1: " in text
 
 
-async def test_videos_need_the_checkpoint_of_sglang_and_sound_is_not_served(client: EncoderClient) -> None:
+async def test_videos_need_the_checkpoint_and_audio_is_refused(client: EncoderClient) -> None:
     async with gateway_for(client) as gateway, LanguageServer(gateway.url) as sglang:
         answer = await sglang.to_tokenizer([data_url(FIRST)], modality="VIDEO")
         ((_, text),) = answer.refusals
@@ -91,7 +89,7 @@ async def test_videos_need_the_checkpoint_of_sglang_and_sound_is_not_served(clie
         assert "AUDIO is not served" in text
 
 
-def test_why_no_videos_are_served_is_said(
+def test_a_refused_video_has_the_reason(
     client: EncoderClient, tmp_path: Path, checkpoint: Path, kept_checkpoint: Callable[..., Path]
 ) -> None:
     def refused(folder: Path, description: Description) -> str:
@@ -105,7 +103,7 @@ def test_why_no_videos_are_served_is_said(
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_stand_in_of_a_video_has_times(client: EncoderClient, parts: int) -> None:
+def test_the_stand_in_of_a_video_has_timestamps(client: EncoderClient, parts: int) -> None:
     part = Part.parse(json.dumps(body_of(["x", "y"], parts=parts, modality="VIDEO")).encode())
     made = stand_in(part, client.description)
     assert made.times == {"video_timestamps": [[0.0], [0.0]]}
@@ -120,7 +118,7 @@ def test_a_stand_in_of_a_video_has_times(client: EncoderClient, parts: int) -> N
         (VideoInfo(30, 30, 10.0, 6000, 20), ImageLimitError),
     ],
 )
-def test_videos_of_which_sglang_shows_nothing_are_refused(
+def test_videos_that_sglang_cannot_sample_are_refused(
     settings: VideoSettings, info: VideoInfo, error: type[EncoderError]
 ) -> None:
     with pytest.raises(error):

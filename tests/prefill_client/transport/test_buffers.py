@@ -17,7 +17,7 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def test_memory_is_used_again_once_the_last_view_of_it_is_gone() -> None:
+def test_a_buffer_is_reused_after_its_last_view() -> None:
     buffers = Buffers()
     first = buffers.acquire(SIZE)
     first[:] = 7
@@ -34,7 +34,7 @@ def test_memory_is_used_again_once_the_last_view_of_it_is_gone() -> None:
     assert where in {address(buffers.acquire(SIZE)), address(buffers.acquire(SIZE))}
 
 
-def test_a_tensor_over_the_memory_keeps_it() -> None:
+def test_a_tensor_keeps_its_buffer() -> None:
     buffers = Buffers()
     tensor = torch.from_numpy(buffers.acquire(SIZE)).view(torch.bfloat16)
     gc.collect()
@@ -44,7 +44,7 @@ def test_a_tensor_over_the_memory_keeps_it() -> None:
     assert buffers._idle_bytes == SIZE
 
 
-def test_kept_buffers_are_bounded_and_fit_their_use() -> None:
+def test_idle_buffers_are_bounded() -> None:
     buffers = Buffers(max_idle_bytes=3 * SIZE)
     held = [buffers.acquire(SIZE) for _ in range(5)]
     held.clear()

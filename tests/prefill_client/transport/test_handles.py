@@ -25,7 +25,7 @@ from tests.rows_by_handle import (
 )
 
 
-def test_a_handle_whose_rows_were_evicted_is_an_error_and_never_other_rows(store):
+def test_a_handle_to_evicted_rows_is_stale(store):
     pin = store.put(b"a", embedding(1), (1, 1, 1))
     handle = pin.handle()
     shared = shared_rows(handle)
@@ -50,7 +50,7 @@ def test_a_handle_whose_rows_were_evicted_is_an_error_and_never_other_rows(store
     assert StaleHandleError.retryable
 
 
-def test_no_byte_is_written_where_a_handle_still_says_that_its_rows_lie(store, monkeypatch):
+def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
     """Whatever is written over rows, their generation is gone before, and never comes back."""
     issued, overwritten = [], []
     host = store._host.memory.data_ptr() - store.segment.data_offset
@@ -85,7 +85,7 @@ def test_no_byte_is_written_where_a_handle_still_says_that_its_rows_lie(store, m
     assert 0 not in {handle.generation for handle in issued}
 
 
-def test_a_handle_into_a_server_that_has_gone_or_restarted_is_an_error(tmp_path):
+def test_a_handle_of_a_stopped_or_restarted_server_is_stale(tmp_path):
     store = make_store(tmp_path)
     handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
     path = Path(handle.segment)
@@ -114,7 +114,7 @@ def test_a_handle_into_a_server_that_has_gone_or_restarted_is_an_error(tmp_path)
         {"segment_bytes": 0},
     ],
 )
-def test_a_handle_that_makes_no_sense_is_an_error_before_anything_is_read(store, change):
+def test_an_invalid_handle_is_refused_before_any_read(store, change):
     handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
     if "segment_bytes" in change or "segment" in change:
         other = Path(handle.segment).with_name("other")  # not mapped yet
@@ -124,20 +124,20 @@ def test_a_handle_that_makes_no_sense_is_an_error_before_anything_is_read(store,
         shared_rows(replace(handle, **change))
 
 
-def test_a_handle_survives_the_wire(store):
+def test_a_handle_survives_serialization(store):
     handle = scattered(store).handle(3, 1900)
     message = handle.to_message()
     assert Handle.from_message(type(message).FromString(message.SerializeToString())) == handle
     assert len(message.SerializeToString()) < 300
 
 
-def test_a_handle_into_the_segment_reaches_nothing_before_its_rows(shm):
+def test_a_handle_cannot_read_the_segments_header(shm):
     handle = shm.put(b"a", embedding(1), (1, 1, 1)).handle()
     with pytest.raises(InternalError, match="points outside"):
         shared_rows(replace(handle, extents=((8, 100),)))
 
 
-def test_rows_are_read_where_they_lie_and_nowhere_else(shm, device):
+def test_rows_are_read_from_exactly_their_extents(shm, device):
     for store, other in ((shm, DeviceRows), (device, SharedRows)):
         handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
         with pytest.raises(InternalError, match="is for the transport"):
@@ -155,7 +155,7 @@ def test_rows_are_read_where_they_lie_and_nowhere_else(shm, device):
         {"memory_bytes": 1 << 40},
     ],
 )
-def test_device_memory_that_cannot_be_opened_is_the_loss_of_its_rows(device, change):
+def test_device_memory_that_cannot_be_opened_makes_rows_stale(device, change):
     handle = device.put(b"a", embedding(1), (1, 1, 1)).handle()
     with pytest.raises(StaleHandleError):
         shared_rows(replace(handle, **change)).copy()

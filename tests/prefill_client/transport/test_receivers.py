@@ -33,12 +33,12 @@ def test_every_transport_has_a_sender_a_receiver_and_a_name() -> None:
         assert not [each for each in table.values() if inspect.isabstract(each)]
 
 
-def test_a_server_that_is_elsewhere_is_received_from_inline_only() -> None:
+def test_rows_of_a_remote_server_arrive_inline() -> None:
     description = pb.DescribeResponse(shm_segment="/dev/shm/anything", transports=[3, 2, 1])
     assert list(receivers("192.0.2.1:50051", description)) == ["inline"]
 
 
-async def test_the_first_transport_of_the_caller_that_both_can_use_is_used(client: EncoderClient) -> None:
+async def test_the_callers_first_usable_transport_is_used(client: EncoderClient) -> None:
     (image,) = await client.submit([photo(128, 128, 51)])
     for transports, used in (
         (["inline", "shm"], "inline"),
@@ -57,7 +57,7 @@ async def test_an_unknown_transport_is_refused_with_the_known_ones(
         client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
 
 
-async def test_rows_by_a_transport_that_was_not_asked_for_are_an_error(client: EncoderClient) -> None:
+async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClient) -> None:
     class Call:
         async def read(self) -> pb.FetchResponse:
             return pb.FetchResponse(ready=pb.ImageReady(handle=pb.Handle(segment="/etc/passwd")))

@@ -25,7 +25,7 @@ from tests.rows_by_handle import (
 )
 
 
-def test_rows_are_viewed_in_place_and_cannot_be_written(shm):
+def test_rows_in_place_are_read_only_views(shm):
     pin = shm.put(b"a", embedding(1), (1, 1, 1))
     with shared_rows(pin.handle(10, 900)).reading() as rows:
         assert (rows.shape, rows.dtype, rows.base is not None) == ((890, WIDTH), np.uint16, True)
@@ -36,7 +36,7 @@ def test_rows_are_viewed_in_place_and_cannot_be_written(shm):
             rows[0, 0] = 0
 
 
-def test_scattered_rows_are_one_array_as_a_copy(store):
+def test_rows_of_several_extents_are_copied(store):
     handle = scattered(store).handle()
     assert len(handle.extents) > 1
     expected = embedding(99, 2000)
@@ -46,20 +46,20 @@ def test_scattered_rows_are_one_array_as_a_copy(store):
     assert flat(handle) == as_bytes(expected)
 
 
-def test_a_window_within_one_extent_of_scattered_rows_is_a_view(shm):
+def test_a_window_within_one_extent_is_a_view(shm):
     with shared_rows(scattered(shm).handle(0, 100)).reading() as rows:
         assert not rows.flags.writeable
         assert rows.tobytes() == as_bytes(embedding(99, 2000)[:100])
 
 
-def test_a_segment_is_mapped_once_however_many_handles(store):
+def test_a_segment_is_mapped_once_for_all_handles(store):
     pins = [store.put(bytes([n]), embedding(n), (1, 1, 1)) for n in range(6)]
     assert {bool(pin.handle().memory) for pin in pins} == {bool(store.device_probe)}
     assert len({flat(pin.handle()) for pin in pins}) == 6
     assert len(mappings_of(str(store.segment.path))) == 1
 
 
-def test_rows_that_change_while_they_are_copied_are_an_error(store, monkeypatch):
+def test_rows_that_change_during_a_copy_raise_stale_handle(store, monkeypatch):
     handle = scattered(store).handle()
     shared = shared_rows(handle)
     place, name = (device_module, "device_copy") if handle.memory else (np, "concatenate")
@@ -76,7 +76,7 @@ def test_rows_that_change_while_they_are_copied_are_an_error(store, monkeypatch)
             use()
 
 
-def test_the_memory_of_a_dead_server_is_not_kept_mapped(tmp_path):
+def test_segments_of_a_dead_server_are_unmapped(tmp_path):
     first = make_store(tmp_path)
     gone = str(first.segment.path)
     shared_rows(first.put(b"a", embedding(1), (1, 1, 1)).handle())

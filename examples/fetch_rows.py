@@ -1,6 +1,6 @@
 """Fetches an image's embedding rows as a numpy array: `python examples/fetch_rows.py photo.jpg [HOST:PORT]`.
 
-Needs the client alone: no torch. The server is `encoder-service serve --model FOLDER`.
+Needs only the client, without torch. Start the server with `encoder-service serve --model FOLDER`.
 """
 
 import sys

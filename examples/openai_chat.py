@@ -1,7 +1,7 @@
-"""Asks about images through the OpenAI package: `python examples/openai_chat.py photo.jpg [--url URL]`.
+"""Asks questions about images with the OpenAI package: `python examples/openai_chat.py photo.jpg [--url URL]`.
 
-The server is the reference service (`prefill-client serve --model FOLDER`), or a vLLM or SGLang that takes its rows
-from the encoder service: requests are the same. Needs `pip install openai`.
+The server is the reference service (`prefill-client serve --model FOLDER`), or a vLLM or SGLang that gets its rows from
+the encoder service: the requests are the same. Needs `pip install openai`.
 """
 
 import argparse
@@ -16,20 +16,22 @@ QUESTIONS = ("What do these photos show?", "And the first one?")
 
 
 def data_url(path: Path) -> str:
-    """Return a file as a data URL."""
+    """Return the contents of a file as a data URL."""
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def main() -> None:
-    """Ask twice about the same images: the second time they are held."""
+    """Ask two questions about the same images. The second time, the server already has their rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    given = parser.parse_args()
-    client = OpenAI(base_url=given.url, api_key="none")
+    arguments = parser.parse_args()
+    client = OpenAI(base_url=arguments.url, api_key="none")
     model = next(iter(client.models.list())).id
-    content: list[Any] = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in given.files]
+    content: list[Any] = [
+        {"type": "image_url", "image_url": {"url": data_url(path)}} for path in arguments.files
+    ]
     messages: list[Any] = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": [*content, {"type": "text", "text": question}]})

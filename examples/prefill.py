@@ -2,8 +2,8 @@
 
     python examples/prefill.py --model .demo/checkpoint .demo/photos/*.jpg [--server HOST:PORT]
 
-The model is a checkpoint that the server serves, too; `make demo` leaves one. Needs the extra `reference`: its language
-model stands for yours. The client does the rest: lay out, plan, fetch ahead, read.
+The model is the checkpoint that the server serves; `make demo` creates one. Needs the extra `reference`, whose language
+model stands in for yours. The client does the rest: it lays out the prompt, plans chunks, fetches ahead and reads rows.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from prefill_reference.language_model import load_language_model
 
 
 async def prefill(model: Path, server: str, files: list[Path], chunk_tokens: int) -> None:
-    """Print what each chunk waited for, and the token that follows the prompt."""
+    """Prefill a prompt of all images; print how long each chunk waited, and the next token."""
     language_model = load_language_model(model, dtype=torch.float32)
     async with await EncoderClient.connect(server) as client:
         engine = Engine(language_model, row_width=client.description.width)
 
-        # Grids and token counts come from the files' headers, before any pixel is decoded.
+        # The grids and token counts come from the files' headers, before any image is decoded.
         submitted = await client.submit(files)
         for path, image in zip(files, submitted, strict=True):
             if image.error:
                 raise SystemExit(f"{path}: {image.error}")
 
-        # One placeholder an image, as a chat template writes it; then which rows each chunk needs.
+        # A chat template writes one placeholder per image. Expand them, and plan which rows each chunk needs.
         placeholders = [language_model.image_token] * len(files)
         layout = expand_prompt(
             placeholders, language_model.image_token, [image.tokens for image in submitted]
@@ -42,7 +42,7 @@ async def prefill(model: Path, server: str, files: list[Path], chunk_tokens: int
         row_bytes = client.description.row_bytes
         async with PrefetchSession(client.fetch, chunks, images, row_bytes=row_bytes) as session:
             async for ready in session:
-                # The rows are copied into the model's input while they are held, and checked afterwards.
+                # `read` lends the rows while `embed` copies them into the model's input, and checks them afterwards.
                 def embed(rows: Sequence[FetchedRows], chunk: Chunk = ready.chunk) -> Embedded:
                     return engine.embed(prompt, chunk, [each.tensor() for each in rows])
 
@@ -55,14 +55,14 @@ async def prefill(model: Path, server: str, files: list[Path], chunk_tokens: int
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the example from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--server", default="127.0.0.1:50051")
     parser.add_argument("--chunk-tokens", type=int, default=256)
-    given = parser.parse_args()
-    asyncio.run(prefill(given.model, given.server, given.files, given.chunk_tokens))
+    arguments = parser.parse_args()
+    asyncio.run(prefill(arguments.model, arguments.server, arguments.files, arguments.chunk_tokens))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-// Submits an image and fetches its embedding rows, in JavaScript and from the .proto file alone.
+// Submits an image and fetches its embedding rows in JavaScript, using only the .proto file.
 //
 //     npm install --prefix examples/node
 //     node examples/node/fetch_rows.js photo.jpg [HOST:PORT]
 //
-// The rows come in two windows, as two prefill chunks would ask for them. The checksum of each is compared.
+// It fetches the rows in two windows, as two prefill chunks would, and verifies the checksum of each.
 
 import {readFileSync} from "node:fs";
 import {fileURLToPath} from "node:url";
@@ -27,7 +27,7 @@ function describe() {
     client.Describe({}, (error, answer) => (error ? reject(error) : resolve(answer))));
 }
 
-// Name the image by the BLAKE3 hash of its file. Its bytes travel only if the server asks for them.
+// Name the image by the BLAKE3 hash of its file. Send its bytes only if the server asks for them.
 function submit(file, digest, pieceBytes) {
   return new Promise((resolve, reject) => {
     const call = client.Submit();
@@ -51,7 +51,7 @@ function submit(file, digest, pieceBytes) {
   });
 }
 
-// Fetch rows [begin, end) and return their bytes, once their checksum has been compared.
+// Fetch rows [begin, end), verify their checksum, and return their bytes.
 async function fetchWindow(digest, begin, end) {
   const pieces = [];
   let ready;

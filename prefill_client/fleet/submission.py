@@ -127,7 +127,13 @@ class Submission:
         return answers
 
     async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
-        return await connection.submit(images, self._caller)
+        stream = connection.submit(images, self._caller)
+        try:
+            answers = await stream.answers()
+            await stream.finish()
+        finally:
+            stream.close()
+        return answers
 
 
 class KeptImages(Submission):
@@ -173,7 +179,7 @@ class KeptImages(Submission):
 
     async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
         """Submit images to one server, and keep the call open for those that it accepts."""
-        stream = connection.submit_stream(images, self._caller)
+        stream = connection.submit(images, self._caller)
         accepted: list[Image] = []
         try:
             answers = await stream.answers(kept=True)

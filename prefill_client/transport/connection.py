@@ -18,7 +18,7 @@ from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client.images import Image, RowRequest, ServerClock, Submitted
+from prefill_client.images import Image, RowRequest, ServerClock
 from prefill_client.transport import Receiver, Receivers, receivers, select_receivers
 from prefill_client.transport.channels import Channels, from_rpc
 from prefill_client.transport.put_stream import PutStream
@@ -170,20 +170,7 @@ class Connection:
         finally:
             await self.channel.close()
 
-    async def submit(self, images: Sequence[Image], caller: pb.Caller) -> list[Submitted]:
-        """Submit images, upload those that the server does not have, and return one answer per image, in order.
-
-        Raises the error of the call.
-        """
-        stream = self.submit_stream(images, caller)
-        try:
-            answers = await stream.answers()
-            await stream.finish()
-        finally:
-            stream.close()
-        return answers
-
-    def submit_stream(self, images: Sequence[Image], caller: pb.Caller) -> SubmitStream:
+    def submit(self, images: Sequence[Image], caller: pb.Caller) -> SubmitStream:
         """Start a Submit call. The caller ends it, and may leave it open to keep the images submitted."""
         call = self._stub.Submit(metadata=self.metadata())
         return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes)

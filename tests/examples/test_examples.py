@@ -1,4 +1,4 @@
-"""The examples, run as a reader runs them: against a real server."""
+"""Runs the examples as a reader does, against a real server."""
 
 import ast
 import json
@@ -108,7 +108,7 @@ def test_openai_chat_asks_the_reference_service(
 
 
 async def run_notebook(server: str, photos: Path) -> None:
-    """Run its cells in order, as a kernel does, with other parameters."""
+    """Run the notebook's cells in order, as a kernel does, with other parameters."""
     book = json.loads((EXAMPLES / "timeline.ipynb").read_text())
     names: dict[str, object] = {}
     for cell in (cell for cell in book["cells"] if cell["cell_type"] == "code"):
@@ -124,7 +124,7 @@ async def run_notebook(server: str, photos: Path) -> None:
 async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
     server: ServerProcess, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine an image can be encoded before its rows are asked for: then with other photos, again."""
+    """Retry with other photos if a busy machine encodes an image before its rows are requested."""
     monkeypatch.chdir(tmp_path)
     for seed in range(1000, 1030, len(photos)):
         for place, path in enumerate(photos):

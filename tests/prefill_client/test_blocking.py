@@ -1,4 +1,4 @@
-"""The synchronous client: from several threads at once, and what closing does to them."""
+"""The blocking client: calls from several threads, and how closing ends them."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The client alone works where there is nothing but what it depends on: no torch, no Pillow, no server."""
+"""The client works with only its own dependencies: without torch, Pillow and the server."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""A request to vLLM whose images stay submitted: the caller's answer when images are lost, broken or fine."""
+"""A vLLM request whose images stay submitted: the answer if images are lost, broken or fine."""
 
 import asyncio
 from collections.abc import MutableMapping, Sequence

@@ -1,4 +1,4 @@
-"""Rows in shared memory that are held for long, and whose hold is lost: never another image's."""
+"""Rows in shared memory that are held for long or lost: a reader never gets another image's rows."""
 
 import asyncio
 import signal
@@ -35,14 +35,14 @@ SIDE, ROOM, OTHERS = 256, 7, 8
 
 @pytest.fixture
 async def small(config: Config, model: Model) -> AsyncIterator[Server]:
-    """A server whose store is as good as full."""
+    """A server whose store is almost full."""
     rows_bytes = (SIDE // 32) ** 2 * model.tower.width * 4
     async with server_of(config, model, store_host_gib=ROOM * rows_bytes / (1 << 30)) as server:
         yield server
 
 
 async def written_over(client: EncoderClient, seed: int = 100) -> None:
-    """Encode other images until everything that nobody holds has gone, and its pages are others'."""
+    """Encode other images until all rows that are not held are evicted and their pages reused."""
     for n in range(OTHERS):
         (other,) = await client.submit([photo(SIDE, SIDE, seed + n)])
         outcomes = await collect(client, [RowRequest(other.digest)], transports=["inline"])
@@ -50,14 +50,14 @@ async def written_over(client: EncoderClient, seed: int = 100) -> None:
 
 
 async def submitted(client: EncoderClient, seed: int) -> tuple[RowRequest, np.ndarray]:
-    """Submit an image; return the request for it, and its rows as they came by the wire."""
+    """Submit an image; return its request, and its rows as received inline."""
     (image,) = await client.submit([photo(SIDE, SIDE, seed)])
     request = RowRequest(image.digest)
     return request, (await collect(client, [request], transports=["inline"]))[0].array
 
 
 def lose(server: Server, stream: FetchStream) -> Awaitable[None]:
-    """End the calls of a fetch as a lost connection does, and wait until the server has let go."""
+    """End the calls of a fetch as a lost connection does, and wait until the server has released them."""
     for call in stream._streams:
         call._call.cancel()
     return soon(lambda: server.store.stats().pins == 0)

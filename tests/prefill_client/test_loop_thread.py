@@ -1,4 +1,4 @@
-"""What ends with the loop of a client, whatever goes wrong meanwhile: calls of other threads, every connection."""
+"""Stopping a client's loop ends calls of other threads and all connections, also after errors."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The prefetching session: what it demands when, what it holds, and how it ends."""
+"""The prefetch session: what it requests and when, what it holds, and how it ends."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ IMAGES = [RowRequest(bytes([image]) * 32) for image in range(30)]
 
 
 class Encoder:
-    """An in-process source of rows: an image is ready when told so; a row holds its image and number."""
+    """An in-process source of rows. The test decides when an image is ready; a row holds its image and number."""
 
     def __init__(self, *, ready: bool = False) -> None:
         self.all_ready = ready
@@ -64,12 +64,12 @@ class Encoder:
 
 
 def named(rows: Sequence[FetchedRows]) -> list[tuple[int, int, int]]:
-    """What the rows of a chunk are: image, begin, end."""
+    """The windows of a chunk: image, begin, end."""
     return [(int(r.array[0, 0]), int(r.array[0, 1]), int(r.array[-1, 1]) + 1) for r in rows]
 
 
 class Clock:
-    """Seconds that pass when told so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -83,7 +83,7 @@ def images_of(sizes: Sequence[int], chunk_tokens: int) -> tuple[Chunk, ...]:
 
 
 async def settle() -> None:
-    """Let everything that can run, run."""
+    """Run all tasks until they block."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -261,7 +261,7 @@ async def test_needed_in_ms_follows_the_measured_prefill_speed() -> None:
             clock.now += 0.5  # ten tokens in half a second
     needed = {demand.chunk: demand.needed_in_ms for demand in encoder.demands}
     assert (needed[0], needed[1], needed[2]) == (0, 10, 20)
-    # Later chunks are demanded when a place is free, one or two chunks of half a second before their need.
+    # Later chunks are requested when memory is free, one or two chunks of half a second before they are needed.
     assert needed[11] == pytest.approx(500, abs=5)
 
 

@@ -1,4 +1,4 @@
-"""Layout: where each image's tokens lie in the prompt. Plan: chunks of it, and the image rows each one needs."""
+"""Layout: where each image's tokens are in the prompt. Plan: its chunks, and the image rows that each needs."""
 
 from collections import Counter
 

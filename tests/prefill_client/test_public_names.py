@@ -1,4 +1,4 @@
-"""The public API of the client: which names there are, that each is documented, and what importing them costs."""
+"""The public API of the client: its names, their documentation, and what importing it loads."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Callers of a Put call that leave while it works for them: neither their rows nor their writes reach anybody else."""
+"""Cancelled callers of a Put call: neither their rows nor their writes affect other callers."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ LARGE, LARGE_TOKENS = (
 
 @pytest.fixture
 async def store(config: Config, model: Model) -> AsyncIterator[Server]:
-    """A server that takes rows, of two images of a call at a time."""
+    """A server that accepts Put, with at most two images of a call at the same time."""
     async with server_of(config, model, accept_put="yes", max_images_per_call=2) as server:
         yield server
 
@@ -39,19 +39,19 @@ async def client(store: Server) -> AsyncIterator[EncoderClient]:
 
 
 def stream_of(session: PutSession) -> PutStream:
-    """Return its call to its one server."""
+    """Return the session's call to its only server."""
     (opened,) = session._streams.values()
     return opened.result()
 
 
 def yours_at(session: PutSession, server: Server) -> Collection[int]:
-    """Return the indexes of what this server has answered `yours`."""
+    """Return the indexes of the images that this server answered with `yours`."""
     opening = session._streams.get(server.endpoint)
     return opening.result()._leases if opening is not None and opening.done() else ()
 
 
 class HeldBack:
-    """A method whose calls wait until they may `go_on`; what tells that one has `begun`, and `ended`."""
+    """Wraps a method whose calls wait for `go_on`. Events report that a call has `begun` and `ended`."""
 
     def __init__(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -69,7 +69,7 @@ class HeldBack:
 
 
 class Writers:
-    """The threads that write into segments: the most at a time. The first waits until it `may_write`."""
+    """Counts the threads that write into segments at the same time. The first one waits for `may_write`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.may_write = threading.Event(), threading.Event()

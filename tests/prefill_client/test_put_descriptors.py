@@ -1,4 +1,4 @@
-"""The file through which a Put call sends rows: it is closed with the call, however that ends."""
+"""The file through which a Put call sends rows is closed with the call, also after errors."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ from tests.waiting import START_S, soon
 
 
 def open_segments() -> int:
-    """Count this process's descriptors of segments: the client's, and those of servers that run in it."""
+    """Count this process's descriptors of segments: those of the client, and of servers in this process."""
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the one that lists the folder
@@ -37,7 +37,7 @@ def open_segments() -> int:
 async def opened(
     config: Config, model: Model, **settings: Any
 ) -> AsyncIterator[tuple[Server, EncoderClient, PutSession]]:
-    """Give a server that takes rows, a client of it, and a session of that."""
+    """Yield a server that accepts Put, a client of it, and a session of the client."""
     async with (
         server_of(config, model, **{"accept_put": "yes", **settings}) as server,
         await EncoderClient.connect(server.endpoint) as client,

@@ -1,4 +1,4 @@
-"""Putting rows with the client: the example of the page, a server that goes away, and several servers."""
+"""Putting rows with the client: the documented example, a lost server, and several servers."""
 
 import asyncio
 import re
@@ -58,7 +58,7 @@ async def test_engines_that_follow_the_documented_steps_encode_each_image_once(
 
 
 def preferring(endpoint: str, endpoints: list[str], count: int) -> list[PutImage]:
-    """Return new images, every other one named by its digest, that go to one server while all are up."""
+    """Return new images that go to one server while all are up. Every other one is named by its digest."""
     found: list[PutImage] = []
     while len(found) < count:
         image = new_image(by_digest=len(found) % 2 == 0)
@@ -69,7 +69,7 @@ def preferring(endpoint: str, endpoints: list[str], count: int) -> list[PutImage
 
 async def test_names_and_fetches_go_to_the_same_server(servers: list[Server]) -> None:
     endpoints = [server.endpoint for server in servers]
-    # Most prefer one of them, more than what is under way at a server would otherwise bound.
+    # Most prefer one endpoint: more images than the bound would otherwise allow there.
     images = preferring(endpoints[0], endpoints, IDLE_IMAGES + 8) + preferring(endpoints[1], endpoints, 4)
     async with await EncoderClient.connect(endpoints) as client:
         async with client.put(PRODUCER) as session:

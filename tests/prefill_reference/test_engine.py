@@ -28,7 +28,7 @@ CHUNKS = [1, 7, 10, 16, 33, 1000]
 
 @dataclass
 class OneShot:
-    """A checkpoint, its prompt, and what `transformers` makes of both in one go, pixels in."""
+    """A checkpoint, its prompt, and the logits of one pass of `transformers` over prompt and pixels."""
 
     folder: Path
     layout: Layout

@@ -1,4 +1,4 @@
-"""A request of which one image fails: nothing of its others goes on behind the answer."""
+"""A request with one failed image: work on its other images ends with the answer."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ FORBIDDEN = "http://host/forbidden.jpg"
 
 
 class Endless(ImageLoader):
-    """Refuses one URL, once the others have begun; those never end by themselves."""
+    """Refuses one URL once the other downloads have started. Those never end by themselves."""
 
     def __init__(self, others: int) -> None:
         super().__init__(Destinations([]), max_bytes=1 << 20, timeout_s=1)

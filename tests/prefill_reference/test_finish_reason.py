@@ -1,4 +1,4 @@
-"""Why an answer ended: what cut it off is said, be it the request's limit or the model's own."""
+"""The finish reason of an answer, for the request's limit and the model's limit."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ ROOM = 3
 
 @pytest.fixture
 def short(checkpoint: Path, tmp_path: Path) -> Path:
-    """The checkpoint, with a limit that leaves so much room behind the question."""
+    """The checkpoint with a limit that leaves this much room after the question."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "short"))
     prompt = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
         [user(QUESTION)], add_generation_prompt=True, return_dict=True

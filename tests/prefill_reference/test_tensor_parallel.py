@@ -86,7 +86,7 @@ def with_a_stale_handle(rank: int, endpoint: str) -> Report:
 
 
 def lost_in_the_block(rank: int, endpoint: str) -> Report:
-    """The call that holds the rows ends while the ranks read, and the server gives their place to others."""
+    """The call that holds the rows ends while the ranks read, and the server reuses their pages."""
     if rank:
         with rows_on_every_rank(None) as rows:
             dist.barrier()
@@ -137,7 +137,7 @@ def on_ranks(case: Callable[[int, str], Report], endpoint: str, folder: Path) ->
 
 @pytest.fixture(scope="module")
 def reports(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
-    """What each rank found in each case; the cases share one pair of processes: starting one takes seconds."""
+    """The results of each rank in each case. The cases share two processes, which take seconds to start."""
     folder = tmp_path_factory.mktemp("ranks")
     with running(checkpoint) as server:
         ranks = on_ranks(every_case, server.endpoint, folder / "run")

@@ -1,4 +1,4 @@
-"""Traces of requests: what is noted, on whose clock, and how it is drawn."""
+"""Traces of requests: which spans they record, on which clock, and how they are drawn."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ async def test_a_new_image_shows_every_stage_in_order_on_one_clock(
     prefilled = await prefilling
     assert {"hash", "lay out", "submit"} == set(lane(trace, "request"))
     (clock,) = trace.to_json()["otherData"]["server_clocks"].values()
-    # Both sides are of this process: the true difference of their clocks is nothing.
+    # Both sides run in this process, so the true clock offset is zero.
     assert abs(clock["offset_ms"]) <= clock["error_ms"] < PATIENCE_S * 1000
     slack_s = clock["error_ms"] / 1000
     for number in range(len(PHOTOS)):
@@ -145,7 +145,7 @@ def test_a_trace_file_has_every_span_once() -> None:
 
 
 async def test_complete_events_of_a_track_never_overlap_partially(chat: Chat) -> None:
-    """A viewer nests them; what overlaps in part it would draw wrongly."""
+    """A viewer nests such events, and would draw partial overlaps incorrectly."""
     trace = Trace("nested")
     await chat.prefill(question(photo(640, 480, 33), *PHOTOS), trace=trace)
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}

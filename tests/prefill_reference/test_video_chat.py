@@ -32,7 +32,7 @@ VIDEO = clip("mp4", frames=70, fps=12.5, seed=40)
 
 @asynccontextmanager
 async def chat_of(config: Config, folder: Path) -> AsyncIterator[Chat]:
-    """A chat with a model of its own, and its server."""
+    """A chat with its own model and server."""
     config = replace(config, model=folder)
     model = load_model(config)
     language_model = load_language_model(folder, dtype=torch.float32)
@@ -60,7 +60,7 @@ def user(text: str, *videos: bytes) -> dict[str, Any]:
 
 
 class Whole:
-    """A checkpoint in `transformers`, with its processor, which is shown all frames of a file and samples them."""
+    """A checkpoint in `transformers` with its processor, which gets all frames of a file and samples them."""
 
     def __init__(self, folder: Path) -> None:
         self._model = transformers.AutoModelForImageTextToText.from_pretrained(

@@ -1,4 +1,4 @@
-"""The commands of the reference service where its extra, `encoder-service[reference]`, is not installed."""
+"""The commands of the reference service without its extra, `encoder-service[reference]`."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What an engine has counted of the service, and what the service has seen of the engine."""
+"""Metrics of the engine about the service, and of the service about the engine."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""An SGLang with nothing of ours installed, fed by gateways."""
+"""An unmodified SGLang without the plug-in, fed by gateways."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""With `gating` "chunk" a prefill begins while later images of its prompt are being encoded."""
+"""With `gating` "chunk", a prefill starts while later images of its prompt are still being encoded."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An SGLang with nothing of ours installed, fed by the gateway, against the same SGLang's own tower."""
+"""An unmodified SGLang without the plug-in, fed by the gateway, against its own tower."""
 
 import signal
 from pathlib import Path

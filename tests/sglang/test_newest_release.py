@@ -1,4 +1,4 @@
-"""The newest release that pyproject admits: it wants a newer torch, and runs with the one that is here."""
+"""The newest release that pyproject allows. It requires a newer torch, but runs with the installed one."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Qwen2-VL, of which the service has no tower of its own: an SGLang that the gateway feeds, against its own tower."""
+"""Qwen2-VL, for which the service has no own tower: SGLang behind the gateway against its own tower."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every name of SGLang that we touch, in every release that pyproject admits: what a release moved is named here."""
+"""Checks every name of SGLang that the plug-in uses, in every release that pyproject allows."""
 
 import zipfile
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""Two SGLangs, one by each door, and a vLLM share a service: what one has asked for is not encoded again."""
+"""Two SGLangs (plug-in and gateway) and a vLLM share a service: no image is encoded twice."""
 
 import json
 import os

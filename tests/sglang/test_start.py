@@ -1,4 +1,4 @@
-"""What SGLang does not start with, and why it says so."""
+"""Configurations with which SGLang refuses to start, and the reasons that it gives."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Fetches of a client with several servers: what one of them does not answer for is asked of another."""
+"""Fetches from several servers: if one does not answer, the client asks another."""
 
 import asyncio
 from itertools import cycle
@@ -41,7 +41,7 @@ async def test_calls_interrupted_by_a_drain_continue_at_another_server(config: C
 
 
 async def test_calls_to_a_stopping_server_are_retried(config: Config, model: Model) -> None:
-    """GRPC cancels those; a server that has not begun a call has done nothing that a second one would repeat."""
+    """GRPC cancels such calls. The server has not started them, so a retry repeats nothing."""
     outcomes: list[EncoderError | None] = []
 
     async def ask(client: EncoderClient, first: int) -> None:

@@ -1,4 +1,4 @@
-"""The connections of a client: one to a server that was started anew is a new one; a name's addresses are found."""
+"""The pool of connections: reconnecting to restarted servers, and resolving names."""
 
 import asyncio
 import socket
@@ -29,7 +29,7 @@ STORES = {"store_only": "yes", "accept_put": "yes"}
 
 
 async def transports(client: EncoderClient, session: PutSession) -> tuple[str, str]:
-    """Put an image and fetch it; return by what its rows came and went, or why they did not."""
+    """Put an image and fetch it; return the transports of both, or the error."""
     image = new_image()
     (answer,) = await session.name([image])
     if answer.state == "yours":
@@ -55,7 +55,7 @@ async def test_a_restarted_server_shares_its_memory_again(config: Config, model:
 
 
 async def test_a_server_that_connects_slowly_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connecting takes longer than a call waits for it: later calls go on with the attempt of earlier ones."""
+    """Connecting takes longer than a call waits, so later calls continue the attempt of earlier ones."""
     monkeypatch.setattr(pool, "CONNECT_AGAIN_S", 0.2)
     proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
     try:
@@ -113,14 +113,14 @@ NOT_YET = "not an address"
 
 
 class Names:
-    """What the name has for an address each time it is looked up; the last answer stays."""
+    """The addresses of the name at each lookup. The last answer repeats."""
 
     def __init__(self, *answers: str) -> None:
         self._answers: Iterator[str] = chain(answers, repeat(answers[-1]))
         self.asked = 0
 
     async def getaddrinfo(self, *_asked: object, **_how: object) -> list[tuple[Any, ...]]:
-        """Answer as the loop's own does."""
+        """Answer like the event loop's own method."""
         self.asked += 1
         answer = next(self._answers)
         if answer == NOT_YET:
@@ -130,7 +130,7 @@ class Names:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, *answers: str) -> Names:
-    """Have names answered so on this loop; gRPC is given addresses, and asks nobody."""
+    """Replace this loop's name resolution. gRPC gets addresses, and resolves nothing."""
     names = Names(*answers)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
     return names

@@ -1,4 +1,4 @@
-"""When an attempt at an image is worth another one, and what its caller is told in the end."""
+"""Retries: which errors are retried, how often, and which error the caller gets."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -55,7 +55,7 @@ def test_retries_follow_the_hint_and_back_off_until_the_deadline(
 
 @asynccontextmanager
 async def client_of(server: Server, **calls: Any) -> AsyncIterator[EncoderClient]:
-    """A client of a server that describes itself as `server` does, and answers `calls` by these functions, in bytes."""
+    """A client of a server with the description of `server`, whose `calls` these functions answer in bytes."""
 
     async def describe(request: pb.DescribeRequest, _: Context) -> pb.DescribeResponse:
         return await server.service.describe(request, Caller("this host", ("this host",)))
@@ -78,7 +78,7 @@ async def client_of(server: Server, **calls: Any) -> AsyncIterator[EncoderClient
 
 
 async def test_a_refusing_server_gets_few_retries_per_second(server: Server) -> None:
-    """A server whose every Submit ends in RESOURCE_EXHAUSTED, as grpc itself ends a call, and says no more."""
+    """A server that ends every Submit with RESOURCE_EXHAUSTED and no details, as gRPC itself does."""
     asked = 0
 
     async def refuse(requests: AsyncIterator[object], context: Context) -> None:

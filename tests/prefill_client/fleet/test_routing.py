@@ -1,4 +1,4 @@
-"""Routing: the same choice everywhere, little movement, bounded load, and a way around what is down."""
+"""Routing: consistent choices, little movement, bounded load, and servers that are down."""
 
 import itertools
 import subprocess
@@ -67,7 +67,7 @@ def test_another_process_makes_the_same_choices() -> None:
 def test_images_and_those_of_a_lost_endpoint_spread_evenly() -> None:
     router = Router(ENDPOINTS)
     counts = Counter(first(router, digest) for digest in DIGESTS)
-    # 5000 images over 5: 1000 each, standard deviation 28; five of those.
+    # 5000 images over 5 endpoints: 1000 each, with a standard deviation of 28. The tolerance is five of these.
     assert all(abs(counts[name] - 1000) < 142 for name in ENDPOINTS)
     orphans = [digest for digest in DIGESTS if first(router, digest) == ENDPOINTS[0]]
     router.mark_down(ENDPOINTS[0])
@@ -167,7 +167,7 @@ def test_health_ends_an_outage_but_only_a_call_ends_a_backoff() -> None:
     (name,) = ENDPOINTS[:1]
 
     def waited_after_a_failure() -> float:
-        """Fail a call, let the health check say that it serves, and return how long it is not tried."""
+        """Fail a call, report serving by the health check, and return how long the endpoint stays down."""
         nonlocal now
         assert router.is_up(name)
         router.failed(name)
@@ -197,7 +197,7 @@ def test_health_ends_an_outage_but_only_a_call_ends_a_backoff() -> None:
 
 @pytest.fixture
 async def three_names(server: Server) -> AsyncIterator[tuple[EncoderClient, list[str]]]:
-    """A client of a fleet of three, which are one server by three names."""
+    """A client of a fleet of three endpoints, which are one server with three names."""
     port = server.endpoint.rpartition(":")[2]
     names = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "ipv4:127.0.0.1")]
     async with await EncoderClient.connect(names) as client:

@@ -1,4 +1,4 @@
-"""Images that a client keeps submitted: servers are killed, drained and started anew, and their rows still come."""
+"""Images that a client keeps submitted: their rows survive killed, drained and restarted servers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ WANTED = [RowRequest(content_digest(image)) for image in PHOTOS]
 
 @asynccontextmanager
 async def clients(*servers: Server) -> AsyncIterator[tuple[EncoderClient, EncoderClient]]:
-    """One client that has the images and one that fetches their rows, as middleware and connector do."""
+    """One client that keeps the images and one that fetches their rows, like middleware and connector."""
     endpoints = [server.endpoint for server in servers]
     async with (
         await EncoderClient.connect(endpoints) as sender,
@@ -37,7 +37,7 @@ async def clients(*servers: Server) -> AsyncIterator[tuple[EncoderClient, Encode
 
 
 async def kill(server: Server) -> None:
-    """End all calls and refuse connections, as kill -9 does; the rest of the server is left to its fixture."""
+    """End all calls and refuse connections, as kill -9 does. The fixture stops the rest of the server."""
     await server._listener._server.stop(0)
 
 

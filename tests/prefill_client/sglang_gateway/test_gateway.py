@@ -41,7 +41,7 @@ async def sglang(gateway: RunningGateway) -> AsyncIterator[LanguageServer]:
 
 
 async def rows_of(client: EncoderClient, *images: bytes) -> list[np.ndarray]:
-    """Fetch the rows of images that were encoded, past the gateway."""
+    """Fetch the rows of encoded images directly from the service."""
     rows: dict[int, np.ndarray] = {}
     async with client.fetch([RowRequest(content_digest(image)) for image in images]) as stream:
         async for outcome in stream:
@@ -194,7 +194,7 @@ async def test_rows_are_sent_only_to_allowed_receivers(client: EncoderClient, se
 async def test_hanging_up_withdraws_the_images(gateway: RunningGateway, server: Server, gate: Gate) -> None:
     async with httpx2.AsyncClient() as http:
         with gate.closed():
-            # One may be with the decoder already; the others wait behind it.
+            # The decoder may already have one image; the others wait in the queue.
             body = body_of([data_url(photo(200, 160, seed)) for seed in range(12)], port=40000)
             posting = asyncio.create_task(http.post(f"{gateway.url}/encode", json=body, timeout=100))
             await fetches_wait_for(server, 12)

@@ -1,4 +1,4 @@
-"""A family whose rows only the service counts: SGLang gets grids of patches, or the gateway does not start."""
+"""Families whose rows only the service counts: SGLang gets grids in patches, or the gateway does not start."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ GATEWAY = ("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", "--enc
 
 @pytest.fixture(scope="module")
 def folder(kept_family: Callable[..., Path]) -> Path:
-    """Qwen2-VL, of which the service has no tower of its own."""
+    """Qwen2-VL, for which the service has no own tower."""
     return kept_family("qwen2_vl")
 
 
@@ -102,7 +102,7 @@ async def test_another_checkpoint_of_such_a_family_is_refused_at_start(
 async def test_a_family_that_sglang_does_not_start_for_is_refused_at_start(
     config: Config, kept_family: Callable[..., Path]
 ) -> None:
-    # A service that only stores names the family as one with its tower does, which takes long to load.
+    # A service that only stores reports the same family, without loading a tower, which takes long.
     config = replace(config, model=kept_family("paligemma"), store_only="yes")
     async with server_of(config, load_model(config)) as server:
         done = await asyncio.to_thread(run, *GATEWAY, server.endpoint)

@@ -1,4 +1,4 @@
-"""What SGLang asks for: read strictly, and refused by name before anything is loaded or connected to."""
+"""Parsing SGLang's requests: strict, with the field's name in every refusal, before anything is loaded."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The gateway as a process, with a service that comes, goes and fills up."""
+"""The gateway as a process, with a service that starts, stops and fills up."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def has_health(gateway: GatewayProcess, status: int) -> bool:
 
 @asynccontextmanager
 async def bootstrap_server() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]:
-    """Run what an SGLang runs for encoders that register; gives its URL and the calls made, `(method path, url)`."""
+    """Run a server like SGLang's encoder bootstrap server; yield its URL and its calls, `(method path, url)`."""
     calls: list[tuple[str, str]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -83,7 +83,7 @@ async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProce
 
 
 async def test_health_is_answered_while_large_parts_are_parsed(service: ServerProcess) -> None:
-    # Bytes behind the end of a JPEG cost what a larger photo costs on its way, and nothing at the encoder.
+    # Bytes after the end of a JPEG cost as much as a larger photo in transit, and nothing at the encoder.
     image = data_url(photo(1600, 1200, 9) + bytes(2 << 20))
     with (
         running_gateway(service.endpoint) as gateway,
@@ -99,12 +99,12 @@ async def test_health_is_answered_while_large_parts_are_parsed(service: ServerPr
             for each in sending:
                 each.cancel()
             await asyncio.gather(*sending, return_exceptions=True)
-    # SGLang gives an encoder up after three late answers. One may be late because the machine stood still.
+    # SGLang drops an encoder after three late answers. One may be late because the machine was busy.
     assert sum(each >= HEALTH_S for each in took_s) < MISSES < len(took_s)
 
 
 def health_until(gateway: GatewayProcess, holds: Callable[[], bool]) -> list[float]:
-    """Return how long checks of health took, one after the other, until it holds."""
+    """Return how long consecutive health checks took until the condition holds."""
     took_s = []
     while not holds():
         began = time.monotonic()
@@ -207,7 +207,7 @@ async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path
 
 
 async def test_a_service_that_stays_down_is_answered_with_503(checkpoint: Path) -> None:
-    # It encodes nothing before it goes away, so that it needs no tower.
+    # It encodes nothing before it stops, so it needs no tower.
     with (
         running(checkpoint, store_only="yes") as server,
         running_gateway(server.endpoint, part_s=3) as gateway,

@@ -7,7 +7,7 @@ from tests.rows_by_handle import make_store
 
 @pytest.fixture
 def shm(tmp_path):
-    """A store whose rows lie in shared memory."""
+    """A store in shared memory."""
     store = make_store(tmp_path)
     yield store
     store.close()
@@ -15,7 +15,7 @@ def shm(tmp_path):
 
 @pytest.fixture
 def device(tmp_path):
-    """A store whose rows lie on the device, as long as there is room."""
+    """A store with a device tier."""
     store = make_store(tmp_path, pages=64, device_pages=16)
     yield store
     store.close()

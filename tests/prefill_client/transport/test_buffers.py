@@ -1,4 +1,4 @@
-"""Memory for arriving rows: reused when nobody reads it any more, and never before."""
+"""Buffers for arriving rows: reused once nothing refers to them, and never earlier."""
 
 import gc
 

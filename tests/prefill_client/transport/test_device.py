@@ -1,4 +1,4 @@
-"""Rows that stay on a server's device: who gets them there, until when, and what becomes of the others."""
+"""Rows on a server's device: which callers read them there, until when, and the fallbacks."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

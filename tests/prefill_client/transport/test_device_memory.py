@@ -1,4 +1,4 @@
-"""Device memory between two processes: CUDA's on a GPU, and what stands in for it on the CPU."""
+"""Device memory shared by two processes: CUDA memory on a GPU, or its replacement on the CPU."""
 
 import ctypes
 import gc
@@ -32,7 +32,7 @@ print(rows.device.type, int(rows.view(torch.int16).long().sum()), *rows.shape)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_another_process_reads_device_memory_without_a_host_copy(device: str, tmp_path: Path) -> None:
-    """Between processes, as CUDA lets nobody open memory of his own."""
+    """Uses two processes, because CUDA does not let a process open its own memory."""
     store = Store(
         host_bytes=1 << 20,
         device_bytes=1 << 20,
@@ -56,7 +56,7 @@ def test_another_process_reads_device_memory_without_a_host_copy(device: str, tm
 
 
 class Runtime:
-    """What is called of CUDA's runtime, by itself: which GPUs were made current, and what was done on which."""
+    """Records the calls of CUDA's runtime: which GPUs became current, and what was done on which GPU."""
 
     cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N815 - CUDA's name
 
@@ -145,7 +145,7 @@ def test_memory_without_an_ipc_handle_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch makes one of memory that lies on another GPU than was asked for."""
+    """Behaves like torch for memory that is on another GPU than requested."""
     memory = torch.zeros(8, dtype=torch.uint8)
     content = CudaBytes(memory.data_ptr(), 8)
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)

@@ -1,4 +1,4 @@
-"""Handles: rows that are gone, or were never there, are an error, and never other rows.
+"""Handles: rows that are gone or never existed raise an error, and never return other rows.
 
 Every test of a handle runs for both kinds of memory; a memory file stands in for a device's.
 """
@@ -51,7 +51,7 @@ def test_a_handle_to_evicted_rows_is_stale(store):
 
 
 def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
-    """Whatever is written over rows, their generation is gone before, and never comes back."""
+    """Before rows are overwritten, their generation is removed, and it never returns."""
     issued, overwritten = [], []
     host = store._host.memory.data_ptr() - store.segment.data_offset
     slots = store.segment.view

@@ -1,4 +1,4 @@
-"""The tables of transports: every one of the contract has its sender, its receiver and its name."""
+"""The tables of transports: each transport of the contract has a sender, a receiver and a name."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Rows of handles at the client: in shared memory, mapped once and viewed in place, or on a device; never wrong ones.
+"""Rows of handles at the client: mapped once and viewed in place, or read from a device; never wrong rows.
 
 A memory file stands in for the device's memory: all but the calls of CUDA's driver is the code that runs on a GPU.
 """

@@ -37,16 +37,16 @@ def read_frame(frame: bytes) -> EmbeddingData:
 
 @dataclass
 class Message:
-    """A message: what its first frame says, and the rows, as SGLang's receiver takes them."""
+    """A message: the data of its first frame, and its rows, in the form of SGLang's receiver."""
 
-    said: EmbeddingData
+    data: EmbeddingData
     rows: np.ndarray
 
     @classmethod
     def of(cls, frames: Sequence[bytes]) -> "Message":
         first, second = frames
-        said = read_frame(first)
-        return cls(said, np.frombuffer(second, _NUMPY[said.dtype]).reshape(said.shape))
+        data = read_frame(first)
+        return cls(data, np.frombuffer(second, _NUMPY[data.dtype]).reshape(data.shape))
 
 
 def body_of(

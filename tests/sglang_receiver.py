@@ -112,8 +112,8 @@ class LanguageServer:
         found: dict[int, Message] = {}
         while len(found) < parts:
             message = Message.of(await socket.recv_multipart())
-            assert message.said.part_idx not in found, "a part came twice: SGLang fails the request"
-            assert message.said.num_parts == parts
-            assert message.said.error_msg is None
-            found[message.said.part_idx] = message
+            assert message.data.part_idx not in found, "a part came twice: SGLang fails the request"
+            assert message.data.num_parts == parts
+            assert message.data.error_msg is None
+            found[message.data.part_idx] = message
         return [found[part] for part in range(parts)]

@@ -46,22 +46,23 @@ def output_of(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def test_fetch_rows_prints_the_rows_without_torch(server: ServerProcess, photos: list[Path]) -> None:
-    told = output_of(sys.executable, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint)
+    printed = output_of(sys.executable, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint)
     with BlockingClient.connect(server.endpoint) as client:
         (image,) = client.submit([photos[0]])
         with client.fetch([RowRequest(image.digest)]) as outcomes:
             (rows,) = outcomes
             mean = rows.tensor().float().mean().item()
             shape, dtype = rows.shape, rows.dtype
-    found = re.fullmatch(r".*: (\d+) tokens, rows \((\d+), (\d+)\) (\w+), mean (\S+)\n", told)
-    assert found, told
+    found = re.fullmatch(r".*: (\d+) tokens, rows \((\d+), (\d+)\) (\w+), mean (\S+)\n", printed)
+    assert found, printed
     assert (int(found[1]), int(found[2]), int(found[3]), found[4]) == (image.tokens, *shape, dtype)
     assert float(found[5]) == pytest.approx(mean, abs=1e-5)
     code = (
         "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
     )
     assert (
-        output_of(sys.executable, "-c", code, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint) == told
+        output_of(sys.executable, "-c", code, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint)
+        == printed
     )
 
 
@@ -73,18 +74,18 @@ def test_prefill_runs_every_chunk_with_its_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = [sys.executable, EXAMPLES / "prefill.py", "--model", checkpoint, "--server", server.endpoint]
-    told = output_of(*command, "--chunk-tokens", "37", *photos)
-    chunks = re.findall(r"^tokens (\d+) to (\d+): waited \S+ ms for rows (.*)$", told, re.MULTILINE)
+    printed = output_of(*command, "--chunk-tokens", "37", *photos)
+    chunks = re.findall(r"^tokens (\d+) to (\d+): waited \S+ ms for rows (.*)$", printed, re.MULTILINE)
     ends = [int(end) for _, end, _ in chunks]
     assert [int(begin) for begin, _, _ in chunks] == [0, *ends[:-1]]
     rows = sum(int(count) for _, _, rows in chunks for count in re.findall(r"(\d+) \w+", rows))
     assert rows == ends[-1] > 37
-    assert re.search(r"^next token: \d+$", told, re.MULTILINE)
+    assert re.search(r"^next token: \d+$", printed, re.MULTILINE)
     script, *arguments = map(str, [*command[1:], "--chunk-tokens", "64", *photos])
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(script, run_name="__main__")
     again = capsys.readouterr().out
-    assert told.splitlines()[-1] == again.splitlines()[-1], "the chunks do not change the answer"
+    assert printed.splitlines()[-1] == again.splitlines()[-1], "the chunks do not change the answer"
 
 
 def test_openai_chat_asks_the_reference_service(
@@ -98,11 +99,11 @@ def test_openai_chat_asks_the_reference_service(
         assert process.stdout
         where = (re.match(r"\s*listening\s+(\S+)$", line) for line in process.stdout)
         url = next(f"http://{found[1]}/v1" for found in where if found)
-        told = output_of(sys.executable, EXAMPLES / "openai_chat.py", *photos, "--url", url)
+        printed = output_of(sys.executable, EXAMPLES / "openai_chat.py", *photos, "--url", url)
     finally:
         process.terminate()
         process.wait(START_S)
-    counts = [int(count) for count in re.findall(r", (\d+) prompt tokens$", told, re.MULTILINE)]
+    counts = [int(count) for count in re.findall(r", (\d+) prompt tokens$", printed, re.MULTILINE)]
     assert len(counts) == 2
     assert 0 < counts[0] < counts[1]
 
@@ -149,11 +150,11 @@ async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
     not (EXAMPLES / "node/node_modules").exists(), reason="npm install --prefix examples/node was not run"
 )
 def test_a_client_in_javascript_fetches_the_same_bytes(server: ServerProcess, photos: list[Path]) -> None:
-    told = output_of("node", EXAMPLES / "node/fetch_rows.js", photos[1], server.endpoint)
+    printed = output_of("node", EXAMPLES / "node/fetch_rows.js", photos[1], server.endpoint)
     with BlockingClient.connect(server.endpoint) as client:
         (image,) = client.submit([photos[1]])
         windows = [(0, image.tokens >> 1), (image.tokens >> 1, image.tokens)]
         with client.fetch([RowRequest(image.digest, *window) for window in windows]) as outcomes:
             rows = {outcome.index: outcome.array for outcome in outcomes}
     hashes = [blake3(rows[index].tobytes()).hexdigest() for index in range(2)]
-    assert re.findall(r"checksum right, blake3 (\w+)$", told, re.MULTILINE) == hashes
+    assert re.findall(r"checksum right, blake3 (\w+)$", printed, re.MULTILINE) == hashes

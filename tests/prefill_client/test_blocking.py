@@ -108,12 +108,12 @@ async def test_rows_equal_those_of_the_asynchronous_client(
     client: BlockingClient, process: ServerProcess
 ) -> None:
     image = photo(200, 150, 1)
-    ours = rows_of(client, image)
+    blocking_rows = rows_of(client, image)
     async with await EncoderClient.connect(process.endpoint) as other:
         (submitted,) = await other.submit([image])
         async with other.fetch([RowRequest(submitted.digest)]) as outcomes:
-            theirs = [outcome.array.copy() async for outcome in outcomes]
-    assert np.array_equal(ours, theirs[0])
+            async_rows = [outcome.array.copy() async for outcome in outcomes]
+    assert np.array_equal(blocking_rows, async_rows[0])
 
 
 async def test_a_tenant_cannot_fetch_another_tenants_images(process: ServerProcess) -> None:

@@ -227,8 +227,8 @@ async def test_a_process_suspended_past_the_keepalive_reads_no_wrong_rows(small:
             await soon(lambda: small.store.stats().pins == 0, 60)  # keepalive: ten seconds
             await written_over(client)
             stopped.send_signal(signal.SIGCONT)
-            said, _ = await asyncio.wait_for(stopped.communicate(b"go on\n"), 60)
+            printed, _ = await asyncio.wait_for(stopped.communicate(b"go on\n"), 60)
         finally:
             if stopped.returncode is None:
                 stopped.kill()
-        assert said.decode().split() == ["stale", sha256(expected).hexdigest()]
+        assert printed.decode().split() == ["stale", sha256(expected).hexdigest()]

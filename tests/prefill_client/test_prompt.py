@@ -40,7 +40,7 @@ def test_an_expanded_prompt_has_the_same_layout(data: st.DataObject, sizes: list
 
 
 @pytest.mark.parametrize(
-    ("ids", "sizes", "said"),
+    ("ids", "sizes", "message"),
     [
         ([1, IMAGE], [], "1 placeholders fit neither 0 images"),
         ([1, 2], [3], "0 placeholders fit neither 1 images"),
@@ -50,8 +50,8 @@ def test_an_expanded_prompt_has_the_same_layout(data: st.DataObject, sizes: list
         ([[IMAGE]], [1], "must have one dimension"),
     ],
 )
-def test_wrong_numbers_of_placeholders_are_refused(ids: list[int], sizes: list[int], said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
+def test_wrong_numbers_of_placeholders_are_refused(ids: list[int], sizes: list[int], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         expand_prompt(ids, IMAGE, sizes)
 
 

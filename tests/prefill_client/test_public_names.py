@@ -66,7 +66,7 @@ def test_the_page_documents_every_public_name() -> None:
 async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None:
     example, _videos = EXAMPLES
     prefilled = []
-    given = {
+    namespace = {
         "files": [photo(128, 96, 3), photo(64, 64, 4)],
         "request": "example",
         "token_ids": [1, 7, 2, 7, 3],
@@ -79,9 +79,9 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
     code = compile(
         example.replace("encoder:50051", server.endpoint), "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     )
-    await eval(code, given)
-    await given["client"].close()  # type: ignore[attr-defined]
-    images = given["submitted"]
+    await eval(code, namespace)
+    await namespace["client"].close()  # type: ignore[attr-defined]
+    images = namespace["submitted"]
     assert sum(tokens for tokens, _, _ in prefilled) == 3 + sum(image.tokens for image in images)  # type: ignore[attr-defined]
     assert all(wanted == got for _, wanted, got in prefilled)
     assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ async def test_the_example_of_videos_lays_out_a_prompt(
         def encode(self, text: str) -> list[int]:
             return list(text.encode())
 
-    given = {
+    namespace = {
         "checkpoint": checkpoint,
         "client": client,
         "file": clip("mp4", frames=30, fps=10.0),
@@ -105,9 +105,9 @@ async def test_the_example_of_videos_lays_out_a_prompt(
         "video_token": 303,
         "tokenizer": Tokenizer(),
     }
-    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), given)
-    layout, video = given["layout"], given["video"]
-    assert len(layout.spans) == len(given["images"]) == len(video.images) > 1  # type: ignore[attr-defined,arg-type]
+    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    layout, video = namespace["layout"], namespace["video"]
+    assert len(layout.spans) == len(namespace["images"]) == len(video.images) > 1  # type: ignore[attr-defined,arg-type]
     for span, seconds in zip(layout.spans, video.clip.seconds, strict=True):  # type: ignore[attr-defined]
         text = [*f"<{seconds:.1f} seconds>".encode(), 301]
         assert layout.token_ids[span.begin - len(text) : span.begin].tolist() == text  # type: ignore[attr-defined]

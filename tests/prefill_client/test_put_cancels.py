@@ -57,11 +57,11 @@ class HeldBack:
         self.begun, self.go_on, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         method = getattr(owner, name)
 
-        async def held_back(*given: Any, **options: Any) -> Any:
+        async def held_back(*arguments: Any, **options: Any) -> Any:
             self.begun.set()
             await self.go_on.wait()
             try:
-                return await method(*given, **options)
+                return await method(*arguments, **options)
             finally:
                 self.ended.set()
 
@@ -77,13 +77,13 @@ class Writers:
         self._lock = threading.Lock()
         write = OutgoingSegment.write
 
-        def watched(segment: OutgoingSegment, *given: Any) -> Any:
+        def watched(segment: OutgoingSegment, *arguments: Any) -> Any:
             self._count(1)
             try:
                 if not self.first.is_set():
                     self.first.set()
                     assert self.may_write.wait(START_S)
-                return write(segment, *given)
+                return write(segment, *arguments)
             finally:
                 self._count(-1)
 

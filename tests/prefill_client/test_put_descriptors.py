@@ -85,11 +85,11 @@ async def test_a_segment_is_closed_after_the_thread_that_writes_to_it(
     were_open: list[bool] = []
     write = OutgoingSegment.write
 
-    def watched(segment: OutgoingSegment, *given: Any) -> Any:
+    def watched(segment: OutgoingSegment, *arguments: Any) -> Any:
         inside.set()
         assert may_write.wait(START_S)
         were_open.append(segment._file >= 0)
-        return write(segment, *given)
+        return write(segment, *arguments)
 
     monkeypatch.setattr(OutgoingSegment, "write", watched)
     async with opened(config, model) as (_, client, session):

@@ -39,8 +39,8 @@ async def test_engines_that_follow_the_documented_steps_encode_each_image_once(
     servers: list[Server],
 ) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    given: dict[str, Any] = {}
-    exec(compile(example, "example", "exec"), given)
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "example", "exec"), namespace)
     runs: list[bytes] = []
     async with await EncoderClient.connect(servers[0].endpoint) as client:
 
@@ -49,8 +49,8 @@ async def test_engines_that_follow_the_documented_steps_encode_each_image_once(
             await asyncio.sleep(0.2)
             return rows_for(client, key[0])
 
-        given["tower"] = run_tower
-        engines = [given["rows_of"](client, PRODUCER, key, GRID) for key in (b"1", b"2", b"3") * 4]
+        namespace["tower"] = run_tower
+        engines = [namespace["rows_of"](client, PRODUCER, key, GRID) for key in (b"1", b"2", b"3") * 4]
         found = await asyncio.gather(*engines)
         assert sorted(runs) == [b"1", b"2", b"3"]
         for number, rows in enumerate(found):
@@ -90,11 +90,11 @@ async def test_names_and_fetches_go_to_the_same_server(servers: list[Server]) ->
 async def test_rows_without_a_lease_cannot_be_put(servers: list[Server]) -> None:
     async with await EncoderClient.connect(servers[0].endpoint) as client:
         image = new_image()
-        async with client.put(PRODUCER) as ours, client.put(PRODUCER) as theirs:
-            await ours.name([image])
-            (answer,) = await theirs.name([image])
+        async with client.put(PRODUCER) as holder, client.put(PRODUCER) as second:
+            await holder.name([image])
+            (answer,) = await second.name([image])
             assert answer.state == "wait"
-            failed = await theirs.put(answer, rows_for(client, 1))
+            failed = await second.put(answer, rows_for(client, 1))
             assert isinstance(failed.error, InvalidRequestError)
 
 

@@ -62,8 +62,8 @@ def user(text: str, *images: bytes) -> dict[str, Any]:
 
 def error_of(prefilled: Prefilled, reference_model: OneShot, images: list[bytes]) -> float:
     grids = [image.grid for image in prefilled.images]
-    theirs = reference_model.logits(prefilled.layout.token_ids.tolist(), images, grids)
-    return float((prefilled.logits - theirs).abs().max() / theirs.abs().max())
+    expected = reference_model.logits(prefilled.layout.token_ids.tolist(), images, grids)
+    return float((prefilled.logits - expected).abs().max() / expected.abs().max())
 
 
 async def test_chunked_prefill_with_fetched_rows_equals_one_shot_logits(

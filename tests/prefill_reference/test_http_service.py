@@ -191,7 +191,7 @@ async def test_a_bad_image_is_a_400_that_names_it(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model": "other"}, "unknown model 'other'"),
         ({"messages": []}, "messages"),
@@ -202,10 +202,10 @@ async def test_a_bad_image_is_a_400_that_names_it(service: Service) -> None:
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(
-    service: Service, change: dict[str, Any], said: str
+    service: Service, change: dict[str, Any], message: str
 ) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **change}
-    with pytest.raises(openai.BadRequestError, match=said):
+    with pytest.raises(openai.BadRequestError, match=message):
         await service.openai.post("/chat/completions", body=body, cast_to=object)
 
 
@@ -246,7 +246,7 @@ async def test_hanging_up_cancels_the_request(service: Service, server: Server, 
 
 
 @pytest.mark.parametrize(
-    ("given", "environment", "said"),
+    ("given", "environment", "message"),
     [
         ({}, {}, "--model"),
         ({"model": Path("m"), "chunk_tokens": 0}, {}, "--chunk-tokens must be positive"),
@@ -261,9 +261,9 @@ async def test_hanging_up_cancels_the_request(service: Service, server: Server, 
     ],
 )
 def test_unknown_and_bad_settings_are_errors_at_start(
-    given: dict[str, Any], environment: dict[str, str], said: str
+    given: dict[str, Any], environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         ServiceConfig.read(given, environment)
 
 

@@ -27,7 +27,7 @@ async def test_a_chat_uses_tls_end_to_end_and_reloads_certificates(
     authority = Authority()
     ca = authority.write(tmp_path / "ca.pem")
     cert, key = authority.issue(tmp_path, "server", HOSTS)
-    ours = authority.issue(tmp_path, "prefill")
+    own_certificate = authority.issue(tmp_path, "prefill")
     encoder = Server(replace(config, tls_cert=cert, tls_key=key, tls_client_ca=ca), model)
     await encoder.start()
     command = [Path(sys.executable).with_name("prefill-client"), "serve", "--model", checkpoint]
@@ -41,7 +41,14 @@ async def test_a_chat_uses_tls_end_to_end_and_reloads_certificates(
         "--tls-key",
         key,
     ]
-    command += ["--encoder-tls-ca", ca, "--encoder-tls-cert", ours.cert, "--encoder-tls-key", ours.key]
+    command += [
+        "--encoder-tls-ca",
+        ca,
+        "--encoder-tls-cert",
+        own_certificate.cert,
+        "--encoder-tls-key",
+        own_certificate.key,
+    ]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout

@@ -36,11 +36,11 @@ def test_positions_equal_those_of_transformers(model_type: str) -> None:
             prompt += [IMAGE] + [1] * data.draw(st.integers(1, 5))
         layout = expand_prompt(prompt, IMAGE, [g.patches // MERGE**2 for g in grids])
         ids = torch.tensor(layout.token_ids)[None]
-        theirs, delta = model.get_rope_index(
+        expected, delta = model.get_rope_index(
             ids, (ids == IMAGE).int(), image_grid_thw=torch.tensor([list(g) for g in grids])
         )
-        ours = mrope_positions(layout, grids, MERGE)
-        assert ours.tolist() == theirs[:, 0].tolist()
-        assert int(ours.max()) + 1 == layout.tokens + int(delta)
+        computed = mrope_positions(layout, grids, MERGE)
+        assert computed.tolist() == expected[:, 0].tolist()
+        assert int(computed.max()) + 1 == layout.tokens + int(delta)
 
     compare()

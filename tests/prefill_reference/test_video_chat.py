@@ -172,5 +172,5 @@ async def test_a_bad_video_is_named_in_the_error(chat: Chat, data: bytes) -> Non
 
 
 async def test_a_placeholder_in_a_users_text_is_refused(chat: Chat) -> None:
-    with pytest.raises(InvalidRequestError, match="marks 2 videos, but 1 are given"):
+    with pytest.raises(InvalidRequestError, match="placeholders for 2 videos, but the request has 1"):
         await chat.prefill([user("look: <|video_pad|>", VIDEO)])

@@ -39,14 +39,14 @@ def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
     for file, image in zip(files, images, strict=True):
         file.write_bytes(image)
     before = server_of(service).encodes()
-    said = subprocess.run(
+    ended = subprocess.run(
         [python, "-m", "tests.sglang.ask_vllm", checkpoint, service.endpoint, *files],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
-    assert tuple(json.loads(said.stdout.splitlines()[-1])) == first.tokens
+    assert ended.returncode == 0, ended.stderr
+    assert tuple(json.loads(ended.stdout.splitlines()[-1])) == first.tokens
     assert server_of(service).encodes() == before
     assert by_own_tower(engine) == by_itself

@@ -15,7 +15,7 @@ from tests.vllm.restartable import Restartable
 
 
 def refusal(model: Path, *flags: str, environment: dict[str, str]) -> str:
-    """Start an engine that ends by itself, and return what it said."""
+    """Start an engine that ends by itself, and return its log."""
     engine = SglangEngine(model, *flags, environment=environment)
     try:
         with pytest.raises(StartError, match="did not start"):
@@ -29,34 +29,34 @@ def test_a_service_of_another_checkpoint_is_refused_with_both_fingerprints(
     service: Restartable, tmp_path: Path
 ) -> None:
     other = checkpoint_of("qwen3_vl", tmp_path, seed=1)
-    said = refusal(other, environment=variables(service.endpoint))
-    assert "serves another model: model fingerprint: the engine has" in said
+    log = refusal(other, environment=variables(service.endpoint))
+    assert "serves another model: model fingerprint: the engine has" in log
 
 
 def test_settings_that_change_images_in_sglang_alone_are_refused(
     checkpoint: Path, service: Restartable
 ) -> None:
     config = '{"image": {"max_pixels": 4096}}'
-    said = refusal(checkpoint, "--mm-process-config", config, environment=variables(service.endpoint))
-    assert "--mm-process-config changes images only in SGLang" in said
+    log = refusal(checkpoint, "--mm-process-config", config, environment=variables(service.endpoint))
+    assert "--mm-process-config changes images only in SGLang" in log
 
 
 def test_a_checkpoint_without_a_tower_is_refused(service: Restartable, tmp_path: Path) -> None:
     model = checkpoint_of("qwen3_vl", tmp_path)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "language_model_only": True}))
-    said = refusal(model, environment=variables(service.endpoint))
-    assert "SGLang has no vision tower, because the checkpoint is marked language_model_only" in said
+    log = refusal(model, environment=variables(service.endpoint))
+    assert "SGLang has no vision tower, because the checkpoint is marked language_model_only" in log
 
 
 def test_pipeline_stages_are_refused(checkpoint: Path, service: Restartable) -> None:
-    said = refusal(checkpoint, "--pp-size", "2", environment=variables(service.endpoint))
-    assert "--pp-size must be 1" in said
+    log = refusal(checkpoint, "--pp-size", "2", environment=variables(service.endpoint))
+    assert "--pp-size must be 1" in log
 
 
 def test_an_engine_that_would_drop_its_tower_is_refused(checkpoint: Path, service: Restartable) -> None:
-    said = refusal(checkpoint, "--language-only", environment=variables(service.endpoint))
-    assert "--language-only sends images to SGLang's own encoders; remove it" in said
+    log = refusal(checkpoint, "--language-only", environment=variables(service.endpoint))
+    assert "--language-only sends images to SGLang's own encoders; remove it" in log
 
 
 @pytest.mark.parametrize("package", ["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
@@ -65,8 +65,8 @@ def test_one_package_without_the_other_is_refused(
 ) -> None:
     environment = variables(service.endpoint)
     del environment[package]
-    said = refusal(checkpoint, environment=environment)
-    assert f"the encoder service needs {package}=prefill_client.sglang." in said
+    log = refusal(checkpoint, environment=environment)
+    assert f"the encoder service needs {package}=prefill_client.sglang." in log
 
 
 @pytest.mark.parametrize("package", ["processors", "models"])

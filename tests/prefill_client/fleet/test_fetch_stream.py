@@ -32,8 +32,8 @@ async def test_calls_interrupted_by_a_drain_continue_at_another_server(config: C
         waiting = asyncio.create_task(fetched(client, PICTURES[0]))
         rooms = {server: server.budgets.fetched_images for server in (a, b)}
         await soon(lambda: any(room.held for room in rooms.values()))
-        asked, other = (a, b) if rooms[a].held else (b, a)
-        await asked.drain()
+        first_server, other = (a, b) if rooms[a].held else (b, a)
+        await first_server.drain()
         await soon(lambda: rooms[other].held > 0)
         async with await EncoderClient.connect(other.endpoint) as submitter:
             await submitter.submit(PICTURES[:1])

@@ -117,11 +117,11 @@ class Names:
 
     def __init__(self, *answers: str) -> None:
         self._answers: Iterator[str] = chain(answers, repeat(answers[-1]))
-        self.asked = 0
+        self.lookups = 0
 
     async def getaddrinfo(self, *_asked: object, **_how: object) -> list[tuple[Any, ...]]:
         """Answer like the event loop's own method."""
-        self.asked += 1
+        self.lookups += 1
         answer = next(self._answers)
         if answer == NOT_YET:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -139,7 +139,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *answers: str) -> Names:
 async def test_connect_waits_for_a_name_to_resolve(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     names = resolve(monkeypatch, NOT_YET, NOT_YET, server.endpoint)
     async with await EncoderClient.connect(NAME, timeout_s=PATIENCE_S) as client:
-        assert names.asked >= 3
+        assert names.lookups >= 3
         assert client._pool.router.endpoints == (server.endpoint,)
 
 
@@ -162,11 +162,11 @@ async def test_an_unresolvable_name_is_in_the_error(
     names = resolve(monkeypatch, NOT_YET)
     with pytest.raises(UnavailableError, match=f"{NAME} does not resolve: .*not known"):
         await EncoderClient.connect(NAME, timeout_s=1.5)
-    assert names.asked > 1
+    assert names.lookups > 1
 
 
 async def test_without_wait_a_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = resolve(monkeypatch, NOT_YET)
     with pytest.raises(UnavailableError, match=f"{NAME} does not resolve"):
         await EncoderClient.connect(NAME, timeout_s=PATIENCE_S, wait=False)
-    assert names.asked == 1
+    assert names.lookups == 1

@@ -79,11 +79,11 @@ async def client_of(server: Server, **calls: Any) -> AsyncIterator[EncoderClient
 
 async def test_a_refusing_server_gets_few_retries_per_second(server: Server) -> None:
     """A server that ends every Submit with RESOURCE_EXHAUSTED and no details, as gRPC itself does."""
-    asked = 0
+    submits = 0
 
     async def refuse(requests: AsyncIterator[object], context: Context) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal submits
+        submits += 1
         await anext(requests)  # who it is
         await anext(requests)  # the names
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
@@ -91,11 +91,11 @@ async def test_a_refusing_server_gets_few_retries_per_second(server: Server) -> 
     async with client_of(server, Submit=refuse) as client:
 
         async def refused_twice(limit_s: float) -> bool:
-            nonlocal asked
-            asked = 0
+            nonlocal submits
+            submits = 0
             (image,) = await client.submit([photo(64, 64, 1)], timeout_s=limit_s)
-            assert asked <= 5 * limit_s
-            return asked > 1 and isinstance(image.error, OverloadedError)
+            assert submits <= 5 * limit_s
+            return submits > 1 and isinstance(image.error, OverloadedError)
 
         await within_some_limit(refused_twice)
 

@@ -60,8 +60,10 @@ def test_another_process_makes_the_same_choices() -> None:
         f"router = Router({ENDPOINTS!r})\n"
         "print([router.order(content_digest(b'%d' % n)) for n in range(100)])\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert said.strip() == str([Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]])
+    printed = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    assert printed.strip() == str([Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]])
 
 
 def test_images_and_those_of_a_lost_endpoint_spread_evenly() -> None:

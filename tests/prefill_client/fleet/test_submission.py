@@ -123,9 +123,9 @@ async def test_a_fetch_finds_a_kept_image_at_any_server(config: Config, model: M
         for server in servers:
             async with await EncoderClient.connect(server.endpoint) as sender, await sender.keep(PHOTOS):
                 await rows(fetcher)
-                told = [replace(each, submitted_to=server.endpoint) for each in WANTED]
+                routed = [replace(each, submitted_to=server.endpoint) for each in WANTED]
                 for kept in (True, False):
-                    outcomes = await collect(fetcher, told, grace_ms=0, kept=kept)
+                    outcomes = await collect(fetcher, routed, grace_ms=0, kept=kept)
                     assert {outcome.endpoint for outcome in outcomes.values()} == {server.endpoint}
                 server.store.flush()
                 server._sources.clear()

@@ -21,8 +21,8 @@ GOLDEN = (
 
 
 def frame(**other: object) -> bytes:
-    given = {"grids": [Grid(1, 4, 6), Grid(1, 2, 2)], "shape": (7, 512), "dtype": "bfloat16", **other}
-    return embedding_frame("r_local_part_1", 2, 1, **given)
+    fields = {"grids": [Grid(1, 4, 6), Grid(1, 2, 2)], "shape": (7, 512), "dtype": "bfloat16", **other}
+    return embedding_frame("r_local_part_1", 2, 1, **fields)
 
 
 def test_a_frame_is_byte_exact() -> None:
@@ -40,11 +40,11 @@ def test_a_frame_imports_three_names_and_calls_only_the_modality() -> None:
 
 
 def test_a_frame_unpickles_to_its_fields() -> None:
-    said = read_frame(frame(modality=Modality.VIDEO, dtype="float32"))
-    assert (said.req_id, said.num_parts, said.part_idx) == ("r_local_part_1", 2, 1)
-    assert (said.grid_dim, said.shape, said.dtype) == ([[1, 4, 6], [1, 2, 2]], [7, 512], "float32")
-    assert said.modality == Modality.VIDEO
-    assert said.error_msg is said.error_code is said.embedding is None
+    data = read_frame(frame(modality=Modality.VIDEO, dtype="float32"))
+    assert (data.req_id, data.num_parts, data.part_idx) == ("r_local_part_1", 2, 1)
+    assert (data.grid_dim, data.shape, data.dtype) == ([[1, 4, 6], [1, 2, 2]], [7, 512], "float32")
+    assert data.modality == Modality.VIDEO
+    assert data.error_msg is data.error_code is data.embedding is None
 
 
 @pytest.mark.parametrize("name", ["café_local_part_0", "a\nb", "x" * 300])

@@ -55,7 +55,7 @@ def grids_of(client: EncoderClient, *sizes: tuple[int, int]) -> list[list[int]]:
 
 
 def assert_holds(message: Message, rows: np.ndarray, grids: list[list[int]]) -> None:
-    assert message.said.grid_dim == grids
+    assert message.data.grid_dim == grids
     assert message.rows.dtype == rows.dtype
     np.testing.assert_array_equal(message.rows, rows)
 
@@ -146,7 +146,7 @@ async def test_a_scheduler_gets_refusable_rows_instead_of_an_error(
     answer = await sglang.to_scheduler([data_url(FIRST), data_url(b"no image")])
     merge = client.description.geometry.merge_size
     for (message,) in answer.messages:
-        tokens = [t * h * w // merge**2 for t, h, w in message.said.grid_dim]
+        tokens = [t * h * w // merge**2 for t, h, w in message.data.grid_dim]
         assert tokens == [TOO_MANY_TOKENS, 1]
         assert message.rows.shape == (sum(tokens), 1)
     assert "image 1: " in caplog.text
@@ -167,7 +167,7 @@ async def test_audio_is_refused_by_both_back_ends(sglang: LanguageServer) -> Non
     ((status, told),) = (await sglang.to_tokenizer(["sound"], modality="AUDIO")).refusals
     assert (status, "AUDIO is not served" in told) == (400, True)
     (message,) = (await sglang.to_scheduler(["sound"], modality="AUDIO")).parts
-    assert message.said.modality == Modality.AUDIO
+    assert message.data.modality == Modality.AUDIO
 
 
 async def test_image_urls_are_loaded_from_allowed_hosts(client: EncoderClient) -> None:
@@ -257,7 +257,7 @@ async def test_a_stalled_body_releases_its_slot(
 
 async def test_a_long_id_is_served(gateway: RunningGateway, sglang: LanguageServer) -> None:
     ((message,),) = [(await sglang.to_scheduler([data_url(FIRST)], req_id="é" * 400)).parts]
-    assert message.said.req_id == "é" * 400
+    assert message.data.req_id == "é" * 400
     assert gateway.count("parts_total", outcome="served") == 1
 
 
@@ -268,8 +268,8 @@ async def test_a_rank_that_registers_twice_gets_a_part_once(
     body = body_of([data_url(FIRST)])
     receiver = {"req_id": body["req_id"], "receive_count": 2, "modality": "IMAGE"}
     for each in (port, port, other, other):
-        said = receiver | {"receive_url": f"127.0.0.1:{each}"}
-        answer = await sglang._http.post(f"{gateway.url}/scheduler_receive_url", json=said)
+        registration = receiver | {"receive_url": f"127.0.0.1:{each}"}
+        answer = await sglang._http.post(f"{gateway.url}/scheduler_receive_url", json=registration)
         assert answer.status_code == 200
     assert (await sglang._http.post(f"{gateway.url}/encode", json=body)).status_code == 200
     for socket in (first, second):

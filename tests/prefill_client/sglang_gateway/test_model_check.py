@@ -69,8 +69,8 @@ async def test_parts_have_grids_in_patches_and_the_services_rows(
         async for outcome in stream:
             rows.append((outcome.index, outcome.array))
     rows.sort(key=lambda each: each[0])
-    assert [message.said.grid_dim for message in apart.parts] == [[grid] for grid in expected]
-    assert together.said.grid_dim == expected
+    assert [message.data.grid_dim for message in apart.parts] == [[grid] for grid in expected]
+    assert together.data.grid_dim == expected
     for message, (_, right) in zip(apart.parts, rows, strict=True):
         np.testing.assert_array_equal(message.rows, right)
     np.testing.assert_array_equal(together.rows, np.concatenate([right for _, right in rows]))
@@ -81,9 +81,9 @@ async def test_the_stand_in_of_a_failed_part_fits_its_grid(gateway: RunningGatew
     async with LanguageServer(gateway.url) as sglang:
         (whole,) = (await sglang.to_scheduler([damaged])).parts
         first, _ = (await sglang.to_scheduler([damaged], [data_url(IMAGES[300, 220])])).parts
-    assert whole.said.shape == [TOO_MANY_TOKENS, 1]
-    assert np.prod(whole.said.grid_dim) == 4 * TOO_MANY_TOKENS
-    assert (first.said.grid_dim, first.said.shape[0]) == ([[1, 2, 2]], 1)
+    assert whole.data.shape == [TOO_MANY_TOKENS, 1]
+    assert np.prod(whole.data.grid_dim) == 4 * TOO_MANY_TOKENS
+    assert (first.data.grid_dim, first.data.shape[0]) == ([[1, 2, 2]], 1)
 
 
 async def test_another_checkpoint_of_such_a_family_is_refused_at_start(

@@ -48,8 +48,8 @@ async def bootstrap_server() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().partition("content-length:")[2].split()[0])
-        said = json.loads(await reader.readexactly(length))
-        calls.append((" ".join(head.split()[:2]), said["url"]))
+        body = json.loads(await reader.readexactly(length))
+        calls.append((" ".join(head.split()[:2]), body["url"]))
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nOK")
         await writer.drain()
         writer.close()
@@ -160,13 +160,13 @@ async def test_a_gateway_that_ends_while_it_registers_is_not_left_registered(
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        said = json.loads(await reader.readexactly(int(head.partition("Content-Length: ")[2].split()[0])))
+        body = json.loads(await reader.readexactly(int(head.partition("Content-Length: ")[2].split()[0])))
         if head.startswith("POST"):
             asked.set()
             await may_answer.wait()
-            registered.add(said["url"])
+            registered.add(body["url"])
         else:
-            registered.discard(said["url"])
+            registered.discard(body["url"])
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nOK")
         await writer.drain()
         writer.close()
@@ -217,7 +217,7 @@ async def test_a_service_that_stays_down_is_answered_with_503(checkpoint: Path) 
             ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
             assert (status, server.endpoint in message) == (503, True), message
             (stand_in,) = (await sglang.to_scheduler([data_url(FIRST)])).parts
-            assert stand_in.said.dtype == "uint8"
+            assert stand_in.data.dtype == "uint8"
 
 
 def test_a_gateway_of_another_model_is_refused_at_start(
@@ -240,7 +240,7 @@ def test_a_gateway_of_another_model_is_refused_at_start(
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         (("--receivers", "nowhere"), "--receivers"),
         (("--receiver-ports", "9-1"), "--receiver-ports"),
@@ -251,8 +251,8 @@ def test_a_gateway_of_another_model_is_refused_at_start(
         (("--start-s", "0.2", "--encoder", "127.0.0.1:1"), "127.0.0.1:1"),
     ],
 )
-def test_an_invalid_setting_is_named(setting: tuple[str, ...], said: str) -> None:
+def test_an_invalid_setting_is_named(setting: tuple[str, ...], message: str) -> None:
     done = run("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", *setting)
     assert done.returncode in (1, 2)
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

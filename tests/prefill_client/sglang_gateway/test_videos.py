@@ -57,9 +57,9 @@ async def test_videos_are_parts_with_the_rows_of_their_pairs_and_their_times(
     both, again = answer.parts
     grids = [[len(video.clip.pairs), *video.clip.grid[1:]] for video in (first, second)]
     seconds = [list(video.clip.seconds) for video in (first, second)]
-    assert (both.said.grid_dim, both.said.video_timestamps) == (grids, seconds)
-    assert (again.said.grid_dim, again.said.video_timestamps) == (grids[:1], seconds[:1])
-    assert both.said.modality == again.said.modality == Modality.VIDEO
+    assert (both.data.grid_dim, both.data.video_timestamps) == (grids, seconds)
+    assert (again.data.grid_dim, again.data.video_timestamps) == (grids[:1], seconds[:1])
+    assert both.data.modality == again.data.modality == Modality.VIDEO
     rows = [await rows_of(client, first), await rows_of(client, second)]
     np.testing.assert_array_equal(both.rows, np.concatenate(rows))
     np.testing.assert_array_equal(again.rows, rows[0])

@@ -119,9 +119,9 @@ async def test_the_probe_is_opened_on_demand_and_has_no_rows(
 ) -> None:
     opened: list[bytes] = []
 
-    def noted(name: bytes, *given: int) -> DeviceMemory:
+    def noted(name: bytes, *arguments: int) -> DeviceMemory:
         opened.append(name)
-        return open_memory(name, *given)
+        return open_memory(name, *arguments)
 
     monkeypatch.setattr(receiving, "open_memory", noted)
     probe, tier = device.store.device_probe.name, device.store._device.shared_as
@@ -148,9 +148,9 @@ async def test_a_client_that_cannot_open_the_probe_uses_shared_memory(
                 reader, [RowRequest(image.digest) for image in images], transports=["device"]
             )
             assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3
-    (said,) = (each.getMessage() for each in caplog.records if "cannot be opened" in each.getMessage())
-    assert device.endpoint in said
-    assert "PID and IPC namespaces" in said
+    (warning,) = (each.getMessage() for each in caplog.records if "cannot be opened" in each.getMessage())
+    assert device.endpoint in warning
+    assert "PID and IPC namespaces" in warning
 
 
 async def test_an_image_falls_back_to_shared_memory(
@@ -163,7 +163,7 @@ async def test_an_image_falls_back_to_shared_memory(
     first, second = [await collect(reader, requests, transports=["device"]) for _ in range(2)]
     for outcomes in (first, second):
         assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3
-        assert all(np.array_equal(ours.array, inline[index].array) for index, ours in outcomes.items())
+        assert all(np.array_equal(fetched.array, inline[index].array) for index, fetched in outcomes.items())
     assert caplog.text.count("rows arrive by shared memory") == 1
     assert not (await connection(reader)).receivers["device"].usable
 

@@ -65,10 +65,10 @@ def test_rows_that_change_during_a_copy_raise_stale_handle(store, monkeypatch):
     place, name = (device_module, "device_copy") if handle.memory else (np, "concatenate")
     gather = getattr(place, name)
 
-    def evict_meanwhile(*given):
+    def evict_meanwhile(*arguments):
         store.flush()
         store.evict(b"wide")
-        return gather(*given)
+        return gather(*arguments)
 
     monkeypatch.setattr(place, name, evict_meanwhile)
     for use in (shared.copy, shared.own):

@@ -1,8 +1,8 @@
-"""Keeps DeepStack in an engine without a vision tower: the service's rows contain it, and vLLM would drop it.
+"""Keeps DeepStack in an engine without a vision tower: the service's rows contain DeepStack, and vLLM would drop it.
 
 `--limit-mm-per-prompt '{"image": 0, "video": 0}'` makes vLLM skip the vision tower. For Qwen3-VL it then also skips the
-part of the language model that takes DeepStack rows, and wide rows would end the engine. This module sets what the
-constructor leaves out. It runs only in the workers of an engine with our connector.
+part of the language model that adds DeepStack rows, and wide rows would end the engine. This module sets the attributes
+that the constructor leaves out. It runs only in the workers of an engine with our connector.
 """
 
 import importlib
@@ -21,11 +21,12 @@ _MODELS = {
 
 
 def keep_deepstack(vllm_config: "VllmConfig") -> None:
-    """Make the model that this worker builds take DeepStack rows, with or without a tower."""
-    found = _MODELS.get(vllm_config.model_config.hf_config.model_type)
-    if found is None:
+    """Let the model that this worker builds accept DeepStack rows, with or without a tower."""
+    module_and_class = _MODELS.get(vllm_config.model_config.hf_config.model_type)
+    if module_and_class is None:
         return
-    model = getattr(importlib.import_module(found[0]), found[1])
+    module, name = module_and_class
+    model = getattr(importlib.import_module(module), name)
     if not hasattr(model.__init__, "__wrapped__"):
         model.__init__ = _with_deepstack(model.__init__)
 
@@ -41,7 +42,7 @@ def _with_deepstack(construct: Any) -> Any:
 
 
 def _set_deepstack(model: Any, vllm_config: "VllmConfig") -> None:
-    """Set what `Qwen3VLForConditionalGeneration.__init__` of vLLM 0.31 to 0.33 sets only with a tower."""
+    """Set what `Qwen3VLForConditionalGeneration.__init__` sets only with a tower, in vLLM 0.31 to 0.33."""
     config = vllm_config.model_config.hf_config
     model.use_deepstack = True
     model.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)

@@ -5,7 +5,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -33,7 +33,7 @@ from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import Staging
 
 _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
-JOIN_S = 1.0  # how often an engine that started without the service tries to join it
+JOIN_S = 1.0  # how often an engine that works without the service tries to join it
 
 
 class RowQuery(Protocol):
@@ -204,28 +204,20 @@ class RowFetcher(RowSource[FetchQuery]):
             if not has_own_tower:
                 raise
             _log.warning("the engine's own tower encodes until the service is available: %s", error.message)
-            self._joining = asyncio.create_task(self._join())
+            self._joining = asyncio.create_task(retry_join(self._join, self._settings))
         await self._staging.open()
 
     async def _connect(self, *, wait: bool) -> EncoderClient:
         return await connect(self._settings, wait=wait, receivers=self._staging.receivers)
 
     async def _join(self) -> None:
-        logged = ""
-        while self._client is None:
-            await asyncio.sleep(JOIN_S)
-            try:
-                client = await self._connect(wait=False)
-            except EncoderError:
-                continue
-            try:
-                await asyncio.to_thread(self._check, client.description)
-                self._client = client
-            except ValueError as error:
-                await client.close()
-                if str(error) != logged:  # log it once, not every second: it may last until a restart
-                    logged = str(error)
-                    _log.error("the encoder service is not used: %s", logged)
+        client = await self._connect(wait=False)
+        try:
+            await asyncio.to_thread(self._check, client.description)
+        except ValueError:
+            await client.close()
+            raise
+        self._client = client
 
     async def _run(self, query: FetchQuery) -> Outcome[FetchQuery]:
         try:
@@ -294,6 +286,26 @@ class RowFetcher(RowSource[FetchQuery]):
         if self._client is not None:
             await self._client.close()
         await self._staging.close()
+
+
+async def retry_join(join: Callable[[], Awaitable[None]], settings: Settings) -> None:
+    """Call `join` every second until it succeeds. Log each refusal once, since it may last until a restart."""
+    logged: set[tuple[type[Exception], str]] = set()
+    while True:
+        await asyncio.sleep(JOIN_S)
+        try:
+            await join()
+        except (UnavailableError, DeadlineError):
+            continue
+        except (EncoderError, ValueError) as error:
+            # The text of an internal error has a new incident id each time.
+            kind = type(error), "" if isinstance(error, InternalError) else str(error)
+            if kind not in logged:
+                logged.add(kind)
+                endpoints = ", ".join(settings.endpoints)
+                _log.error("the encoder service at %s answers but cannot be used: %s", endpoints, error)
+        else:
+            return
 
 
 @dataclass(frozen=True, slots=True)

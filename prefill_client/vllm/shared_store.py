@@ -35,14 +35,12 @@ from prefill_client.images import FetchedRows, PutAnswer, PutImage, RowRequest
 from prefill_client.transport import BY_DEFAULT, INLINE, TRANSPORTS
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import RECORD, Extent, HostMemory
-from prefill_client.vllm.row_fetcher import Outcome, RowSource, Shape, copy_rows
+from prefill_client.vllm.row_fetcher import Outcome, RowSource, Shape, copy_rows, retry_join
 from prefill_client.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.encoder_service")
 # The most records per read. Each is written as a whole, so a read never returns a part of one.
 _RECORDS = 256
-# How often an engine that works alone checks whether the store is back.
-_REJOIN_S = 1.0
 # Errors of a single image: the store is still available.
 _OF_ONE_IMAGE = (OverloadedError, InvalidImageError, InvalidRequestError, AbandonedError)
 
@@ -290,22 +288,7 @@ class StoreSession:
         self._rejoining = asyncio.create_task(self._rejoin(), name="store-rejoin")
 
     async def _rejoin(self) -> None:
-        logged: set[tuple[type[Exception], str]] = set()
-        while self.alone:
-            await asyncio.sleep(_REJOIN_S)
-            try:
-                await self._join()
-            except (UnavailableError, DeadlineError):
-                continue
-            except (EncoderError, ValueError) as error:
-                # Log an error once, not every second: it may last until a restart. The text of an internal error has
-                # a new incident id each time.
-                kind = type(error), "" if isinstance(error, InternalError) else str(error)
-                if kind not in logged:
-                    logged.add(kind)
-                    _log.warning(
-                        "the encoder service at %s answers but cannot be used: %s", self._endpoints, error
-                    )
+        await retry_join(self._join, self._settings)
         _log.warning("the encoder service at %s is back: images are shared again", self._endpoints)
 
     @property

@@ -121,7 +121,7 @@ async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
             await soon(lambda: checks >= 2)
             assert fetcher.description is None
             assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
-                "the encoder service is not used: another model"
+                f"the encoder service at 127.0.0.1:{proxy.port} answers but cannot be used: another model"
             ]
             proxy.cut()
         proxy.mend(to_port=port_of(server))

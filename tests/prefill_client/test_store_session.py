@@ -12,7 +12,7 @@ from encoder_contract.errors import DeadlineError, EncoderError, UnavailableErro
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client.transport.rows import element_type
-from prefill_client.vllm import shared_store
+from prefill_client.vllm import row_fetcher
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.shared_store import RowKind, StoreQuery, StoreSession, image_key, same_image
@@ -100,7 +100,7 @@ async def test_a_refusal_of_the_service_is_logged_once_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.encoder_service")
-    monkeypatch.setattr(shared_store, "_REJOIN_S", 0.02)
+    monkeypatch.setattr(row_fetcher, "JOIN_S", 0.02)
     endpoint = f"127.0.0.1:{free_port()}"  # where no server listens yet
     ours, _ = session(endpoint, kind)
     await ours.start()

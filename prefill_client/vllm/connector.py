@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prefill_client.vllm.counts import METRICS
 from prefill_client.vllm.deepstack import keep_deepstack
-from prefill_client.vllm.image_name import is_ours
+from prefill_client.vllm.image_name import is_image_name
 from prefill_client.vllm.scheduler_side import FetchingSide, LoadedUpTo, LoadPlan, SharingSide
 from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
 from prefill_client.vllm.settings import Settings
@@ -107,7 +107,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self._loader = RowLoader(kind.width, kind.dtype, device)
         self._loaded_step = 0
         self._encoder_cache: dict[str, torch.Tensor] = {}
-        self._loaded: set[str] = set()  # names of ours in the cache before the tower runs
+        self._loaded: set[str] = set()  # named images in the cache before the tower runs
 
     def shutdown(self) -> None:
         """Cancel all work; a second call does nothing."""
@@ -169,16 +169,18 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if plan.loads:
             self._loader.load(plan.path, plan.loads, encoder_cache)
             self._loaded_step = plan.step
-        self._encoder_cache, self._loaded = encoder_cache, set(filter(is_ours, encoder_cache))
+        self._encoder_cache, self._loaded = encoder_cache, set(filter(is_image_name, encoder_cache))
 
     def build_connector_worker_meta(self) -> LoadedUpTo | None:
         """Report the last loaded step, once.
 
-        Raises `RuntimeError` if the tower has encoded an image of ours in this step. That image was a stand-in: its
-        rows are wrong, and the engine's caches would pass them to later requests. Only the end of the engine empties
-        the caches.
+        Raises `RuntimeError` if the tower has encoded a named image in this step. That image was a stand-in: its rows
+        are wrong, and the engine's caches would pass them to later requests. Only the end of the engine empties the
+        caches.
         """
-        if self._saver is None and (encoded := set(filter(is_ours, self._encoder_cache)) - self._loaded):
+        if self._saver is None and (
+            encoded := set(filter(is_image_name, self._encoder_cache)) - self._loaded
+        ):
             raise RuntimeError(
                 f"the engine's tower encoded a stand-in, whose rows only the service has: {min(encoded)}"
             )

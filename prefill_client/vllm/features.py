@@ -87,7 +87,7 @@ class TowerInput:
             or any(key.endswith("_embeds") for key in data)
             or (has_grid and pixels_key not in data)
         ):
-            raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name of ours")
+            raise InvalidRequestError(f"{modality} {index} has neither pixels nor a signed name")
         if not has_grid:
             return
         grid = grid_of(feature, grid_key)

@@ -23,7 +23,14 @@ from encoder_contract.geometry import Grid, rows_of_grid
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.features import Feature, Request, TowerInput, grid_of
-from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, is_ours, producer_of, salt_of
+from prefill_client.vllm.image_name import (
+    ImageName,
+    NameSigner,
+    RequestInfo,
+    is_image_name,
+    producer_of,
+    salt_of,
+)
 from prefill_client.vllm.row_fetcher import FetchQuery
 from prefill_client.vllm.row_table import FetchTable, RowTable, SharedTable
 from prefill_client.vllm.settings import Gating
@@ -226,12 +233,14 @@ class NamedGate(Gate[NamedPrompt]):
 
     def may_prefill(self, request: Request, computed: int) -> bool:
         """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
-        if self._description() is None and any(is_ours(each.identifier) for each in request.mm_features):
+        if self._description() is None and any(
+            is_image_name(each.identifier) for each in request.mm_features
+        ):
             return False  # the middleware joined the service before this process did
         return super().may_prefill(request, computed)
 
     def is_here(self, identifier: str) -> bool:
-        """Whether the rows of an image of ours have arrived."""
+        """Whether the rows of a named image have arrived."""
         return self._table.is_here(identifier)
 
     def prefilled(self, request_id: str, index: int) -> None:
@@ -246,7 +255,7 @@ class NamedGate(Gate[NamedPrompt]):
         super().finished(request_id)
 
     def _read(self, request: Request) -> NamedPrompt:
-        """Return our images in a request; an image with a false claim ends the request."""
+        """Return the named images of a request; one with a false claim ends the request."""
         salt = salt_of(self._tenant_salt, request.cache_salt)
         description = self._description()
         producer = producer_of(description, salt) if description else None
@@ -260,7 +269,7 @@ class NamedGate(Gate[NamedPrompt]):
         )
         try:
             for index, feature in enumerate(request.mm_features):
-                if is_ours(feature.identifier):
+                if is_image_name(feature.identifier):
                     prompt.spans.append(self._span(index, feature, description, producer))
                 else:
                     self._tower.check(index, feature)
@@ -279,7 +288,7 @@ class NamedGate(Gate[NamedPrompt]):
     def _span(
         self, index: int, feature: Feature, description: Description | None, producer: bytes | None
     ) -> Span:
-        """Check everything that the engine would believe about an image with a name of ours."""
+        """Return the span of a named image, after checking everything that the engine would rely on."""
         name = self._signer.name(feature.identifier)
         if description is None or name is None or name.producer != producer:
             raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
@@ -288,7 +297,7 @@ class NamedGate(Gate[NamedPrompt]):
         if description.geometry is None:  # a stand-in, or another image from a caller who knows the name
             self._tower.check(index, feature)
         elif feature.data is None or set(feature.data) != {"image_grid_thw"}:
-            raise InvalidRequestError(f"image {index} has both a signed name and data of its own")
+            raise InvalidRequestError(f"image {index} has a signed name and also data")
         else:
             grid = grid_of(feature, "image_grid_thw")
         if grid != name.grid or span.rows != rows:

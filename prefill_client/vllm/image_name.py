@@ -55,7 +55,7 @@ class NameSigner:
         return f"{signed}-{self._tag(signed)}"
 
     def name(self, identifier: str) -> ImageName | None:
-        """Return the name in an identifier; None if it is not one of ours, or is forged."""
+        """Return the name in an identifier; None if it has another form or a wrong signature."""
         match = _IDENTIFIER.fullmatch(identifier)
         if match is None:
             return None
@@ -70,8 +70,8 @@ class NameSigner:
         return blake3.blake3(signed.encode(), key=self._key).hexdigest(length=_TAG_BYTES)
 
 
-def is_ours(identifier: str) -> bool:
-    """Whether an identifier has the form of our names; only `NameSigner.name` checks the signature."""
+def is_image_name(identifier: str) -> bool:
+    """Whether an identifier has the form of a signed name; only `NameSigner.name` checks the signature."""
     return identifier.startswith(_PREFIX)
 
 

@@ -152,10 +152,6 @@ class EncoderServiceMiddleware:
     def _service_of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:
             state = scope["app"].state
-            if state.vllm_config.ec_transfer_config.is_ec_producer:
-                raise InvalidRequestError(
-                    "--middleware needs the role ec_consumer: remove it with ec_both, where the engine encodes images"
-                )
             self._service = _Service(state.vllm_config, state.args)
         return self._service
 
@@ -224,6 +220,10 @@ class _Service:
         config = vllm_config.ec_transfer_config
         if config is None:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
+        if config.is_ec_producer:
+            raise InvalidRequestError(
+                "--middleware needs the role ec_consumer: remove it with ec_both, where the engine encodes images"
+            )
         self.settings = Settings.read(config.ec_connector_extra_config)
         self._config = vllm_config
         self._signer = NameSigner(config.engine_id)

@@ -14,7 +14,7 @@ from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.features import Feature, TowerInput
 from prefill_client.vllm.gate import Gate, NamedGate, SharingGate
 from prefill_client.vllm.host_memory import HostMemory, Load, Outgoing, Save
-from prefill_client.vllm.image_name import NameSigner, is_ours
+from prefill_client.vllm.image_name import NameSigner, is_image_name
 from prefill_client.vllm.row_fetcher import AnyQuery, FetchQuery, RowFetcher
 from prefill_client.vllm.row_table import Entry, FetchTable, RowTable, SharedTable
 from prefill_client.vllm.service_check import check_description, producer_of_engine, row_kind
@@ -151,7 +151,7 @@ class FetchingSide(SchedulerSide[FetchQuery]):
 
     def allocated(self, feature: Feature) -> None:
         """Note that the step being planned uses an image."""
-        if is_ours(feature.identifier):
+        if is_image_name(feature.identifier):
             self._load(feature.identifier)
 
     def plan(self, scheduled_tokens: int) -> LoadPlan:

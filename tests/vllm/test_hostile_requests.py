@@ -113,7 +113,7 @@ HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "a smaller grid": lambda engine: grid_of(engine, 4, 4),
     "a transposed grid": lambda engine: grid_of(engine, *engine.image(IMAGE).grid[:0:-1]),
     "a grid that the service does not confirm": signed_with_another_grid,
-    "pixels under a name of ours": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
+    "pixels with a signed name": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
 }
 
 

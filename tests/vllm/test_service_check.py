@@ -1,8 +1,10 @@
 """An engine refuses a service of another model before its weights load, with both values in the message."""
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -14,6 +16,7 @@ from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.errors import ModelMismatchError
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
+from prefill_client.vllm.middleware import EncoderServiceMiddleware
 from prefill_client.vllm.service_check import check_service, folder_of, refuse_sharing
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
@@ -202,6 +205,14 @@ def test_the_processor_cache_shm_is_refused_with_ec_both(checkpoint: Path) -> No
 def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings.read({"endpoints": "127.0.0.1:1", **extra})
+
+
+def test_the_middleware_without_the_connector_is_refused(checkpoint: Path) -> None:
+    config = EngineArgs(str(checkpoint), max_model_len=1024).create_engine_config()
+    state = SimpleNamespace(vllm_config=config, args=SimpleNamespace())
+    middleware = EncoderServiceMiddleware(lambda *_: asyncio.sleep(0))
+    with pytest.raises(RuntimeError, match="needs EncoderServiceConnector in --ec-transfer-config"):
+        middleware._service_of({"app": SimpleNamespace(state=state)})
 
 
 def test_the_cache_manager_without_the_connector_is_refused(checkpoint: Path) -> None:

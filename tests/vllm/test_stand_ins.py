@@ -90,7 +90,7 @@ def test_without_both_guards_the_answer_is_that_of_a_blank(
     right = engine.ask(["x", WIDE], own=True)
     break_the_gate(monkeypatch)
     monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
-    monkeypatch.setattr(connector, "is_ours", lambda _: False)
+    monkeypatch.setattr(connector, "is_image_name", lambda _: False)
     engine.submit(WIDE)
     request_id = engine.start(["x", WIDE])
     answer = engine.run(request_id)[request_id]

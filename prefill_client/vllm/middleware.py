@@ -145,9 +145,11 @@ class EncoderServiceMiddleware:
         try:
             body = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
             return _Submitted(body, kept, find_failed)
-        except RecursionError:
+        except BaseException as error:  # else the images would stay submitted
             await kept.close()
-            raise InvalidRequestError("the request's JSON is nested too deeply") from None
+            if isinstance(error, RecursionError):
+                raise InvalidRequestError("the request's JSON is nested too deeply") from None
+            raise
 
     def _service_of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:
@@ -270,19 +272,19 @@ class _Service:
         try:
             answers = _answers_of_prompt(earlier, files, kept.answers)
             raise_first([answer.error for answer in answers], names)
-        except EncoderError:
+            producer = producer_of(client.description, salt)
+            new = iter(answers[len(earlier.digests) :])
+            images.replace(
+                [self._replacement(medium, new, producer) for medium in media],
+                replace(
+                    info,
+                    stored=tuple(index for index, answer in enumerate(answers) if answer.cached),
+                    submitted_to=tuple(answer.endpoint for answer in answers),
+                ),
+            )
+        except BaseException:  # else the images would stay submitted
             await kept.close()
             raise
-        producer = producer_of(client.description, salt)
-        new = iter(answers[len(earlier.digests) :])
-        images.replace(
-            [self._replacement(medium, new, producer) for medium in media],
-            replace(
-                info,
-                stored=tuple(index for index, answer in enumerate(answers) if answer.cached),
-                submitted_to=tuple(answer.endpoint for answer in answers),
-            ),
-        )
         if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
             digests = tuple(answer.digest for answer in answers)
             self._responses.add(response_id, _Conversation(digests, salt), files)

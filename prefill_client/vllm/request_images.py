@@ -60,6 +60,8 @@ class RequestImages:
     def __init__(self, body: Any, form: Form) -> None:
         self.body = body
         self._form = form
+        if isinstance(body, dict) and not isinstance(body.get("ec_transfer_params") or {}, dict):
+            raise InvalidRequestError("ec_transfer_params must be an object")
         parts = [part for parts in _part_lists(body, form) for part in parts if isinstance(part, dict)]
         for part in parts:
             if embedded := _kinds(part) & _EMBEDDED:

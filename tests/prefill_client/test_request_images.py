@@ -28,6 +28,13 @@ def test_images_are_found_among_other_parts() -> None:
     assert RequestImages(request(CHAT, "content", *parts), CHAT).urls() == ["data:x"]
 
 
+@pytest.mark.parametrize("parameters", ["x", [1], 7])
+def test_ec_transfer_params_must_be_an_object(parameters: object) -> None:
+    body = request(CHAT, "content", image("data:x")) | {"ec_transfer_params": parameters}
+    with pytest.raises(InvalidRequestError, match="ec_transfer_params must be an object"):
+        RequestImages(body, CHAT)
+
+
 def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 

@@ -22,7 +22,7 @@ from prefill_client.vllm.counts import METRICS
 from prefill_client.vllm.deepstack import keep_deepstack
 from prefill_client.vllm.image_name import is_image_name
 from prefill_client.vllm.scheduler_side import FetchingSide, LoadedUpTo, LoadPlan, SharingSide
-from prefill_client.vllm.service_check import check_service, refuse_sharing, row_kind
+from prefill_client.vllm.service_check import check_service, check_sharing, row_kind
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.worker_side import RowLoader, RowSaver
 
@@ -87,7 +87,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config, role)
         settings = Settings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
         if vllm_config.ec_transfer_config.is_ec_producer:
-            refuse_sharing(vllm_config)
+            check_sharing(vllm_config)
         self._saver: RowSaver | None = None
         if role is ECConnectorRole.SCHEDULER:
             side = SharingSide if self.is_producer else FetchingSide

@@ -299,15 +299,10 @@ class _Service:
         The engine has no pixels of earlier responses. If `error` means that the service is down, the engine's tower
         encodes the images of all requests until the service answers.
         """
-        if not self._has_own_tower:
+        if not self.settings.has_own_tower:
             return False
         self._client.note(error)
         return images is None or not self.earlier(images).digests
-
-    @property
-    def _has_own_tower(self) -> bool:
-        """Whether the engine's own tower encodes images while the service cannot."""
-        return self.settings.without_service == "own_tower"
 
     def _check(self, images: RequestImages, earlier: _Conversation, salt: str) -> None:
         """Raise `InvalidRequestError` for a request that vLLM would refuse, or that continues one of another tenant."""
@@ -325,7 +320,7 @@ class _Service:
         Shorter than `timeout_s`, so that the middleware gives up before the connector does. The request is then
         refused, or the engine's own tower encodes its images.
         """
-        return self.settings.submit_timeout_s if self._has_own_tower else self.settings.timeout_s / 2
+        return self.settings.submit_timeout_s if self.settings.has_own_tower else self.settings.timeout_s / 2
 
     async def close(self) -> None:
         """Close the connection."""

@@ -197,11 +197,10 @@ class RowFetcher(RowSource[FetchQuery]):
             self._loop.call(self._staging.release, query.staged)
 
     async def _open(self) -> None:
-        has_own_tower = self._settings.without_service == "own_tower"
         try:
-            self._client = await self._connect(wait=not has_own_tower)
+            self._client = await self._connect(wait=not self._settings.has_own_tower)
         except (UnavailableError, DeadlineError) as error:
-            if not has_own_tower:
+            if not self._settings.has_own_tower:
                 raise
             _log.warning("the engine's own tower encodes until the service is available: %s", error.message)
             self._joining = asyncio.create_task(retry_join(self._join, self._settings))

@@ -32,21 +32,21 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
     Raises `ValueError` with both values of everything that differs, and `UnavailableError` if no server answers within
     `start_timeout_s`. An engine with its own tower may start without one.
     """
-    refuse_configuration(config)
+    check_configuration(config)
     if settings.takes_any_model:
         _log.warning(
             'the service\'s model is not compared with %s, as "model_fingerprint" is "any": if it has other weights, '
             "answers about images are wrong",
             config.model_config.model,
         )
+    wait = not settings.has_own_tower
+    timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
+    endpoints = ", ".join(settings.endpoints)
+    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
     try:
-        wait = settings.without_service != "own_tower"
-        timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
-        endpoints = ", ".join(settings.endpoints)
-        _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
         description = describe(settings, wait=wait)
     except (UnavailableError, DeadlineError) as error:
-        if settings.without_service != "own_tower":
+        if wait:
             raise
         _log.warning("the engine starts without the encoder service: %s", error.message)
     else:
@@ -64,9 +64,9 @@ def check_description(settings: Settings, config: "VllmConfig", description: Des
         )
 
 
-def refuse_configuration(config: "VllmConfig") -> None:
+def check_configuration(config: "VllmConfig") -> None:
     """Raise `ValueError` for settings of the engine with which our rows would be wrong or could not be read."""
-    _refuse_everywhere(config)
+    _check_common(config)
     multimodal = config.model_config.multimodal_config
     if multimodal.mm_processor_kwargs or multimodal.media_io_kwargs:
         raise ValueError(
@@ -75,16 +75,16 @@ def refuse_configuration(config: "VllmConfig") -> None:
         )
 
 
-def refuse_sharing(config: "VllmConfig") -> None:
+def check_sharing(config: "VllmConfig") -> None:
     """Raise `ValueError` for settings with which this engine cannot share the rows of its tower."""
-    _refuse_everywhere(config)
+    _check_common(config)
     if config.model_config.multimodal_config.mm_processor_cache_type == "shm":
         raise ValueError(
             "--mm-processor-cache-type shm is not supported with ec_both: the scheduler does not see the images"
         )
 
 
-def _refuse_everywhere(config: "VllmConfig") -> None:
+def _check_common(config: "VllmConfig") -> None:
     transfer = config.ec_transfer_config
     if not transfer.is_ec_consumer:
         raise ValueError(

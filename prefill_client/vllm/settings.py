@@ -35,6 +35,11 @@ class Settings(ServiceSettings):
     without_service: WithoutService = "refuse"
     """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded."""
 
+    @property
+    def has_own_tower(self) -> bool:
+        """Whether the engine's own tower encodes images while the service cannot."""
+        return self.without_service == "own_tower"
+
     def _check(self) -> None:
         for name, choices in (("gating", get_args(Gating)), ("without_service", get_args(WithoutService))):
             if getattr(self, name) not in choices:

@@ -17,7 +17,7 @@ from encoder_contract.errors import ModelMismatchError
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
-from prefill_client.vllm.service_check import check_service, folder_of, refuse_sharing
+from prefill_client.vllm.service_check import check_service, check_sharing, folder_of
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running
@@ -169,7 +169,7 @@ def test_pipeline_parallel_is_refused(checkpoint: Path, service: ServerProcess) 
     with pytest.raises(ValueError, match="--pipeline-parallel-size above 1 is not supported"):
         check(config)
     with pytest.raises(ValueError, match="--pipeline-parallel-size"):
-        refuse_sharing(config)
+        check_sharing(config)
 
 
 def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
@@ -186,8 +186,8 @@ def test_the_processor_cache_shm_is_refused_with_ec_both(checkpoint: Path) -> No
     both = {"ec_role": "ec_both"}
     config = config_of(checkpoint, "127.0.0.1:1", transfer=both, mm_processor_cache_type="shm")
     with pytest.raises(ValueError, match="--mm-processor-cache-type shm"):
-        refuse_sharing(config)
-    refuse_sharing(config_of(checkpoint, "127.0.0.1:1", transfer=both))
+        check_sharing(config)
+    check_sharing(config_of(checkpoint, "127.0.0.1:1", transfer=both))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder as both sides read it: configuration, vision tensors, the model's fingerprint."""
+"""A Hugging Face checkpoint folder, as client and server read it: configuration, vision tensors, fingerprints."""
 
 import json
 import re
@@ -12,36 +12,36 @@ import blake3
 from encoder_contract.json_file import read_json_object
 from encoder_contract.tower_spec import FAMILIES, Precision, TowerSpec, full_blocks, spec_of
 
-# Where the families keep their vision tensors; the first is the older layout of Qwen2.5-VL.
+# Prefixes of the vision tensors' names. The first is the older layout of Qwen2.5-VL.
 PREFIXES = ("visual.", "model.visual.")
 
 OWN_TYPES = frozenset(model_type for family in FAMILIES for model_type in family.model_types)
-"""The model types of the server's own towers."""
+"""The model types for which the server has its own tower."""
 
 LANGUAGE_MODEL = re.compile(
     r"(^|\.)(language_model|text_model|lm_head|llm)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
-"""Names of a language model's tensors, in checkpoints of all families. What it does not find may decide rows."""
+"""Matches the names of a language model's tensors, in all families. Any other tensor may decide rows."""
 
 NOT_OF_ROWS = {
     "_name_or_path", "architectures", "dtype", "llm_config", "quantization_config", "text_config", "torch_dtype",
     "transformers_version",
 }  # fmt: skip
-"""What config.json says that decides no row."""
+"""Keys of config.json that decide no row."""
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
-# Part of the fingerprint: raise it when our arithmetic changes rows, so that old and new embeddings have different
+# Part of the fingerprint. Raise it when our arithmetic changes rows, so that old and new embeddings have different
 # addresses.
 ARITHMETIC_VERSION = 1
 
-# Of a safetensors file, which begins with its length: the format allows no longer one.
+# The longest header that the safetensors format allows.
 _MAX_HEADER_BYTES = 100_000_000
-# Large enough for BLAKE3 to use every core, small enough not to show in the process's memory.
+# Large enough for BLAKE3 to use every core, and small compared to the process's memory.
 _PIECE_BYTES = 16 << 20
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint folder; `FileNotFoundError` or `ValueError` names the file."""
+    """Read config.json of a checkpoint folder. Raises `FileNotFoundError` or `ValueError`, which names the file."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {folder} is not a Hugging Face checkpoint folder")
@@ -51,7 +51,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_spec(folder: Path) -> TowerSpec:
     """Return the numbers of the tower in a checkpoint folder.
 
-    Raises `FileNotFoundError` or `ValueError` naming what is missing or not supported.
+    Raises `FileNotFoundError` or `ValueError`, which names what is missing or not supported.
     """
     config = read_config(folder)
     try:
@@ -62,7 +62,7 @@ def read_spec(folder: Path) -> TowerSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file: its full name there, and where its bytes lie."""
+    """A tensor in a safetensors file: its full name in the file, and where its bytes lie."""
 
     path: Path
     full_name: str
@@ -72,7 +72,7 @@ class StoredTensor:
     size_bytes: int
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield its bytes in pieces; `ValueError` for a file that ends before them."""
+        """Yield its bytes in pieces. Raises `ValueError` if the file ends too early."""
         left = self.size_bytes
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -87,20 +87,20 @@ class StoredTensor:
 def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the vision tensors of a checkpoint folder by name without prefix, in the order of their names.
 
-    Reads the headers of files alone. Raises `FileNotFoundError` or `ValueError` naming what is missing or damaged.
+    Reads only the headers of the files. Raises `FileNotFoundError` or `ValueError`, which names what is missing or
+    damaged.
     """
     found = _tensors(folder, _without_prefix)
     if not found:
-        raise ValueError(f"{folder} holds no vision tensors (none begins with {' or '.join(PREFIXES)})")
+        raise ValueError(f"{folder} has no vision tensors (none begins with {' or '.join(PREFIXES)})")
     return found
 
 
 def weights_fingerprint(folder: Path) -> bytes:
-    """32 bytes, BLAKE3 over names, shapes, dtypes and raw bytes of the vision tensors, in order of their names.
+    """Return 32 bytes: BLAKE3 over names, shapes, dtypes and bytes of the vision tensors, in the order of their names.
 
-    Of a family without a tower of the server's own, they are all tensors that are not of the language model. The bytes
-    are hashed in pieces, on all cores: one GB takes well under a second once it is in memory. Raises what
-    `vision_tensors` does.
+    For a model that has no tower of our own, it covers all tensors except the language model's. It hashes in pieces, on
+    all cores: one GB takes well under a second once it is in memory. Raises what `vision_tensors` raises.
     """
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     tensors = vision_tensors(folder) if _is_own(folder) else _tensors(folder, _outside_language_model)
@@ -112,19 +112,19 @@ def weights_fingerprint(folder: Path) -> bytes:
 
 
 def model_fingerprint(folder: Path, precision: Precision = "full") -> bytes:
-    """32 bytes, BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
+    """Return 32 bytes: BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
 
-    Of a family without a tower of the server's own: over what config.json says of anything but the language model, the
-    files of the processor, the code in the folder if config.json names any (auto_map), and the weights that are not of
-    the language model. Products of another precision than that
-    of the weights are part of it. Folders with the same fingerprint give the same rows for the same patches, however
-    they are sharded. Raises `FileNotFoundError` or `ValueError` naming what is missing, damaged or not supported.
+    For a model that has no tower of our own, it covers config.json without the language model, the files of the
+    processor, the code in the folder if config.json names any (auto_map), and all weights except the language model's.
+    A `precision` other than "full" is part of it. Folders with equal fingerprints give equal rows for equal patches,
+    however they are sharded. Raises `FileNotFoundError` or `ValueError`, which names what is missing, damaged or not
+    supported.
     """
     return model_fingerprints(folder)[precision]
 
 
 def model_fingerprints(folder: Path) -> Mapping[Precision, bytes]:
-    """Return `model_fingerprint` for every precision that the family has; the weights are read once."""
+    """Return `model_fingerprint` for every precision that the model supports. Reads the weights once."""
     if not _is_own(folder):
         return {"full": _hash_of_files(folder).update(weights_fingerprint(folder)).digest()}
     spec, weights = read_spec(folder), weights_fingerprint(folder)
@@ -133,9 +133,9 @@ def model_fingerprints(folder: Path) -> Mapping[Precision, bytes]:
 
 
 def configuration_fingerprint(folder: Path) -> bytes:
-    """32 bytes, BLAKE3 over what `model_fingerprint` covers but the weights: for a server without them."""
-    said = _hash_of(read_spec(folder), "full") if _is_own(folder) else _hash_of_files(folder)
-    return said.update(b"no weights").digest()
+    """Return 32 bytes: BLAKE3 over all that `model_fingerprint` covers except the weights. For servers without them."""
+    hasher = _hash_of(read_spec(folder), "full") if _is_own(folder) else _hash_of_files(folder)
+    return hasher.update(b"no weights").digest()
 
 
 def _is_own(folder: Path) -> bool:
@@ -167,7 +167,7 @@ def _hash_of(spec: TowerSpec, precision: Precision) -> "blake3.blake3":
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Return the file of every tensor: from the index if the checkpoint is sharded, else there is one file."""
+    """Return the file of every tensor, from the index if the checkpoint is sharded."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -185,7 +185,7 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _tensors(folder: Path, named: Callable[[str], str | None]) -> dict[str, StoredTensor]:
-    """Return the tensors for which `named` has a name, by that name, in the order of names."""
+    """Return the tensors for whose full name `named` returns a name, by that name, in the order of the names."""
     places = _places(folder)
     found = {name: full_name for full_name in places if (name := named(full_name)) is not None}
     headers = {path: _header(path) for path in {places[full_name] for full_name in found.values()}}
@@ -201,7 +201,7 @@ def _outside_language_model(name: str) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's JSON header, and where its data begins: the length of the header is its first eight bytes."""
+    """Return a file's JSON header, and the offset of its data. The file begins with the header's length in 8 bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_HEADER_BYTES:

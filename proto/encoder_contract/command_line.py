@@ -1,4 +1,4 @@
-"""How our commands behave: one line for an error, and a quiet end if the reader of the output has left."""
+"""Behaviour of all our commands: errors in one line, and a quiet end if the reader of the output has closed it."""
 
 import argparse
 import errno
@@ -17,7 +17,7 @@ FAILED, BAD_USAGE = 1, 2
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that reports an error in one line. Flags must be written in full, so that new ones break no script."""
+    """A parser that reports errors in one line. It accepts no abbreviated flags, so new flags break no script."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -25,7 +25,7 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the base class has overloads, for other namespaces
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and end the program at an unknown argument, with a suggestion."""
+        """Parse the arguments. At an unknown one, end the program with a suggestion."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             word = left[0].partition("=")[0]
@@ -33,12 +33,12 @@ class CommandLine(argparse.ArgumentParser):
         return found, left
 
     def error(self, message: str) -> NoReturn:
-        """End the program."""
+        """End the program with a one-line message."""
         self.exit(BAD_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def endpoint(text: str) -> str:
-    """Return the argument if it is an endpoint."""
+    """Check that an argument is an endpoint, and return it."""
     try:
         Endpoint.parse(text)
     except ValueError as error:
@@ -47,26 +47,26 @@ def endpoint(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """Return the argument as a positive, finite number of seconds."""
+    """Parse an argument as a positive, finite number of seconds."""
     if not 0 < (value := float(text)) < inf:
         raise argparse.ArgumentTypeError(f"{text} must be positive and finite")
     return value
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion with the known word nearest to `word`; empty if none is near."""
+    """Return a suggestion with the known word most similar to `word`; empty if none is similar."""
     near = get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def install(extra: str) -> str:
-    """Return the line that installs an extra. It also works for a commit that no package index has."""
+    """Return the command that installs an extra. It also works for commits that are in no package index."""
     return f"in a clone of the repository: pip install '.[{extra}]'"
 
 
 @contextmanager
 def output() -> Iterator[None]:
-    """Bring what is printed inside to its end. Whose reader has left ends quietly; a full disk is told in one line."""
+    """Flush what the block prints. End quietly if the reader has closed the output, in one line if the disk is full."""
     try:
         yield
         sys.stdout.flush()
@@ -80,27 +80,27 @@ def output() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print what a server has to say, in one write. Standard output on a full disk is no reason not to serve."""
+    """Print a message of a server, in one write. A server keeps serving if standard output is on a full disk."""
     try:
-        print(f"{text}\n", end="", flush=True)  # noqa: T201 - in one write, or a line of the log could come inside
+        print(f"{text}\n", end="", flush=True)  # noqa: T201 - one write: no log line can come in between
     except OSError:
         _discard_output()
 
 
 def _discard_output() -> None:
-    """Discard what is printed from now on, and what is still buffered: Python would try it again at exit, and fail."""
+    """Discard all further output, and what is still buffered: Python would retry to write it at exit, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def begin() -> None:
     """Prepare a process for a command: signals end it without a traceback, and the gRPC library prints nothing.
 
-    A server sets handlers of its own later. Our errors say what gRPC's C++ core would print; `GRPC_VERBOSITY` in the
-    environment turns its output on.
+    A server sets its own handlers later. Our errors include what gRPC's C++ core would print. `GRPC_VERBOSITY` in the
+    environment turns gRPC's output on.
     """
-    if os.getpid() == 1:  # of a container: the kernel spares it the default of every signal
+    if os.getpid() == 1:  # in a container: the kernel ignores every default signal action for process 1
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os._exit(128 + number))
-    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell had it ignored
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the shell ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

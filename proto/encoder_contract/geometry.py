@@ -1,9 +1,8 @@
-"""Image geometry: from an image's size to its grid of patches and its number of tokens, without a pixel.
+"""Image geometry: compute an image's grid of patches and its number of tokens from its size alone.
 
-Client and server compute it alike, so a prompt can be laid out before anything is decoded. The arithmetic
-is `smart_resize` of the Qwen2-VL image processor in Hugging Face `transformers` (5.x), which Qwen2.5-VL,
-Qwen3-VL and Qwen3.5 share; the order of its divisions is kept, because floating-point rounding decides some
-sizes.
+Client and server compute the same, so a prompt can be laid out before any image is decoded. The arithmetic is
+`smart_resize` of the Qwen2-VL image processor in Hugging Face `transformers` (5.x), which Qwen2.5-VL, Qwen3-VL and
+Qwen3.5 share. The order of its divisions is kept, because floating-point rounding decides some sizes.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import NamedTuple, Protocol, Self
 
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 
-# A limit of the models, not ours: the Hugging Face processor refuses longer strips.
+# The models' limit, not ours: the Hugging Face processor refuses longer strips.
 MAX_ASPECT_RATIO = 200
 
 
@@ -25,14 +24,14 @@ class Grid(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """How many patches the vision tower sees."""
+        """Number of patches that the vision tower gets."""
         return self.t * self.h * self.w
 
 
 class GridRule(Protocol):
-    """From an image's size to its grid and its rows: a `Geometry`, or what only a server can compute.
+    """How a grid and its rows follow from an image's size: a `Geometry`, or a rule that only the server can compute.
 
-    Where only the server can compute them, grids count rows: (1, h, w) for h lines of w rows, else (1, rows, 1).
+    With such a rule, grids count rows: (1, h, w) for h lines of w rows, else (1, rows, 1).
     """
 
     @property
@@ -41,11 +40,11 @@ class GridRule(Protocol):
         ...
 
     def grid(self, width: int, height: int) -> Grid:
-        """Return the grid of an upright image of this size, pixels; raises `InvalidImageError`, `ImageLimitError`."""
+        """Return the grid of an upright image, size in pixels. Raises `InvalidImageError` or `ImageLimitError`."""
         ...
 
     def at_once(self, width: int, height: int) -> bool:
-        """Whether `grid` answers this size in microseconds: else it belongs on a thread."""
+        """Whether `grid` takes only microseconds for this size. If not, call it on a worker thread."""
         ...
 
     def tokens(self, grid: Grid) -> int:
@@ -57,7 +56,7 @@ class GridRule(Protocol):
         ...
 
     def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> "GridRule":
-        """Return the rule of a variant; zero means the model's own. Raises `ImageLimitError` for one that is none."""
+        """Return the rule of a variant; 0 means the model's own bound. Raises `ImageLimitError` for an invalid one."""
         ...
 
 
@@ -91,7 +90,7 @@ class Geometry:
 
     @property
     def factor(self) -> int:
-        """What both sides of a resized image are multiples of, pixels: the side of one merged token."""
+        """The side of one merged token in pixels. Both sides of a resized image are multiples of it."""
         return self.patch_size * self.merge_size
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
@@ -122,20 +121,20 @@ class Geometry:
         return Grid(1, new_height // self.patch_size, new_width // self.patch_size)
 
     def at_once(self, width: int, height: int) -> bool:  # noqa: ARG002 - see `GridRule`
-        """Whether `grid` answers in microseconds: always."""
+        """Always true: `grid` takes microseconds."""
         return True
 
     def tokens(self, grid: Grid) -> int:
-        """Return the rows of an image's embedding, which are the tokens it takes in the prompt."""
+        """Return the number of rows of an image's embedding, which is its number of tokens in the prompt."""
         return grid.patches // self.merge_size**2
 
     @property
     def max_tokens(self) -> int:
         """The most tokens that an image of any variant can have.
 
-        More than `max_pixels` holds: an image is enlarged to `min_pixels` by rounding both its sides up, and a strip's
-        short side is never less than a token. With `area` tokens in `max_pixels` and sides a x b = area, that is less
-        than (a + 1) x (b + 1), and a + b is largest for the longest strip.
+        That may be more than fit into `max_pixels`: enlarging an image to `min_pixels` rounds both sides up, and the
+        short side of a strip is at least one token. With `area` tokens in `max_pixels` and sides a x b = area, the
+        number is less than (a + 1) x (b + 1), and a + b is largest for the longest strip.
         """
         area = self.max_pixels / self.factor**2
         long = math.sqrt(area * MAX_ASPECT_RATIO)
@@ -148,10 +147,10 @@ class Geometry:
         return t == 1 and h > 0 and w > 0 and whole and self.tokens(grid) <= self.max_tokens
 
     def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> Self:
-        """Return this geometry with another size budget for one image; zero means the model's own.
+        """Return this geometry with other bounds on the pixels of one image; 0 means the model's own bound.
 
-        A variant may not raise `max_pixels`: the server sized its memory for the model's own. Raises
-        `ImageLimitError` naming the bound that is broken.
+        A variant may not raise `max_pixels`, because the server sized its memory for the model's own. Raises
+        `ImageLimitError`, which names the violated bound.
         """
         new_min, new_max = min_pixels or self.min_pixels, max_pixels or self.max_pixels
         if new_max > self.max_pixels:
@@ -164,11 +163,11 @@ class Geometry:
 
 
 def grid_of_rows(rows: int, geometry: Geometry | None) -> Grid:
-    """Return a grid of this many rows, for rows that are named by their number alone; None: the server counts."""
+    """Return a grid with this many rows. `geometry` is None if grids count rows: see `GridRule`."""
     merge = geometry.merge_size if geometry else 1
     return Grid(1, rows * merge, merge)
 
 
 def rows_of_grid(grid: Grid, geometry: Geometry | None) -> int:
-    """Return how many rows a grid has; None: the server counts, and grids are of rows."""
+    """Return how many rows a grid has. `geometry` is None if grids count rows: see `GridRule`."""
     return geometry.tokens(grid) if geometry else grid.patches

@@ -1,10 +1,10 @@
-"""An image's header: format, size and orientation from its first bytes, with no pixel decoded.
+"""An image's header: read format, size and orientation without decoding pixels.
 
-Grids and token counts follow from it, and limits are checked against it before any memory is taken. For the
-formats that language models are sent, the parsers are ours, a few lines for each: Pillow decodes a PNG's pixels
-to reach its EXIF, allocates a WebP's canvas to open it, parses every EXIF tag, and warns through the
-interpreter's global state. What they read equals what Pillow reads. Headers of all other formats are read by the
-server's decoder processes. Whether the pixels are sound is for the decoder to find out.
+Grids and token counts follow from the header, and limits are checked against it before any memory is allocated. The
+formats that users send to language models have our own short parsers, because Pillow decodes a PNG's pixels to reach
+its EXIF, allocates a WebP's canvas to open it, parses every EXIF tag, and warns through the interpreter's global state.
+Our parsers read the same values as Pillow. The server's decoder processes read the headers of all other formats. Only
+the decoder finds out whether the pixels are intact.
 """
 
 import re
@@ -16,21 +16,21 @@ from encoder_contract import jpeg, png, webp
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.orientation import FIRST_SWAPPED, orientation
 
-# What a sound file can need, as in the modules of the other formats. 1 MiB of a GIF's comments and profiles in full
-# sub-blocks are 4096; Pillow joins them in quadratic time.
+# Most that an intact file can need, as in the modules of the other formats. 1 MiB of comments and profiles in a GIF has
+# 4096 full sub-blocks; Pillow joins them in quadratic time.
 _MAX_GIF_BLOCKS = 4096
-# Nothing sound has junk between its parts, but decoders take it.
+# An intact file has no junk between its parts, but decoders accept it.
 _MAX_JUNK_BYTES = 65536
-# Pillow decodes run-length encoded BMPs in Python, seconds for more than this. They were for icons.
+# Pillow decodes run-length encoded BMPs in Python, and needs seconds for larger ones. The encoding was for icons.
 _MAX_RUN_LENGTH_BMP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says about its image. `width` and `height` are pixels as stored, before orientation.
+    """An image file's header. `width` and `height` are pixels as stored, before the orientation is applied.
 
-    `format` is one of `FORMATS` or `RARE_FORMATS`, `channels` the samples per stored pixel (1 for a palette; 4 in a
-    JPEG means CMYK), `orientation` EXIF's 1 to 8; in one of `RARE_FORMATS` it is 1, and the size is the upright one.
+    `format` is one of `FORMATS` or `RARE_FORMATS`. `channels` counts the samples per stored pixel: 1 for a palette; 4
+    in a JPEG means CMYK. `orientation` is EXIF's 1 to 8. With `RARE_FORMATS` it is 1, and the size is the upright one.
     """
 
     format: str
@@ -55,12 +55,11 @@ class Header:
 def read_header(image: bytes, formats: Sequence[str] = ()) -> Header:
     """Return the header of an image file in one of `formats` (none: all of `FORMATS`).
 
-    Animated files stand for their first frame.
-
-    Time is linear in the file and short (no step of a loop for less than a chunk, no byte inflated beyond 160
-    KiB), microseconds for a photo; no memory to speak of. Still, what comes from strangers and is larger than a
-    few KiB is read off the event loop. Raises `InvalidImageError` for bytes that are no image of such a format or
-    whose header is damaged, and `ImageLimitError` for a JPEG of too many scans.
+    The image of an animation is its first frame. The time is linear in the file size, and microseconds for a photo: no
+    loop steps over less than a chunk, and at most 160 KiB are inflated. It needs almost no memory. Even so, read files
+    from untrusted callers that are larger than a few KiB outside the event loop. Raises `InvalidImageError` for bytes
+    that are not an image in such a format or have a damaged header, and `ImageLimitError` for a JPEG with too many
+    scans.
     """
     for name, magic, parse in _PARSERS:
         if magic.match(image):
@@ -79,7 +78,7 @@ def read_header(image: bytes, formats: Sequence[str] = ()) -> Header:
 
 
 def check_limits(header: Header, image_bytes: int, *, max_image_bytes: int, max_image_pixels: int) -> None:
-    """Raise `ImageLimitError` naming the limit that a file of `image_bytes` with this header exceeds."""
+    """Raise `ImageLimitError`, which names the limit, if a file of `image_bytes` with this header exceeds one."""
     if image_bytes > max_image_bytes:
         raise ImageLimitError(f"{image_bytes} bytes exceed max_image_bytes {max_image_bytes}")
     if header.pixels > max_image_pixels:
@@ -91,7 +90,7 @@ _GIF_BLOCK = re.compile(rb"[!,;]")
 
 
 def _gif(image: bytes) -> Header:
-    """Read the screen's size, which a first frame that exceeds it enlarges."""
+    """Read the size of the screen, enlarged if the first frame exceeds it."""
     width, height, flags = struct.unpack_from("<HHB", image, 6)
     left, top, frame_width, frame_height = struct.unpack_from("<4H", image, _first_gif_frame(image, flags))
     width, height = max(width, left + frame_width), max(height, top + frame_height)
@@ -99,7 +98,7 @@ def _gif(image: bytes) -> Header:
 
 
 def _first_gif_frame(image: bytes, flags: int) -> int:
-    """Return where the first frame's position and size stand, behind the palette and any extensions."""
+    """Return the offset of the first frame's position and size, after the palette and any extensions."""
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     junk_bytes = 0
     in_extension = False
@@ -143,16 +142,17 @@ _PARSERS: tuple[tuple[str, re.Pattern[bytes], Callable[[bytes], Header]], ...] =
     ("GIF", re.compile(rb"GIF8[79]a"), _gif),
     ("BMP", re.compile(rb"BM"), _bmp),
 )
-# What browsers and phones send, and the OpenAI-compatible interfaces take: both sides read their headers.
+# The formats that browsers and phones send and OpenAI-compatible APIs accept. Both sides read their headers.
 FORMATS = tuple(name for name, _, _ in _PARSERS)
-# What else Pillow reads by itself, under Pillow's names: only the server's decoder processes read these.
+# The other formats that Pillow reads without plug-ins, by Pillow's names. Only the server's decoder processes read
+# them.
 RARE_FORMATS = (
     "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA", "PCX", "BLP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX",
     "GBR", "ICNS", "IM", "IMT", "IPTC", "MCIDAS", "MSP", "PCD", "PIXAR", "PSD", "QOI", "SGI", "SPIDER", "SUN", "XBM",
     "XPM", "XVTHUMB",
 )  # fmt: skip
 
-# What people send as well, told by name: it helps more than a list.
+# Other files that people send. An error that names the format helps more than a list of accepted ones.
 _OTHERS = (
     ("HEIC", re.compile(rb"....ftyp(?:hei|hev)", re.DOTALL)),
     ("PDF", re.compile(rb"%PDF-")),
@@ -165,7 +165,7 @@ _OTHERS = (
 
 
 def format_of(image: bytes) -> str | None:
-    """Return which of `FORMATS` a file has; None for one that may have one of `RARE_FORMATS`.
+    """Return the file's format if it is one of `FORMATS`; None if it may be one of `RARE_FORMATS`.
 
     Raises `InvalidImageError` for a file that is empty or known to be something else.
     """
@@ -180,7 +180,7 @@ def format_of(image: bytes) -> str | None:
 def unknown(image: bytes, formats: Sequence[str] = FORMATS) -> InvalidImageError:
     """Return the error for a file that is not an image in one of `formats`."""
     if not image:
-        return InvalidImageError("empty: an image of 0 bytes")
+        return InvalidImageError("the image is empty: 0 bytes")
     found = [name for name, magic in _OTHERS if magic.match(image[:1024])]
     looks = f"; this looks like {found[0]}" if found else ""
     return InvalidImageError(f"not an image of a supported format ({', '.join(formats)}){looks}")

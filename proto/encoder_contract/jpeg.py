@@ -1,6 +1,7 @@
-"""JPEG: size, channels and orientation, from the segments before the first scan; and how many scans there are.
+"""JPEG: read size, channels and orientation from the segments before the first scan, and count the scans.
 
-Bounds are what a sound file can need. The work is linear in the file, and these keep its factor small.
+The bounds are the most that an intact file can need. The work is linear in the file size, and the bounds keep its
+factor small.
 """
 
 import re
@@ -11,19 +12,19 @@ from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.orientation import MAX_METADATA_BYTES, orientation
 
 MAGIC = re.compile(rb"\xff\xd8\xff")
-# 32 MiB of metadata in full 64 KiB segments are 512 of them.
+# 32 MiB of metadata fill 512 segments of 64 KiB.
 _MAX_SEGMENTS = 1024
-# A progressive photo has about ten scans, and the most thorough optimisers write some twenty. Each costs a decoder a
-# pass over the whole image, two seconds a gigapixel, however few bytes it has: any image may have twenty, and a
-# hundred if they are quick.
+# A progressive photo has about ten scans, and the most thorough optimisers write about twenty. Each scan costs the
+# decoder a pass over the whole image (two seconds per gigapixel), however few bytes it has. So any image may have
+# twenty scans, and a small one up to a hundred.
 _USUAL_SCANS, MAX_SCANS = 20, 100
 _MAX_SCANNED_PIXELS = 500_000_000
-# Nothing sound has junk between its segments, but decoders take it.
+# An intact file has no junk between its segments, but decoders accept it.
 _MAX_JUNK_BYTES = 65536
 
 _MARKER = re.compile(rb"\xff[\x01-\xfe]")
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-# Frames whose scans hold whole samples; the others come in passes that refine each other.
+# Frames whose scans contain whole samples. In all others, scans refine each other.
 _SEQUENTIAL_FRAMES = (0xC0, 0xC1, 0xC9)
 # Restarts, start and end of image, and reserved extensions carry no length.
 _BARE_MARKERS = {0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)}
@@ -32,7 +33,7 @@ _EXIF_START, _XMP_START = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 
 
 def _segments(image: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (marker, begin, end of its payload) up to and with the first scan; junk between segments is skipped."""
+    """Yield (marker, begin and end of its payload), up to the first scan, included. Skips junk in between."""
     position, junk_bytes = 2, 0
     for _ in range(_MAX_SEGMENTS):
         found = _MARKER.search(image, position, position + _MAX_JUNK_BYTES)
@@ -47,7 +48,7 @@ def _segments(image: bytes) -> Iterator[tuple[int, int, int]]:
         if marker == _START_OF_SCAN:
             yield marker, position + 2, len(image)
             return
-        # A length counts its own two bytes; libjpeg and Pillow take less than that for an empty segment.
+        # A length includes its own two bytes. libjpeg and Pillow treat a smaller one as an empty segment.
         end = position + max(2, *struct.unpack_from(">H", image, position))
         if end > len(image):
             raise InvalidImageError(f"truncated: JPEG segment {marker:#x} runs over the end of the file")
@@ -57,7 +58,7 @@ def _segments(image: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def read(image: bytes) -> tuple[int, int, int, int]:
-    """Return (width, height, orientation, channels: 4 means CMYK); the size is that of the stored pixels.
+    """Return (width, height, orientation, channels). The size is in stored pixels; 4 channels mean CMYK.
 
     Raises `InvalidImageError` for a damaged header, and `ImageLimitError` for too many scans.
     """
@@ -79,7 +80,7 @@ def read(image: bytes) -> tuple[int, int, int, int]:
     if sum(map(len, exif)) > MAX_METADATA_BYTES:
         raise InvalidImageError(f"EXIF of more than {MAX_METADATA_BYTES} bytes")
     kind, width, height, channels = _frame(frame)
-    # Decoders stop after a sequential scan of all channels.
+    # Decoders stop after a sequential scan with all channels.
     if kind not in _SEQUENTIAL_FRAMES or image[first_scan : first_scan + 1] != bytes([channels]):
         usual = max(_USUAL_SCANS, _MAX_SCANNED_PIXELS // max(1, width * height))
         _check_scans(image, first_scan, min(usual, MAX_SCANS))
@@ -98,13 +99,14 @@ def _frame(frame: tuple[int, bytes] | None) -> tuple[int, int, int, int]:
 
 
 def _check_scans(image: bytes, first_scan: int, most: int) -> None:
-    """Raise `ImageLimitError` for more than `most` scans, counted from behind the marker of the first.
+    """Raise `ImageLimitError` for more than `most` scans, counted from after the marker of the first.
 
-    Compressed data never hold a marker's bytes, so every scan is seen. What follows the image counts as well,
-    by chance once in 64 KiB, which matters only to progressive files that carry megabytes of something else.
+    Compressed data never contains the bytes of a marker, so this counts every scan. Data after the image counts, too,
+    if it has these bytes by chance: once in 64 KiB. That affects only progressive files with megabytes of appended
+    data.
     """
     scans = 1
-    # In pieces, between which other threads run; a marker may lie across two.
+    # Counted in pieces, so that other threads run in between. A marker may span two pieces.
     for begin in range(first_scan, len(image), MAX_METADATA_BYTES):
         scans += image.count(b"\xff\xda", begin, begin + MAX_METADATA_BYTES + 1)
         if scans > most:

@@ -1,7 +1,7 @@
-"""Which way up an image is: the EXIF (or XMP) orientation, 1 to 8, as Pillow's `exif_transpose` reads it.
+"""An image's orientation: the EXIF (or XMP) value, 1 to 8, as Pillow's `exif_transpose` reads it.
 
-Read by hand, because both sides of the contract must survive what strangers send: one tag is looked for in a
-bounded number of steps, where a general EXIF parser reads and keeps every tag.
+Parsed by hand, because both sides of the contract must survive malicious files: this looks for one tag in a bounded
+number of steps, where a general EXIF parser reads and keeps every tag.
 """
 
 import re
@@ -12,12 +12,12 @@ UPRIGHT = 1
 FIRST_SWAPPED = 5
 
 ORIENTATION_TAG = 0x0112
-# EXIF with a thumbnail fits one 64 KiB segment of a JPEG, and XMP another; some writers need a few.
+# EXIF with a thumbnail fits into one 64 KiB segment of a JPEG, and XMP into another. Some writers need a few.
 MAX_METADATA_BYTES = 1 << 20
 _BYTE_ORDERS = {b"MM\x00\x2a": ">", b"II\x2a\x00": "<", b"MM\x2a\x00": ">", b"II\x00\x2a": "<"}
 # The first directory of a real photo has a few dozen tags.
 _MAX_TAGS = 512
-# Bytes per value of each type, and how those that are integers are unpacked.
+# Bytes per value of each type, and the `struct` formats of the integer types.
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 _INTEGER_FORMATS = {3: "H", 4: "L", 6: "b", 8: "h", 9: "l", 13: "L", 16: "Q"}
 _EXIF_PREFIX = re.compile(rb"(?:Exif\x00\x00){0,2}")
@@ -25,9 +25,9 @@ _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
 def orientation(exif: bytes = b"", xmp: bytes = b"") -> int:
-    """Return 1 to 8 from an EXIF block (with or without its `Exif` prefix), else from XMP, else 1.
+    """Return the orientation, 1 to 8, of an EXIF block (with or without its `Exif` prefix), else of XMP, else 1.
 
-    What is damaged or out of range counts as absent: such a photo is shown as it is stored.
+    A damaged block or a value out of range counts as absent: the photo is shown as it is stored.
     """
     value = from_exif(exif)
     if value is None:
@@ -37,7 +37,7 @@ def orientation(exif: bytes = b"", xmp: bytes = b"") -> int:
 
 
 def from_exif(exif: bytes) -> int | None:
-    """Return the orientation tag of the first directory, 0 when it is no integer, None when there is none."""
+    """Return the orientation tag of the first directory; 0 if it is not an integer, None if there is none."""
     prefix = _EXIF_PREFIX.match(exif)
     tiff = memoryview(exif)[prefix.end() if prefix else 0 :]
     order = _BYTE_ORDERS.get(bytes(tiff[:4]))
@@ -45,12 +45,12 @@ def from_exif(exif: bytes) -> int | None:
         return None
     try:
         return _orientation_tag(tiff, order)
-    except struct.error:  # the block ends here
+    except struct.error:  # the block is truncated
         return None
 
 
 def _orientation_tag(tiff: memoryview, order: str) -> int | None:
-    """Return the tag as Pillow finds it: the first of its number, among those up to where the directory is damaged."""
+    """Return the tag as Pillow finds it: the first with its number, up to where the directory is damaged."""
     (position,) = struct.unpack_from(f"{order}L", tiff, 4)
     (tags,) = struct.unpack_from(f"{order}H", tiff, position)
     position += 2
@@ -65,8 +65,8 @@ def _orientation_tag(tiff: memoryview, order: str) -> int | None:
             continue
         if size > 4:
             (at,) = struct.unpack_from(f"{order}L", tiff, at)
-            # Values that overlap so much that they outgrow the block are passed over, and one that points outside
-            # ends the directory.
+            # Skip values that together are larger than the block, because they overlap. A value outside the block ends
+            # the directory.
             out_of_line_bytes += size
             if out_of_line_bytes > len(tiff):
                 continue

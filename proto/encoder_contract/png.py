@@ -1,4 +1,4 @@
-"""PNG: size, channels and orientation, from its chunks. Bounds are what a sound file can need."""
+"""PNG: read size, channels and orientation from its chunks. The bounds are the most that an intact file can need."""
 
 import re
 import struct
@@ -9,10 +9,10 @@ from encoder_contract.errors import InvalidImageError
 from encoder_contract.orientation import MAX_METADATA_BYTES, orientation
 
 MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n")
-# 32 MiB in the usual 8 KiB pieces have 4096 chunks.
+# 32 MiB in the usual pieces of 8 KiB have 4096 chunks.
 _MAX_CHUNKS = 16384
-# 64 KiB of EXIF as lines of hexadecimal text, ImageMagick's way of keeping it, are under 160 KiB. A few bytes inflate
-# to this, so it is what a small file may cost.
+# 64 KiB of EXIF as lines of hexadecimal text, which ImageMagick writes, are less than 160 KiB. A few bytes can inflate
+# to this, so it bounds what a small file may cost.
 _MAX_INFLATED_BYTES = 160 << 10
 
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -22,7 +22,7 @@ _CHUNK = struct.Struct(">L4s")
 
 
 def read(image: bytes) -> tuple[int, int, int, int]:
-    """Return (width, height, orientation, channels: 1 for a palette); the size is that of the stored pixels.
+    """Return (width, height, orientation, channels). The size is in stored pixels; a palette has 1 channel.
 
     Raises `InvalidImageError` for a damaged header.
     """
@@ -38,9 +38,9 @@ def read(image: bytes) -> tuple[int, int, int, int]:
 
 
 def _metadata(image: bytes) -> dict[bytes, tuple[bytes, bytes]]:
-    """Return (kind, payload) of the chunks that may hold an orientation, by what they are; texts by keyword.
+    """Return (kind, payload) of the chunks that may have an orientation, by kind; text chunks by keyword.
 
-    To the end of the file: metadata may follow the pixels, and the last of a kind counts.
+    Reads to the end of the file: metadata may follow the pixels, and the last chunk of a kind counts.
     """
     found: dict[bytes, tuple[bytes, int, int]] = {}
     for kind, begin, end in chunks(image):
@@ -57,7 +57,7 @@ def _metadata(image: bytes) -> dict[bytes, tuple[bytes, bytes]]:
 
 
 def chunks(image: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, begin, end of its payload) of each chunk before the end of the picture, or of the file."""
+    """Yield (kind, begin and end of its payload) of each chunk, up to the end of the picture or the file."""
     position, stop = 8, len(image) - 8
     for _ in range(_MAX_CHUNKS):
         if position > stop:
@@ -86,7 +86,7 @@ def _text(kind: bytes, text: bytes) -> bytes:
 
 
 def _hexadecimal(profile: bytes) -> bytes:
-    """Return the bytes of ImageMagick's raw profile: an empty line, a name, a length, then hexadecimal."""
+    """Return the bytes of ImageMagick's raw profile: an empty line, a name, a length, then hexadecimal digits."""
     digits = b"".join(profile.split(b"\n", 3)[3:]).translate(None, b"\n")
     try:
         return bytes.fromhex(digits.decode("ascii"))

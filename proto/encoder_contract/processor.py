@@ -1,7 +1,7 @@
 """The model's image processor settings, read from a Hugging Face checkpoint folder.
 
-They determine pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen4-Exp. An
-unsupported setting is rejected at start, never ignored: different pixels would silently cost accuracy.
+They determine pixels, grids and normalisation of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen4-Exp. A start
+rejects unsupported settings: ignoring one would change the pixels, and silently cost accuracy.
 """
 
 import json
@@ -18,8 +18,8 @@ from encoder_contract.geometry import Geometry
 from encoder_contract.json_file import read_json_object
 from encoder_contract.settings import ConfigError, flag, require_folder
 
-# Part of the fingerprint: raise it when our decoding or resizing changes pixels, so that old and new
-# embeddings have different addresses.
+# Part of the fingerprint. Raise it when our decoding or resizing changes pixels, so that old and new embeddings have
+# different addresses.
 PIXELS_VERSION = 3
 
 # Names of the same arithmetic in different versions of `transformers`.
@@ -30,7 +30,7 @@ SMART_RESIZE_PROCESSORS = (
     "Qwen2_5_VLImageProcessor",
 )
 
-# Settings with one value that we implement; absent means this value, as in `transformers`.
+# Settings of which we implement one value. Absent means this value, as in `transformers`.
 _FIXED: dict[str, object] = {
     "do_resize": True,
     "do_rescale": True,
@@ -60,7 +60,7 @@ class ProcessorSettings:
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, BLAKE3 over everything that determines the vision tower's input."""
+        """32 bytes: BLAKE3 over everything that determines the vision tower's input."""
         geometry = self.geometry
         canonical = {
             "pixels_version": PIXELS_VERSION,
@@ -80,8 +80,8 @@ class ProcessorSettings:
         """Read the settings of a checkpoint folder.
 
         As `transformers` does, `image_processor` inside processor_config.json wins over
-        preprocessor_config.json. Raises `FileNotFoundError` when there is neither, `ValueError` naming the
-        file and the setting when one is missing, malformed or not supported.
+        preprocessor_config.json. Raises `FileNotFoundError` if there is neither, and `ValueError`, which names the file
+        and the setting, if one is missing, malformed or not supported.
         """
         path, settings = _find_settings(Path(folder))
         try:
@@ -108,9 +108,9 @@ class ProcessorSettings:
 
 
 def read_processor(folder: Path) -> ProcessorSettings:
-    """Read the settings of a checkpoint folder whose model can be served; its weights are not looked at.
+    """Read the image processor settings of a checkpoint folder, whose model must be servable. Reads no weights.
 
-    config.json is read first: an error names what the folder is, before what it lacks. Raises `ConfigError`.
+    Reads config.json first, so that an error names an unsupported model before a missing file. Raises `ConfigError`.
     """
     require_folder("model", folder)
     try:
@@ -129,7 +129,7 @@ def _find_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     if path.is_file():
         return path, read_json_object(path)
     raise FileNotFoundError(
-        f"{folder} holds no image processor settings: neither preprocessor_config.json"
+        f"{folder} has no image processor settings: neither preprocessor_config.json"
         " nor an image_processor in processor_config.json"
     )
 
@@ -146,7 +146,7 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
 
 
 def _pixel_bounds(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (min_pixels, max_pixels): the top-level names win over `size`, as in `transformers`."""
+    """Return (min_pixels, max_pixels). The top-level names win over `size`, as in `transformers`."""
     size = settings.get("size")
     edges: Mapping[str, Any] = size if isinstance(size, dict) else {}
     bounds: list[int] = []
@@ -180,6 +180,6 @@ def _three(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]
     if values is None:
         raise ValueError(f"{name} is not set")
     if not isinstance(values, list) or len(values) != 3:
-        raise ValueError(f"{name} must hold three numbers, one per channel, got {values!r}")
+        raise ValueError(f"{name} must have three numbers, one per channel, got {values!r}")
     red, green, blue = (_number(name, value) for value in values)
     return red, green, blue

@@ -1,4 +1,4 @@
-"""Settings: a field of a frozen dataclass is the flag, the environment name, the default and the help line."""
+"""Settings: each field of a frozen dataclass is a flag, an environment variable, a default and a help line."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin,
 from encoder_contract.command_line import did_you_mean
 from encoder_contract.endpoint import Endpoint
 
-# What --help calls a value, by the last word of the field's name.
+# The placeholder of a value in --help, by the last word of the field's name.
 _METAVARS = {
     **dict.fromkeys(("listen", "advertise", "encoder"), "HOST:PORT"),
     **dict.fromkeys(("model", "dir", "folder"), "FOLDER"),
@@ -30,7 +30,7 @@ _METAVARS = {
 
 
 class ConfigError(ValueError):
-    """A flag or environment variable that is unknown or has a bad value; the message says which and why."""
+    """A flag or environment variable is unknown or has a bad value. The message says which and why."""
 
 
 def knob(
@@ -40,7 +40,7 @@ def knob(
     zero: bool = False,
     below: float = inf,
 ) -> Any:
-    """Declare a field with its help line. A number is positive and less than `below`; with `zero`, it may be 0."""
+    """Declare a field with its help line. A number must be positive and less than `below`. With `zero`, it may be 0."""
     return field(default=default, metadata={"help": help, "zero": zero, "below": below})
 
 
@@ -53,20 +53,20 @@ def require_folder(name: str, path: Path) -> None:
     """Raise `ConfigError` unless the setting `name`, a model's folder, exists."""
     if not path.is_dir():
         raise ConfigError(
-            f"{flag(name)} {path}: there is no such folder (a model of the Hugging Face Hub has to be downloaded into "
-            "one: hf download NAME --local-dir FOLDER)"
+            f"{flag(name)} {path}: there is no such folder (download a model of the Hugging Face Hub first: hf "
+            "download NAME --local-dir FOLDER)"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a program. Subclasses add a `knob` for each, and check values on construction."""
+    """The settings of a program. A subclass declares a `knob` for each, and checks the values on construction."""
 
-    # Never the name of the program's Kubernetes Service: Kubernetes itself injects <SERVICE>_PORT and the like.
+    # Must differ from the name of the program's Kubernetes Service: Kubernetes injects <SERVICE>_PORT and the like.
     environment_prefix: ClassVar[str]
-    # Fields that are no more, and what to do instead: using one is an error that says so.
+    # Removed fields, and what to do instead. Using one is an error that says so.
     removed: ClassVar[Mapping[str, str]] = {}
-    # The first field of each group in --help, in the order of the fields, and the group's heading.
+    # First field of each group in --help -> the heading of the group, in the order of the fields.
     headings: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -76,7 +76,7 @@ class Settings:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` one flag for each field, without defaults, so that a missing flag is visible."""
+        """Add a flag for each field to `parser`, without defaults, so that `read` sees which flags were given."""
         hints = get_type_hints(cls)
         group: argparse._ActionsContainer = parser
         for each in fields(cls):
@@ -90,7 +90,7 @@ class Settings:
                 flag(each.name),
                 type=kind,
                 choices=choices,
-                nargs="?" if switch else None,  # a switch that stands alone means yes
+                nargs="?" if switch else None,  # a switch without a value means yes
                 const="yes" if switch else None,
                 default=argparse.SUPPRESS,
                 metavar=None if choices else metavar(each.name, kind),
@@ -108,7 +108,7 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> Self:
-        """Combine flags (they win) and environment; unknown names and bad values are a `ConfigError`."""
+        """Combine flags and environment variables; flags win. Raises `ConfigError` for unknown names and bad values."""
         values = {**cls._from_environment(environment), **given}
         missing = [each.name for each in fields(cls) if each.default is MISSING and each.name not in values]
         if missing:
@@ -137,9 +137,11 @@ class Settings:
         for each in fields(self):
             value, below = getattr(self, each.name), each.metadata["below"]
             if isinstance(value, int | float):
-                rule = "must be positive and finite" if below == inf else f"must lie between 0 and {below:g}"
+                rule = (
+                    "must be positive and finite" if below == inf else f"must be above 0 and below {below:g}"
+                )
                 if each.metadata["zero"]:
-                    rule = "must not be negative and must be finite"
+                    rule = "must be 0 or positive, and finite"
                 self._require(0 < value < below or (value == 0 and each.metadata["zero"]), each.name, rule)
 
     def _require_endpoint(self, name: str, *, tcp: bool = False) -> None:
@@ -155,7 +157,7 @@ class Settings:
 
 
 class _Removed(argparse.Action):
-    """A removed flag; its `const` says what to do instead."""
+    """The action of a removed flag. Its `const` says what to do instead."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: object, _values: object, used: str | None = None
@@ -164,7 +166,7 @@ class _Removed(argparse.Action):
 
 
 def metavar(name: str, kind: type) -> str:
-    """Return what --help calls a value of the field `name`."""
+    """Return the placeholder in --help for a value of the field `name`."""
     return _METAVARS.get(name.rpartition("_")[2], "TEXT" if kind is str else "N")
 
 
@@ -184,7 +186,7 @@ def _parsed(name: str, text: str, hint: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[type, Sequence[str] | None]:
-    """Return how a value of a field is read, and its choices, if any. A knob has one plain type."""
+    """Return the type that parses a field's value, and its choices, if any."""
     if get_origin(hint) is Literal:
         return str, get_args(hint)
     assert isinstance(hint, type), hint

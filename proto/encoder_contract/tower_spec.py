@@ -1,7 +1,7 @@
-"""The dimensions of a vision tower, read from the content of config.json, for each family that is served.
+"""The dimensions of a vision tower, read from the content of config.json, for each family that has our own tower.
 
-Qwen3-VL (dense and mixture of experts) has DeepStack levels. Qwen2.5-VL has attention inside windows, in a few blocks
-over the whole image. Qwen3.5 and Qwen4-Exp are Qwen3-VL in checkpoints that name no DeepStack levels.
+Qwen3-VL (dense and mixture of experts) has DeepStack levels. In Qwen2.5-VL, most blocks have attention inside windows,
+and a few over the whole image. Qwen3.5 and Qwen4-Exp are Qwen3-VL without DeepStack levels.
 """
 
 import math
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Precision = Literal["full", "fp8"]
-"""Of the products in a tower's blocks: that of the weights, or 8 bits in all blocks but the first `full_blocks`."""
+"""Precision of a tower's matrix products: that of the weights, or 8 bits in all but the first `full_blocks`."""
 
-# Errors of the first blocks pass through all others: two fifths of the blocks stay as they are. With three of them, as
-# in FlashRT's recipe for such a tower (its PR 107), the mean cosine of rows missed 0.998 at full depth, and with a
-# third it did for Qwen2.5-VL. The mergers stay, too: their outputs are the rows.
+# Errors of the first blocks pass through all later ones, so two fifths of the blocks keep full precision. With only
+# three full blocks, as in FlashRT's recipe for such a tower (its PR 107), the mean cosine of rows missed 0.998 at full
+# depth; with a third of the blocks, it missed it for Qwen2.5-VL. The mergers keep full precision, too: their outputs
+# are the rows.
 FULL_SHARE = 2 / 5
 
 
 def full_blocks(depth: int) -> int:
-    """Return how many blocks, the first ones, a tower of this depth keeps in full precision under "fp8"."""
+    """Return how many of the first blocks a tower of this depth keeps in full precision under "fp8"."""
     return math.ceil(depth * FULL_SHARE)
 
 
@@ -78,7 +79,7 @@ class TowerSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLPs are gated: in every family a SiLU is half of a gated pair."""
+        """Whether the MLPs are gated. In every family, an MLP with SiLU is gated."""
         return self.activation == "silu"
 
     @property
@@ -92,10 +93,10 @@ _DEFAULTS_OF_ALL = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_s
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What config.json says in a family of vision towers; `FAMILIES` lists them.
+    """A family of vision towers, and how config.json describes them. `FAMILIES` lists all.
 
-    `model_types` are the names in config.json that mean this family, `defaults` the values of `vision_config` that
-    `transformers` leaves out of it.
+    `model_types` are the family's names in config.json. `defaults` are the values of `vision_config` that
+    `transformers` does not write.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Family:
     defaults: Mapping[str, Any]
 
     def spec(self, config: Mapping[str, Any]) -> TowerSpec:
-        """Return the numbers of a tower from config.json's content; `ValueError` names what is not supported."""
+        """Return the numbers of a tower from config.json's content. Raises `ValueError` for unsupported ones."""
         found = config.get("vision_config")
         if not isinstance(found, dict):
             raise ValueError("config.json has no vision_config")
@@ -132,7 +133,7 @@ class Family:
         )
 
     def _refuse_unsupported(self, vision: Mapping[str, Any]) -> None:
-        """Reject settings that we would otherwise compute wrongly without an error."""
+        """Reject settings for which we would silently compute wrong rows."""
         expected = self.defaults["hidden_act"]
         if vision["hidden_act"] != expected:
             raise ValueError(
@@ -161,7 +162,7 @@ class Family:
         levels = list(vision.get("deepstack_visual_indexes", ()))
         if levels != sorted({level for level in levels if 0 <= level < vision["depth"]}):
             raise ValueError(
-                f"vision_config.deepstack_visual_indexes {levels} must be blocks in order, each once"
+                f"vision_config.deepstack_visual_indexes {levels} must be block numbers in order, without duplicates"
             )
 
 
@@ -204,7 +205,7 @@ FAMILIES = (QWEN3_VL, QWEN2_5_VL, QWEN3_5)
 
 
 def spec_of(config: Mapping[str, Any]) -> TowerSpec:
-    """Return the numbers of the tower that config.json's content names; `ValueError` names what is not supported."""
+    """Return the numbers of the tower in config.json's content. Raises `ValueError` for unsupported ones."""
     by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
     model_type = config.get("model_type")
     if model_type not in by_type:

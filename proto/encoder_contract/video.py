@@ -1,7 +1,7 @@
-"""Videos: what a container says, which frames a model is shown, how they are paired, resized and timed.
+"""Videos: what a container says, which frames the model gets, and how they are paired, resized and timed.
 
-A video is an album of pairs of frames. The caller decides which: `VideoSettings` computes, without a pixel, what the
-checkpoint's own video processor in `transformers` computes.
+A video is an album of pairs of frames, which the caller chooses. `VideoSettings` computes them without decoding a
+pixel, as the checkpoint's own video processor in `transformers` does.
 """
 
 import json
@@ -19,24 +19,23 @@ from encoder_contract.json_file import read_json_object
 if TYPE_CHECKING:
     from encoder_contract.v1 import encoder_pb2 as pb
 
-UNKNOWN_FPS = 24.0  # what Qwen3-VL's processor takes a container for that does not say its rate
-# Where the names of containers stand in their first bytes.
+UNKNOWN_FPS = 24.0  # Qwen3-VL's processor assumes this rate for a container that does not state one
+# Container, and offset and value of its name in the first bytes.
 _MAGIC = (("MP4", 4, b"ftyp"), ("MP4", 4, b"moov"), ("MP4", 4, b"mdat"), ("MP4", 4, b"wide"), ("MP4", 4, b"free"),
           ("WEBM", 0, b"\x1aE\xdf\xa3"))  # fmt: skip
 HEAD_BYTES = 8
 
 
 def container_of(head: bytes) -> str | None:
-    """Return which container a file is by its first `HEAD_BYTES`: MP4 (and MOV), WEBM (and MKV), or None."""
+    """Return the container of a file from its first `HEAD_BYTES`: MP4 (and MOV), WEBM (and MKV), or None."""
     return next((name for name, at, magic in _MAGIC if head[at : at + len(magic)] == magic), None)
 
 
 class Frames(NamedTuple):
     """Two frames of a video that the tower encodes together, and the grid that they are resized to.
 
-    `first` <= `second`, from 0 in the order in which they are shown. Equal numbers: the last of an odd number.
-    `bilinear` is the height and width in pixels that they are resized to before that, by an antialiased bilinear
-    filter, for an engine that does so.
+    `first` <= `second`, counted from 0 in display order. They are equal for the last frame of an odd number. `bilinear`
+    is a height and width in pixels: some engines first resize the frames to it, with an antialiased bilinear filter.
     """
 
     first: int
@@ -45,8 +44,9 @@ class Frames(NamedTuple):
     bilinear: tuple[int, int] | None = None
 
     def to_message(self) -> "pb.Frames":
-        """Return the message that names the frames, beside their grid."""
-        from encoder_contract.v1 import encoder_pb2 as pb  # which decoding lacks
+        """Return the message that names the frames. It does not contain their grid."""
+        # Imported here, because decoder processes must not load protobuf.
+        from encoder_contract.v1 import encoder_pb2 as pb
 
         height, width = self.bilinear or (0, 0)
         return pb.Frames(first=self.first, second=self.second, bilinear_height=height, bilinear_width=width)
@@ -54,7 +54,7 @@ class Frames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:
-    """What a container says, as the server's decoder reads it: see `VideoState` in the contract."""
+    """What a container says, as read by the server's decoder: see `VideoState` in the contract."""
 
     frames: int
     readable_frames: int
@@ -65,16 +65,16 @@ class VideoInfo:
 
     @property
     def seconds(self) -> float:
-        """How long it is, by its frames and their rate."""
+        """Duration, from the number of frames and their rate."""
         return self.frames / (self.fps or UNKNOWN_FPS)
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """The pairs of a video that a model is shown, in order.
+    """The pairs of a video that the model gets, in order.
 
-    `seconds` says when each pair is shown: the mean of its two frames. `seconds_per_pair` is the time from one pair to
-    the next by the sampled rate, for models that count time in positions instead of writing it.
+    `seconds` has the time of each pair: the mean of its two frames. `seconds_per_pair` is the time from one pair to the
+    next at the sampled rate, for models that count time in positions instead of writing it as text.
     """
 
     pairs: tuple[Frames, ...]
@@ -91,8 +91,8 @@ class Clip:
 class VideoSettings:
     """The settings of a checkpoint's video processor that decide frames, sizes and times.
 
-    `writes_time` is Qwen3-VL's processor: a timestamp before each pair, and bounds on the pixels of all frames.
-    Without, it is Qwen2-VL's: one run of placeholders, and bounds on each frame.
+    With `writes_time`, it is Qwen3-VL's processor: a timestamp before each pair, and bounds on the pixels of all frames
+    together. Without, it is Qwen2-VL's: one run of placeholders, and bounds on the pixels of each frame.
     """
 
     writes_time: bool
@@ -113,11 +113,10 @@ class VideoSettings:
     def from_folder(cls, folder: str | Path) -> Self:
         """Read the settings of a checkpoint folder, as `AutoVideoProcessor` finds them.
 
-        Raises `OSError` or `ValueError` for a folder without, or with settings that are not supported.
+        Raises `OSError` or `ValueError` if the folder has no settings, or unsupported ones.
         """
-        from encoder_contract.checkpoint import (
-            read_config,
-        )  # with its library of digests, which decoding lacks
+        # Imported here, because decoder processes must not load blake3.
+        from encoder_contract.checkpoint import read_config
 
         folder = Path(folder)
         path, found = _find_settings(folder)
@@ -160,15 +159,15 @@ class VideoSettings:
         )
 
     def clip(self, video: VideoInfo, frames: Sequence[int] | None = None) -> Clip:
-        """Return the pairs that the model is shown of a video, without those that its file lacks.
+        """Return the pairs of a video that the model gets, without frames that the file lacks.
 
-        `frames` are the numbers of the frames to show, in order; without, `sample` chooses them. Raises
-        `InvalidImageError` for a video without frames, `ImageLimitError` for an aspect ratio over 200.
+        `frames` are the numbers of the frames, in order. Without them, `sample` chooses. Raises `InvalidImageError` for
+        a video without frames, `ImageLimitError` for an aspect ratio over 200.
         """
         chosen = self.sample(video) if frames is None else frames
         indices = [index for index in chosen if index < video.readable_frames]
         if len(indices) < 2:
-            raise InvalidImageError("the file ends before the second frame that the model is to be shown")
+            raise InvalidImageError("the file ends before the second frame that the model needs")
         grid = self.grid(len(indices), video.width, video.height)
         if len(indices) % 2:
             indices.append(indices[-1])
@@ -179,11 +178,11 @@ class VideoSettings:
         return Clip(pairs, seconds, 2 / sampled_rate)
 
     def sample(self, video: VideoInfo) -> list[int]:
-        """Return the frames that the video processor chooses, by number."""
+        """Return the numbers of the frames that the video processor chooses."""
         total, rate = video.frames, video.fps or UNKNOWN_FPS
         if total < 2:
             raise InvalidImageError(
-                "the video has fewer than two frames, and these models take frames in pairs"
+                "the video has fewer than two frames, and this model takes frames in pairs"
             )
         if self.writes_time:
             count = min(max(int(total / rate * self.fps), self.min_frames), self.max_frames, total)
@@ -191,13 +190,13 @@ class VideoSettings:
             return [round(number * step) for number in range(count - 1)] + [total - 1]
         most = min(self.max_frames, total) // 2 * 2
         count = math.floor(min(max(total / rate * self.fps, self.min_frames), most, total)) // 2 * 2
-        # In float32, as torch.arange: rounding decides some frames, and may add one behind the last.
+        # In float32, like torch.arange: rounding decides some frames, and may add one after the last.
         step = total / count
         steps = (number * step for number in range(math.ceil(total / step)))
         return [min(int(_float32(index)), total - 1) for index in steps]
 
     def grid(self, frames: int, width: int, height: int) -> Grid:
-        """Return the grid of each pair of a video of which so many frames are shown, of this size in pixels.
+        """Return the grid of each pair, for a video of this size in pixels of which the model gets `frames` frames.
 
         Raises `InvalidImageError` for a side of zero, `ImageLimitError` for an aspect ratio over 200.
         """
@@ -227,17 +226,17 @@ class VideoSettings:
         return Grid(1, new_height // self.patch_size, new_width // self.patch_size)
 
     def tokens(self, pair: Frames) -> int:
-        """Return the rows of a pair."""
+        """Return the number of rows of a pair."""
         return pair.grid.patches // self.merge_size**2
 
     def canonical(self) -> bytes:
-        """Return what decides pixels, for fingerprints: rows of equal frames and grids differ with it."""
+        """Return the settings that decide pixels, for fingerprints: they change the rows of equal frames and grids."""
         return json.dumps(
             [self.patch_size, self.merge_size, self.mean, self.std, self.rescale_factor]
         ).encode()
 
     def _most_pixels(self, frames: int) -> int:
-        """Return the bound on pixels: of all frames together where time is written, else of one."""
+        """Return the most pixels, of all frames together with `writes_time`, else of one frame."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels
         area, least = (self.patch_size * self.merge_size) ** 2, int(self.min_pixels * 1.05)
@@ -252,7 +251,7 @@ def _float32(number: float) -> float:
 
 
 def timestamp(seconds: float) -> str:
-    """Return the text before a pair of a model that `writes_time`."""
+    """Return the text before a pair, for a model that `writes_time`."""
     return f"<{seconds:.1f} seconds>"
 
 
@@ -261,7 +260,7 @@ _KINDS = {
     "qwen2_5_vl": QWEN2_VL,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), QWEN3_VL),
 }
-# Those of `transformers` where a checkpoint says nothing.
+# The defaults of `transformers`.
 _OF_BOTH: dict[str, Any] = {"merge_size": 2, "fps": 2, "min_frames": 4, "max_frames": 768}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN2_VL: _OF_BOTH
@@ -281,7 +280,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_video_tokens": 768,
     },
 }
-# Settings with one value that we implement.
+# Settings of which we implement one value.
 _FIXED: dict[str, object] = {
     "do_resize": True,
     "do_rescale": True,
@@ -298,4 +297,4 @@ def _find_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if (path := folder / name).is_file():
             return path, read_json_object(path)
-    raise FileNotFoundError(f"{folder} holds no video processor settings: no video_preprocessor_config.json")
+    raise FileNotFoundError(f"{folder} has no video processor settings: no video_preprocessor_config.json")

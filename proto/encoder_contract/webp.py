@@ -1,4 +1,4 @@
-"""WebP: size, transparency and orientation, from its chunks. Bounds are what a sound file can need."""
+"""WebP: read size, channels and orientation from its chunks. The bounds are the most that an intact file can need."""
 
 import re
 import struct
@@ -7,14 +7,14 @@ from encoder_contract.errors import InvalidImageError
 from encoder_contract.orientation import MAX_METADATA_BYTES, orientation
 
 MAGIC = re.compile(rb"RIFF....WEBP", re.DOTALL)
-_MAX_CHUNKS = 16384  # as in a PNG; an animation has one for each frame
+_MAX_CHUNKS = 16384  # as in a PNG. An animation has a chunk for each frame
 
 _EXIF_FLAG, _XMP_FLAG, _ALPHA_FLAG = 0x08, 0x04, 0x10
 _CHUNK = struct.Struct("<4sL")
 
 
 def read(image: bytes) -> tuple[int, int, int, int]:
-    """Return (width, height, orientation, channels: 4 with transparency); the size is that of the stored pixels.
+    """Return (width, height, orientation, channels). The size is in stored pixels; 4 channels: with transparency.
 
     Raises `InvalidImageError` for a damaged header.
     """

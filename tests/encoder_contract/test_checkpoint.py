@@ -221,5 +221,5 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_vision_tensors_is_refused(tmp_path: Path) -> None:
     write(tmp_path, prefix="audio.")
-    with pytest.raises(ValueError, match="holds no vision tensors"):
+    with pytest.raises(ValueError, match="has no vision tensors"):
         model_fingerprint(tmp_path)

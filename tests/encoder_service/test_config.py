@@ -108,7 +108,7 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
         ({"ENCSVC_MODEL": "a", "ENCSVC_MODLE": "b"}, "ENCSVC_MODLE"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DRAIN_S": "soon"}, "ENCSVC_DRAIN_S=soon"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DTYPE": "int8"}, "bfloat16"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"}, "--batch-patches must not be negative"),
+        ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"}, "--batch-patches must be 0 or positive"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
         *(
             ({"ENCSVC_MODEL": "a", "ENCSVC_INDEX": url}, "--index")

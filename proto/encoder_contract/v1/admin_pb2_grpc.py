@@ -62,15 +62,15 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops one embedding from all tiers, unless it is in use. The next Fetch makes it again or, if a client had put it,
-        gets NOT_FOUND.
+        """Drops one embedding from all tiers, unless it is in use. The next Fetch has the image encoded again; if a client
+        had put the rows, it gets NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Drops every embedding that is not in use, and the image files kept to make embeddings again.
+        """Drops every embedding that is not in use, and all cached image and video files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

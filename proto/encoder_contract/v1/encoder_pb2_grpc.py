@@ -60,8 +60,8 @@ class EncoderServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Describes the server. Cheap, never queues behind work. A client calls it on connect, and refuses a server with
-        other fingerprints than it expects.
+        """Describes the server. Cheap; never queues behind work. A client calls it when it connects, and refuses a server
+        whose fingerprints it does not expect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,21 +72,21 @@ class EncoderServiceServicer(object):
         one `ImageState`. Only after NEEDS_BYTES does the caller send the bytes of the image. The server answers them with
         one more `ImageState`: QUEUED or CACHED with the confirmed grid, or FAILED. Names and bytes of different images may
         be interleaved. The incomplete images of a call may have at most `max_image_bytes` together. If there is no space
-        to upload an image, its name is answered FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes do not
-        come, or come too slowly, the incomplete images of the call end in DEADLINE_EXCEEDED.
-        After the caller has half-closed and every answer is sent, the server sends one message without a state and ends the
-        stream. The images stay submitted, as speculative work until a Fetch asks for them. If a call is cancelled, or its
-        caller dies, the server withdraws its images unless another caller wants them.
+        to upload an image, the server answers its name FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes
+        do not arrive, or arrive too slowly, the incomplete images of the call end in DEADLINE_EXCEEDED. After the caller
+        has half-closed and every answer is sent, the server sends one message without a state and ends the stream. The
+        images stay submitted, as speculative work until a Fetch asks for them. If the call is cancelled or its caller
+        dies, the server withdraws its images unless another caller wants them.
 
         A video is an album of pairs of frames: each pair is an image, with an address and rows of its own. A caller names
-        the file first, as a `video`: NEEDS_BYTES if the server lacks it, and then PROBED with what its container says. From
-        that the caller samples frames, and names each pair of them by `frames` and `grid`. If the server lacks the file by
-        then, it asks for it by the index of one of the pairs, and answers the others of that file once it has arrived.
+        the file first, as a `video`. The server answers NEEDS_BYTES if it lacks the file, and then PROBED with what the
+        container says. From that the caller samples frames, and names each pair by `frames` and `grid`. If the server no
+        longer has the file by then, it requests it with the index of one pair, and answers the others once it has arrived.
 
-        A caller may name images as `kept`. It then keeps the call open for as long as it wants their rows. If a Fetch asks
-        for a kept image whose rows and bytes the server has lost, the server answers its name NEEDS_BYTES once more. The
-        caller sends the bytes again, and the server answers them as before. A server that drains ends such a call with
-        UNAVAILABLE, so that its images are submitted elsewhere.
+        A caller may name images as `kept`, and then keeps the call open for as long as it wants their rows. If a Fetch
+        asks for a kept image whose rows and bytes the server has lost, the server answers the image's name with
+        NEEDS_BYTES once more. The caller sends the bytes again, and the server answers as before. A draining server ends
+        such a call with UNAVAILABLE, so that the caller submits the images elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,26 +95,25 @@ class EncoderServiceServicer(object):
     def Fetch(self, request, context):
         """Fetches rows. Images come in the order in which they become ready. Each has exactly one outcome: its rows, or one
         `ImageError`. Rows are an `ImageReady`, followed by `Rows` messages until `row_bytes` are sent, or by none if it
-        carries a `Handle`. Messages of different images may be interleaved. A handle is valid while the stream is open: the
-        server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
+        carries a `Handle`. Messages of different images may be interleaved. A handle is valid while the stream is open:
+        the server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Stores rows that the caller computes itself, for all callers who name them alike. The caller sends `open` first, and
-        the server answers `opened`. The caller then names images, and the server answers each name at once with one
-        `PutState`: HELD (fetch the rows), YOURS (a lease to compute them, for `lease_ms`), WAIT (another caller computes
-        them: fetch with a grace, and name the image again after NOT_FOUND) or FAILED. Only after YOURS does the caller send
-        rows: in `Rows` messages or, if it has the server's user and host, in its own segment. It ends them with `end` and
-        their checksum. The server answers with one more `PutState`: HELD once the rows are complete and can be fetched, or
-        FAILED.
-        Rows exist only when they are complete. The first writer wins, and rows that are held are never overwritten. If an
-        image ends in any other way (an error, an `end` that is `abandoned`, the end of the call, the end of its lease), the
-        server keeps nothing of it and frees its lease. Names and rows of different images may be interleaved. An index may
-        be used again after the last answer for its image. A server accepts rows only if its operator allows it (else
-        PERMISSION_DENIED).
+        """Stores rows that the caller computes itself, for all callers that use the same names. The caller sends `open`
+        first, and the server answers `opened`. The caller then names images, and the server answers each name at once with
+        one `PutState`: HELD (fetch the rows), YOURS (a lease to compute them, for `lease_ms`), WAIT (another caller
+        computes them: fetch with a grace, and name the image again after NOT_FOUND) or FAILED. Only after YOURS does the
+        caller send rows: in `Rows` messages or, if it has the server's user and host, in its own segment. It ends them
+        with `end` and their checksum. The server answers with one more `PutState`: HELD once the rows are complete and can
+        be fetched, or FAILED. Rows exist only when they are complete. The first writer wins, and rows that are held are
+        never overwritten. If an image ends in any other way (an error, an `end` that is `abandoned`, the end of the call,
+        the end of its lease), the server keeps nothing of it and frees its lease. Names and rows of different images may
+        be interleaved. An index may be used again after the last answer for its image. A server accepts rows only if its
+        operator allows it (else PERMISSION_DENIED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

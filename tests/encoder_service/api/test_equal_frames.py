@@ -22,7 +22,7 @@ OTHER_CONTAINER = clip("mov", frames=60, fps=10.0, seed=40)
 
 
 def pairs(data: bytes, numbers: Sequence[int], grid: Grid = GRID) -> list[Image]:
-    """The pairs of frames that begin with these, five frames apart."""
+    """Return pairs of frames with these first frames; the second frame is five later."""
     named = [Frames(first, first + 5, grid) for first in numbers]
     return [Image(data, content_digest(data), grid, 15, frames=frames) for frames in named]
 
@@ -34,7 +34,7 @@ async def rows(client: EncoderClient, images: Sequence[Image]) -> list[torch.Ten
 
 
 async def counted(server: Server, kept: int, copied: int) -> None:
-    """Assert how many pairs were encoded, and how many were copied."""
+    """Wait for these numbers of encoded and of copied pairs."""
     now = await settled(server, "encoded_images_total", kept + copied)
     assert now.total("encoded_images_total", outcome="kept") == kept
     assert now.total("encoded_images_total", outcome="copied") == copied

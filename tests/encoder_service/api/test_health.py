@@ -44,7 +44,7 @@ async def test_a_drain_notifies_every_watcher_despite_dead_and_stalled_ones(
 ) -> None:
     server = Server(replace(config, drain_s=60), model)
     await server.start()
-    raw = await RawConnection.open(server.endpoint, window=0)  # its first answer never finds room
+    raw = await RawConnection.open(server.endpoint, window=0)  # not even the first answer can be sent
     await raw.call(WATCH, b"")
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -62,7 +62,7 @@ async def test_a_drain_notifies_every_watcher_despite_dead_and_stalled_ones(
             assert (await watch.read()).status == NOT_SERVING
             assert await watch.read() is grpc.aio.EOF
         await draining
-    assert time.monotonic() - began < 30, "not as long as it may take"
+    assert time.monotonic() - began < 30, "the drain did not wait for the stalled watcher"
     await raw.close()
 
 

@@ -32,7 +32,7 @@ PICTURE = photo(64, 64, 9100)
 
 
 def from_peer(peer: str, token: str = "") -> Caller:
-    """A caller from this address, with this token."""
+    """Return a caller from this address, with this token."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     context = SimpleNamespace(peer=lambda: peer, invocation_metadata=lambda: metadata, auth_context=dict)
     return caller_of(cast(Any, context))
@@ -104,7 +104,7 @@ def test_an_invalid_max_priority_is_refused(tmp_path: Path, value: str) -> None:
 
 @pytest.fixture
 async def gated(guarded: Config, model: Model, gate: Gate) -> AsyncIterator[Server]:
-    """A server of tenants whose decoder waits at a gate, and which decodes little ahead."""
+    """A server with tenants, a gated decoder, and little decoding ahead."""
     behind = replace(model, decoder=cast(Decoder, gate))
     async with server_of(guarded, behind, max_queue_s=160.0) as server:
         yield server
@@ -126,7 +126,7 @@ async def tenants_of(server: Server, tmp_path: Path) -> AsyncIterator[tuple[Enco
 async def test_requests_of_one_tenant_do_not_delay_another_tenant(
     gated: Server, gate: Gate, tmp_path: Path
 ) -> None:
-    """Priority 8, the request identifier of the other, and 24 requests before it."""
+    """The attacker uses priority 8, the victim's request identifier, and 24 earlier requests."""
     done: list[str] = []
 
     async def want(client: EncoderClient, name: str, number: int, **options: Any) -> None:
@@ -148,7 +148,7 @@ async def test_requests_of_one_tenant_do_not_delay_another_tenant(
             await soon(lambda: gated.jobs.snapshot().claims == 50)
             assert gated.jobs.snapshot().requests == 25, "r0 is another request for each tenant"
         await asyncio.gather(victim, *flood)
-    # The first two were being decoded, and two more may leave in the batch of the victim.
+    # The first two were being decoded already, and two more may be in the same batch as the victim.
     assert done.index("search") <= 8, done
 
 
@@ -159,7 +159,7 @@ async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
         (first,) = await chat.submit([PICTURE])
         assert (await collect(chat, [RowRequest(first.digest)]))[0].error is None
         assert first.grid is not None
-        with gated.jobs._turn:  # measured as if an image of this size took 16 s of the 160
+        with gated.jobs._turn:  # as if encoding an image of this size had taken 16 of the 160 s
             gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
         with gate.closed():
             answers = await chat.submit([with_comment(PICTURE, n) for n in range(24)], timeout_s=2)
@@ -189,7 +189,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_or_put_them(
 
 
 async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: Model, gate: Gate) -> None:
-    """Or refused uploads would push out the files of others. They name no grid: only their bytes tell the size."""
+    """Otherwise refused uploads would evict the files of others. Names without a grid: only the bytes show the size."""
     behind = replace(model, decoder=cast(Decoder, gate))
     async with (
         server_of(config, behind, max_queued_images=4) as server,

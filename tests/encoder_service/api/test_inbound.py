@@ -44,7 +44,7 @@ async def test_a_compressed_message_is_refused_and_never_expanded(
     headers = (("grpc-encoding", encoding),) if encoding else ()
     stream = await raw.call(OURS + "Fetch", headers=headers)
     message = framed(gzip.compress(EMPTY_NAMES * 2), compressed=True)
-    # Of this thread alone, which is the server's event loop, and without what a collection of garbage takes.
+    # CPU time of this thread, which runs the server's event loop, without garbage collections.
     gc.collect()
     gc.disable()
     try:
@@ -53,7 +53,7 @@ async def test_a_compressed_message_is_refused_and_never_expanded(
         two_million_s, began = thread_time() - began, thread_time()
         await raw.send(stream, message, end=True)
         assert await status(raw, stream) in (INVALID_ARGUMENT, UNIMPLEMENTED, "13")
-        assert thread_time() - began < two_million_s, "two million messages were made"
+        assert thread_time() - began < two_million_s, "two million messages were created"
     finally:
         gc.enable()
     await raw.close()
@@ -94,7 +94,7 @@ async def test_an_oversized_or_malformed_request_is_invalid(
 async def test_a_message_larger_than_a_piece_is_not_received(server: Server) -> None:
     raw = await RawConnection.open(server.endpoint)
     stream = await raw.call(OURS + "Submit")
-    await raw.send(stream, framed(bytes(4 << 20))[:5])  # its length alone is enough
+    await raw.send(stream, framed(bytes(4 << 20))[:5])  # the length prefix is enough
     assert await status(raw, stream) == RESOURCE_EXHAUSTED
     await raw.close()
 
@@ -162,12 +162,12 @@ async def test_reflection_names_the_services(server: Server) -> None:
 async def test_calls_over_the_limit_are_refused_unread_and_health_still_answers(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Calls that send nothing have ten seconds, which may be too few on a busy machine.
+    # Calls without a request end after ten seconds, which may be too short on a busy machine.
     monkeypatch.setattr(inbound, "REQUEST_S", 600.0)
     async with server_of(config, model, max_calls=8) as server:
         places = server._listener._gate._budget
         raw, other = await RawConnection.open(server.endpoint), await RawConnection.open(server.endpoint)
-        # Three quarters of the places, for one host.
+        # One host gets three quarters of the calls.
         held = [await raw.call(OURS + "Fetch") for _ in range(6)]
         await soon(lambda: places.held == 6)
         assert await status(other, await other.call(OURS + "Describe", b"")) == RESOURCE_EXHAUSTED
@@ -191,7 +191,7 @@ async def test_a_burst_of_calls_of_one_method_delays_no_call_of_another(server: 
         await stub.Describe(pb.DescribeRequest(), timeout=60)
         await health.Check(HealthCheckRequest(), timeout=60)
     answered = sum("grpc-status" in raw.trailers.get(stream, {}) for stream in burst)
-    assert answered < len(burst) / 2, "they waited until the burst was accepted"
+    assert answered < len(burst) / 2, "Describe waited until the burst was accepted"
     for stream in burst:
         assert await status(raw, stream) == INVALID_ARGUMENT
     await raw.close()
@@ -224,7 +224,7 @@ async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -
     requests = Requests(read, bytes)
     assert await requests.first() == b"0"
     assert len(sent) == 1, "nothing is read ahead"
-    for _ in range(2):  # once is enough
+    for _ in range(2):  # a second time changes nothing
         await requests.read_ahead()
         assert len(sent) == 2
     assert [request async for request in requests] == [b"1", b"2", b"3"]

@@ -32,7 +32,7 @@ async def states(call: RawPut, count: int) -> list[pb.PutState]:
 async def test_a_put_of_hundreds_of_names_yields_the_loop(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named again and again: an index is free once its name has been answered, so no bound of a call ends it."""
+    """An index is free after its answer, so the same names can be sent without end."""
     _, client = await start()
     named, put_image = 0, messages.put_image
 

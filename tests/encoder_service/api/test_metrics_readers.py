@@ -22,7 +22,7 @@ RIGHTS = {"prometheus": "metrics", "chat": "submit", "ops": "operate"}
 
 @pytest.fixture
 async def server(config: Config, model: Model, tmp_path: Path) -> AsyncIterator[Server]:
-    """A server with tenants, whose HTTP port is beyond this host."""
+    """A server with tenants, whose HTTP port listens beyond this host."""
     tenants = tmp_path / "tenants.toml"
     tenants.write_text("".join(table(name, name, rights=[right]) for name, right in RIGHTS.items()))
     for name in RIGHTS:

@@ -94,7 +94,7 @@ async def test_abandoning_an_image_wakes_its_waiters_at_once(start: Any, how: st
         waiting = asyncio.create_task(fetch_put(client, image, grace_ms=120_000))
         await soon(lambda: bool(waiting_at(server)))
         await (ours.abandon(leased) if how == "abandons it" else ours.close())
-        outcome = await asyncio.wait_for(waiting, PATIENCE_S)  # far below the lease and the grace
+        outcome = await asyncio.wait_for(waiting, PATIENCE_S)  # much less than the lease and the grace period
         assert isinstance(outcome.error, UnknownImageError)
         assert "compute them" in str(outcome.error)
         await soon(lambda: len(server.leases) == 0)
@@ -114,7 +114,7 @@ async def test_rows_that_arrive_after_the_lease_are_refused(start: Any) -> None:
     await call.rows(rows[:1000])
     state = await call.state()
     assert (state.holding, state.error.code) == (FAILED, DEADLINE_EXCEEDED)
-    server.leases.lease_s = 300.0  # the next one lasts as long as the rest of this takes
+    server.leases.lease_s = 300.0  # longer than the rest of the test
     await call.rows(rows[1000:])
     await call.call.write(pb.PutRequest(end=pb.PutEnd(index=0, checksum=0)))
     async with client.put(PRODUCER) as session:

@@ -48,7 +48,7 @@ async def test_incomplete_rows_fail_only_their_image_and_free_its_lease(
         state = await call.state()
     assert (state.index, state.holding, state.error.code) == (1, FAILED, code)
     assert isinstance((await fetch_put(client, image)).error, UnknownImageError)
-    assert (await call.name(client, image, 1)).holding == YOURS, "the lease is free, and so is the index"
+    assert (await call.name(client, image, 1)).holding == YOURS, "the lease and the index are free again"
     for index, each in ((2, other), (1, image)):
         await call.rows(rows, index)
         assert (await call.end(rows, index)).holding == HELD
@@ -175,7 +175,7 @@ async def test_a_full_call_of_the_longest_names_fits(start: Any) -> None:
 async def test_incomplete_rows_are_bounded_per_caller_with_a_retry_hint(
     start: Any,
 ) -> None:
-    server, client = await start(store_host_gib=1 / 64)  # of 16 MiB, half may be under way
+    server, client = await start(store_host_gib=1 / 64)  # incomplete rows may have half of the 16 MiB
     rows = rows_for(client, 7, 2304).tobytes()
     call = await RawPut.open(client)
     states = []

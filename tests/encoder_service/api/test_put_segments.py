@@ -72,7 +72,7 @@ async def test_a_truncated_segment_fails_only_the_image(start: Any) -> None:
     assert (await call.name(client, image)).holding == YOURS
     for message in (whole, ended):
         await call.call.write(message)
-    assert (await call.state()).error.code == INTERNAL, "what was cut off is zeros now"
+    assert (await call.state()).error.code == INTERNAL, "the truncated part reads as zeros"
     segment.close()
     call.call.cancel()
     await soon(lambda: nothing_is_left(server))
@@ -80,7 +80,7 @@ async def test_a_truncated_segment_fails_only_the_image(start: Any) -> None:
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """Let this process make no file longer than this: growing one fails in the same call as on a full disk."""
+    """Limit the size of files of this process: growing a file fails in the same call as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -100,10 +100,10 @@ async def test_rows_go_inline_while_shared_memory_is_full(
         segment = opened.result()._segment
         with largest_file(4096):
             assert (await session.put(answers[0], rows[0])).state == "held"
-            assert segment._map is None, "the rows did not go inline"
+            assert segment._map is None, "the rows were not sent inline"
         assert (await session.put(answers[1], rows[1])).state == "held"
         assert segment._map is not None
-        with largest_file(4096):  # what it has already is used again
+        with largest_file(4096):  # the existing segment is reused
             assert (await session.put(answers[2], rows[2])).state == "held"
     for image, sent in zip(images, rows, strict=True):
         assert np.array_equal((await fetch_put(client, image)).array, sent)

@@ -125,7 +125,7 @@ async def test_a_fetch_over_the_clients_share_is_refused_as_a_whole(config: Conf
         digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
         request = pb.FetchRequest(
             images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
-            grace_ms=120_000,  # it waits for as long as the test takes
+            grace_ms=120_000,  # longer than the test
         )
         service = await stub(client)
         waiting = service.Fetch(request)  # half of 16 claims for each of 16 images

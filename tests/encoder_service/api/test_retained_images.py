@@ -29,7 +29,7 @@ PHOTO = photo(120, 80, 77)
 
 
 async def retaining_call(client: EncoderClient, image: bytes = PHOTO, *, retain: bool = True) -> Any:
-    """Submit an image in a call that stays open; return the call, its image answered."""
+    """Submit an image in a call that stays open; return the call after the answer to the image."""
     call = (await stub(client)).Submit()
     name, _ = named(3, image)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
@@ -51,7 +51,7 @@ async def send(call: Any, image: bytes) -> None:
 
 
 def lose(server: Server) -> None:
-    """Drop all rows and files, as a store and a source cache that are full of others do."""
+    """Drop all rows and files, as if others had filled the store and the source cache."""
     server.store.flush()
     server._sources.clear()
     assert not server.store.contains(server._model.recipe.key(content_digest(PHOTO)).address)
@@ -78,7 +78,7 @@ async def test_a_lost_retained_image_is_requested_again_when_a_fetch_waits(
 
 
 def claims() -> int:
-    """Count the claims that exist: a call that stays open must not add one each time its image is lost."""
+    """Return the number of claims: a retaining call must not add one each time its image is lost."""
     gc.collect()
     return sum(type(each) is Claim for each in gc.get_objects())
 

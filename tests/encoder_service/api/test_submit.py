@@ -35,7 +35,7 @@ def open_call(client_id: str) -> pb.SubmitRequest:
 
 
 async def name(call: object, index: int, size_bytes: int = 0, digest: bytes | None = None) -> pb.ImageState:
-    """Name an image of its own and return the answer."""
+    """Name a new image and return the answer."""
     digest = digest or content_digest(f"{id(call)} {index}".encode())
     await call.write(naming(pb.ImageName(index=index, digest=digest, size_bytes=size_bytes)))  # type: ignore[attr-defined]
     return (await call.read()).state  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ async def test_a_stalled_upload_ends_alone_and_frees_its_space(
             if dripper is not None:
                 dripper.cancel()
                 await asyncio.gather(dripper, return_exceptions=True)
-            # The call goes on: what else it has is answered. We may stand still for too long ourselves.
+            # The call continues and answers other images. This process may stall for too long itself.
             for index in range(2, 10):
                 assert (
                     await name(call, index, len(image), content_digest(image))
@@ -155,7 +155,7 @@ async def test_a_refused_client_backs_off_and_sends_bytes_once(config: Config, m
             assert (await numbers(server)).total("uploaded_bytes_total") == len(image)
 
 
-# What becomes of the images when a call ends
+# The images of a call that ends
 
 SUBMITS = """
 import asyncio, sys, grpc
@@ -193,7 +193,7 @@ async def test_a_killed_caller_withdraws_its_images_and_is_logged(server: Server
         caller.kill()
         await caller.wait()
         await settled(server, "calls_total", 1, call="submit", status="CANCELLED")
-        # One is in the decoder's hands, behind the gate.
+        # The decoder has one of them, behind the gate.
         await soon(lambda: len(server.jobs) <= 1)
 
 
@@ -202,7 +202,7 @@ async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model
         rounds = 150
         with gate.closed():
             async with await EncoderClient.connect(server.endpoint) as client:
-                (first,) = await client.submit([photo(64, 64, 1)])  # for the decoder to have in its hands
+                (first,) = await client.submit([photo(64, 64, 1)])  # occupies the decoder
                 assert first.error is None
                 digests: dict[str, list[bytes]] = {"cancelled": [], "half-closed": []}
 

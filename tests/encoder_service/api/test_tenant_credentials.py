@@ -26,7 +26,7 @@ from tests.calls import fetched, naming, refused
 from tests.servers import server_of
 from tests.tenants import TOKENS, As, table
 
-TICK_S = 0.05  # of a file system's clock, and more
+TICK_S = 0.05  # more than the resolution of a file system's clock
 
 
 async def test_tokens_are_replaced_without_a_restart(
@@ -37,12 +37,14 @@ async def test_tokens_are_replaced_without_a_restart(
         before = tenants_file.read_text()
         tenants_file.write_text(table("chat", TOKENS["chat"], "next-token", rights=["submit", "fetch"]))
         assert (await chat.submit([photo(64, 64, 21)]))[0].error is None
-        async with as_tenant("next-token") as next_one:  # the same tenant: it has what the old token sent
+        async with as_tenant(
+            "next-token"
+        ) as next_one:  # the same tenant, so it finds the images of the old token
             assert (await fetched(next_one, content_digest(photo(64, 64, 20)))).error is None
         tenants_file.write_text(table("chat", "next-token", rights=["submit", "fetch"]))
         (submitted,) = await chat.submit([photo(64, 64, 22)])
         assert isinstance(submitted.error, UnauthenticatedError)
-        tenants_file.write_text("this is no TOML [")  # nothing changes
+        tenants_file.write_text("this is no TOML [")  # the previous tenants stay
         async with as_tenant("next-token") as next_one:
             assert (await next_one.submit([photo(64, 64, 23)]))[0].error is None
         tenants_file.write_text(before)
@@ -70,7 +72,7 @@ async def test_removing_a_token_ends_open_submits_and_puts(
             submit = calls.Submit(metadata=metadata, timeout=60)
             await submit.write(pb.SubmitRequest(open=pb.Caller()))
             await submit.write(naming(name))
-            assert (await submit.read()).state.state == pb.STATE_FAILED  # but it was let in
+            assert (await submit.read()).state.state == pb.STATE_FAILED  # but the call was admitted
             put = calls.Put(metadata=metadata, timeout=60)
             producer = pb.Producer(
                 model=b"m", weights=b"w", processor=b"p", dtype="float32", implementation="test"
@@ -108,7 +110,7 @@ def test_a_file_without_tenants_is_an_error_and_the_previous_tenants_stay(
     path.write_text(table("chat", TOKENS["chat"], rights=["fetch"]))
     tenants = Tenants(str(path))
     path.write_text(table("search", TOKENS["search"], rights=["fetch"]) + text)
-    if text.startswith("[chat]"):  # one without a credential is wrong beside others, too
+    if text.startswith("[chat]"):  # a tenant without a credential is an error beside others as well
         assert tenants.by_token(TOKENS["chat"]) is not None
     path.write_text(text)
     assert tenants.by_token(TOKENS["chat"]) is not None
@@ -118,7 +120,7 @@ def test_a_file_without_tenants_is_an_error_and_the_previous_tenants_stay(
 def test_an_unreadable_file_is_read_once_it_becomes_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when it is replaced by another user first, and made readable then: nothing but its rights changes."""
+    """As when another user replaces the file and then makes it readable: only its permissions change."""
     path = tmp_path / "tenants.toml"
     path.write_text(table("chat", TOKENS["chat"], rights=["fetch"]))
     tenants, read_text = Tenants(str(path)), Path.read_text
@@ -130,7 +132,7 @@ def test_an_unreadable_file_is_read_once_it_becomes_readable(
     path.write_text(table("chat", "another-token", rights=["fetch"]))
     path.chmod(0o000)
     monkeypatch.setattr(Path, "read_text", refused)
-    assert tenants.by_token(TOKENS["chat"]) is not None, "what was read before stays in force"
+    assert tenants.by_token(TOKENS["chat"]) is not None, "the previous tenants stay in force"
     monkeypatch.setattr(Path, "read_text", read_text)
     time.sleep(TICK_S)
     path.chmod(0o600)

@@ -40,7 +40,7 @@ from tests.waiting import soon
         (("authorization", "Bearer "),),
         (("authorization", TOKENS["chat"]),),
         (("authorization", f"Basic {TOKENS['chat']}"),),
-        # What the file holds is no token.
+        # The hashes in the file are not tokens.
         (("authorization", f"Bearer {hashlib.sha256(TOKENS['chat'].encode()).hexdigest()}"),),
     ],
     ids=["none", "unknown", "empty", "bare", "basic", "the hash"],
@@ -51,7 +51,7 @@ async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
     async with grpc.aio.insecure_channel(guard.endpoint) as channel:
         service: Any = EncoderServiceStub(channel)
         operator: Any = AdminServiceStub(channel)
-        # Refused before they send anything: gRPC's client may report its own failed write, not the answer.
+        # No message is sent: otherwise gRPC's client might report its failed write instead of the answer.
         submit, put = service.Submit(metadata=metadata), service.Put(metadata=metadata)
         request = pb.FetchRequest(images=[pb.FetchImage(digest=b"\1" * 32)])
         for call in (
@@ -65,7 +65,7 @@ async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
             code, details = await refused(call)
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert "tenant" in details
-        # A probe has no token.
+        # Probes have no token.
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
 
@@ -154,7 +154,7 @@ async def test_a_tenant_can_neither_detect_nor_fetch_another_tenants_image(
 
 
 async def test_timing_does_not_reveal_another_tenants_image(as_tenant: As) -> None:
-    """Both are answered the same way: by an address that is not in the store. Compared within one run, in turns."""
+    """For both, the server looks up an address that is not in the store. The test alternates between them."""
     pictures = [photo(64, 64, seed) for seed in range(3, 11)]
     async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
         for submitted in await chat.submit(pictures):
@@ -171,12 +171,12 @@ async def test_timing_does_not_reveal_another_tenants_image(as_tenant: As) -> No
                 seconds[whose].append(time.perf_counter() - began)
                 assert (rows.error is None) == (whose == "ours")
         foreign, unknown, ours = (median(seconds[whose]) for whose in ("foreign", "unknown", "ours"))
-        # What would tell is the difference between a hit and a miss.
+        # A leak would show as the difference between a hit and a miss.
         assert abs(foreign - unknown) < max(abs(ours - unknown), unknown) / 2
 
 
 async def test_a_tenant_has_one_share_under_any_client_name(guard: Server, as_tenant: As) -> None:
-    """The claims of a queue show whom they are counted for."""
+    """The claims in the queue have the name of their holder."""
     async with (
         as_tenant(TOKENS["chat"], client_id="a") as a,
         as_tenant(TOKENS["chat"], client_id="b") as b,

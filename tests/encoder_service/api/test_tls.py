@@ -30,30 +30,30 @@ Serving = Callable[..., AbstractAsyncContextManager[Server]]
 
 @pytest.fixture
 def authority() -> Authority:
-    """Who signs everybody's certificates."""
+    """The authority that signs all certificates."""
     return Authority()
 
 
 @pytest.fixture
 def ca(authority: Authority, tmp_path: Path) -> str:
-    """The file by which they are checked."""
+    """The file with the authority's certificate."""
     return authority.write(tmp_path / "ca.pem")
 
 
 @pytest.fixture
 def issued(authority: Authority, tmp_path: Path) -> Issued:
-    """The server's own."""
+    """The server's certificate."""
     return authority.issue(tmp_path, "server", HOSTS)
 
 
 @pytest.fixture
 def serving(config: Config, model: Model, issued: Issued) -> Serving:
-    """Return what runs a server that speaks TLS."""
+    """Return a function that runs a server with TLS."""
     return partial(server_of, config, model, tls_cert=issued.cert, tls_key=issued.key)
 
 
 async def encoded(client: EncoderClient, seed: int, transport: str = "inline") -> str:
-    """Encode an image, and return how its rows came."""
+    """Encode an image, and return the transport of its rows."""
     (submitted,) = await client.submit([photo(64, 64, seed)])
     assert submitted.error is None
     (rows,) = (await collect(client, [RowRequest(submitted.digest)], transports=[transport])).values()
@@ -124,7 +124,7 @@ async def test_certificates_of_both_sides_are_replaced_without_a_restart(
                 for name, hosts in (("server", HOSTS), ("client", ())):
                     new.issue(tmp_path, name, hosts)
                 os.replace(new.write(tmp_path / "new-ca.pem"), ca)
-                # A new connection, by the new authority; what runs on the old one goes on.
+                # New connections use the new authority; calls on the old one continue.
                 assert await encoded(client, 4) == "inline"
                 assert await connection(client) is not before
                 assert not waiting.done()

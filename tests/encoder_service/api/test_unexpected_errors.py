@@ -30,7 +30,7 @@ async def submit(channel: grpc.aio.Channel, _: Server) -> object:
 
 
 async def submit_nothing(channel: grpc.aio.Channel, _: Server) -> object:
-    """Refused before anything is sent: gRPC's client may report its own failed write, not the answer."""
+    """No message is sent: otherwise gRPC's client might report its failed write instead of the answer."""
     return await EncoderServiceStub(channel).Submit().read()
 
 

@@ -21,7 +21,7 @@ PAIRS = 12
 
 @pytest.fixture
 async def video(client: EncoderClient, checkpoint: Path) -> Video:
-    """A video that the server has, none of whose pairs is encoded."""
+    """A video whose file the server has, and none of whose pairs is encoded."""
     data = clip("mp4", frames=120, fps=10.0, seed=60)
     (video,) = await read_videos(client, [data], VideoSettings.from_folder(checkpoint))
     assert isinstance(video, Video)
@@ -30,18 +30,18 @@ async def video(client: EncoderClient, checkpoint: Path) -> Video:
 
 
 def demanded(server: Server) -> int:
-    """How many images are awaited by a Fetch."""
+    """Return how many images a Fetch waits for."""
     return sum(jobs for (_, demanded), jobs in server.jobs.snapshot().images.items() if demanded)
 
 
 async def test_pairs_are_decoded_in_the_order_in_which_prefill_needs_them(
     server: Server, client: EncoderClient, gate: Gate, video: Video
 ) -> None:
-    """Not in that of the video, nor in that in which they were submitted or fetched."""
+    """This order differs from those of the video, the Submit and the Fetch."""
     needed = random.Random(61).sample(video.images, PAIRS)
     with gate.closed():
         await client.submit(video.images[::-1])
-        await soon(lambda: len(gate.frames) == 1)  # it is in the decoder's hands
+        await soon(lambda: len(gate.frames) == 1)  # the decoder has started it
         requests = [
             replace(RowRequest.of(image), chunk=(chunk := needed.index(image)), needed_in_ms=100 * chunk)
             for image in video.images

@@ -47,7 +47,7 @@ async def read_video(client: EncoderClient, data: bytes, settings: VideoSettings
 
 
 def rows_of(model: Model, video: Video, data: bytes) -> list[torch.Tensor]:
-    """The rows of each pair, by the tower, from frames that were read one after the other."""
+    """Return the rows of each pair, from the tower and frames that were decoded in sequence."""
     frames = [torch.from_numpy(frame) for frame in true_frames(data)]
     pairs = [torch.stack([frames[pair.first], frames[pair.second]]) for pair in video.clip.pairs]
     grids = [pair.grid for pair in video.clip.pairs]
@@ -106,7 +106,7 @@ async def conversation(
 
 
 async def flushed(server: Server, *, files: bool) -> None:
-    """Drop all rows once no call holds them any more, and the videos."""
+    """Drop the videos, and all rows once no call pins them."""
     await soon(lambda: server.store.stats().pins == 0)
     assert server.store.flush() > 0
     if files:
@@ -349,7 +349,7 @@ def test_addresses_differ_by_frames_size_decoder_and_still(model: Model) -> None
 async def test_images_do_not_wait_for_the_pairs_of_a_clip(
     config: Config, model: Model, settings: VideoSettings
 ) -> None:
-    """One pair is decoded at a time, so that a thread is left for images; shares of the device are by caller."""
+    """Only one pair is decoded at a time, which leaves a thread for images. Each caller has its share of the device."""
     data = clip("mp4", frames=300, fps=10.0, seed=30)
     async with (
         server_of(config, model) as server,
@@ -365,5 +365,5 @@ async def test_images_do_not_wait_for_the_pairs_of_a_clip(
         await images.submit([file])
         (outcome,) = (await collect(images, [RowRequest(content_digest(file))])).values()
         assert outcome.error is None
-        assert not whole.done(), "the image came while pairs were waiting"
+        assert not whole.done(), "the image was encoded while pairs were waiting"
         assert all(each.error is None for each in (await whole).values())

@@ -58,8 +58,10 @@ class EncoderService:
         record = self._begin_record("submit", inbound)
         self._info.identity.require("submit", inbound.caller)  # before anything is parsed
         first = await inbound.requests.first()
-        if first.WhichOneof("message") != "open":
-            raise InvalidRequestError("the first message of a Submit call must be `open`")
+        if (kind := first.WhichOneof("message")) != "open":
+            raise InvalidRequestError(
+                f"the first message of a Submit call must be `open`, got {kind or 'an empty message'}"
+            )
         caller = self._admitted("submit", inbound.caller, first.open, record)
         if not self._info.encodes:
             raise ModelMismatchError(
@@ -113,8 +115,12 @@ class EncoderService:
         record = self._begin_record("put", inbound)
         self._info.identity.require("put", inbound.caller)  # before anything is parsed
         first = await inbound.requests.first()
-        if isinstance(first, tuple) or first.WhichOneof("message") != "open":
-            raise InvalidRequestError("the first message of a Put call must be `open`")
+        if isinstance(first, tuple):
+            raise InvalidRequestError("the first message of a Put call must be `open`, got `rows`")
+        if (kind := first.WhichOneof("message")) != "open":
+            raise InvalidRequestError(
+                f"the first message of a Put call must be `open`, got {kind or 'an empty message'}"
+            )
         caller = self._admitted("put", inbound.caller, first.open.caller, record)
         call = PutCall(
             self._leases,
@@ -151,7 +157,7 @@ class EncoderService:
         *,
         is_peer: bool = False,
     ) -> Caller:
-        """Return the caller, completed from its `message`, and set it in the record of its call.
+        """Return the caller, completed from its `message`, and enter it in the call's record.
 
         Raises as `Identity.admit` does, `ForbiddenError` where Put is off, `UnavailableError` during a drain, and
         `ModelMismatchError`.
@@ -177,5 +183,7 @@ def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_
         "Describe": gate.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
         "Submit": submit_gate.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
         "Put": gate.stream(service.put, partial(messages.parse_put, max_images=max_images)),
-        "Fetch": gate.stream(service.fetch, bytes),  # the handler parses it after it has admitted the caller
+        "Fetch": gate.stream(
+            service.fetch, bytes
+        ),  # parsed by the handler, after it has checked the caller's rights
     }

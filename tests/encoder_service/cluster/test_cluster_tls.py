@@ -20,7 +20,7 @@ from tests.waiting import soon
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """Who signs everybody's certificates; its own is ca.pem."""
+    """The authority that signs all certificates; its own certificate is ca.pem."""
     authority = Authority()
     authority.write(tmp_path / "ca.pem")
     return authority
@@ -79,7 +79,7 @@ async def test_a_peer_with_another_certificate_name_is_refused(
 
 @pytest.fixture
 async def redis_with_tls(authority: Authority, tmp_path: Path) -> AsyncIterator[str]:
-    """A Redis that admits the page's user alone, by TLS."""
+    """A Redis with TLS that admits only the user of the documentation."""
     async with redis_by_tls(authority.issue(tmp_path, "redis", ["127.0.0.1"])) as port:
         yield redis_url(port, tmp_path / "ca.pem")
 
@@ -94,7 +94,7 @@ async def test_the_index_works_over_tls_with_the_documented_rights(
         await a.fetch(submitted.digest)
         await soon(lambda: b.locates(submitted.digest))
         assert (await b.fetch(submitted.digest)).source == "peer"
-        # Leases, files, waiting for another's publication, and an image that its holder no longer has.
+        # Uses leases, shared files, waiting for a publication, and a stale location.
         with a.gate.closed():
             (again,) = await a.client.submit([photo(64, 64, 4)])
             (there,) = await b.client.submit([photo(64, 64, 4)])

@@ -35,7 +35,7 @@ async def test_a_fleet_recovers_when_redis_sets_its_clock_forward(
         with server.client() as client:
             for name, record in client.hgetall(REPLICAS).items():
                 client.hset(REPLICAS, name, b"1 " + record.split(b" ", 1)[1])
-            for address in held + leased:  # Redis counts times to live by the same clock
+            for address in held + leased:  # their times to live use the same clock of Redis
                 client.delete(Keys("faults").location(address), Keys("faults").lease(address))
 
         async def whole() -> bool:

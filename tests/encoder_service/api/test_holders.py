@@ -189,7 +189,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_or_put_them(
 
 
 async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: Model, gate: Gate) -> None:
-    """Otherwise refused uploads would evict the files of others. Names without a grid: only the bytes show the size."""
+    """Otherwise refused uploads would evict files of others. The names have no grid: only the bytes show the size."""
     behind = replace(model, decoder=cast(Decoder, gate))
     async with (
         server_of(config, behind, max_queued_images=4) as server,

@@ -159,7 +159,7 @@ async def test_cancelling_the_call_fails_its_waiters_at_once(
 ) -> None:
     async with client.put(PRODUCER, timeout_s=10 * PATIENCE_S) as session:
         await session.name([new_image()])
-        answering = HeldBack(store.leases, "ask", monkeypatch)
+        answering = HeldBack(store.leases, "acquire", monkeypatch)
         naming = asyncio.create_task(session.name([new_image()]))
         await answering.begun.wait()
         stream_of(session)._call.cancel()
@@ -179,7 +179,7 @@ async def test_a_cancelled_name_gives_back_leases_of_all_servers(
         endpoints = [quick.endpoint, slow.endpoint]
         images = [image for endpoint in endpoints for image in preferring(endpoint, endpoints, 2)]
         async with await EncoderClient.connect(endpoints) as client, client.put(PRODUCER) as session:
-            thinking = HeldBack(slow.leases, "ask", monkeypatch)
+            thinking = HeldBack(slow.leases, "acquire", monkeypatch)
             naming = asyncio.create_task(session.name(images))
             await thinking.begun.wait()
             await soon(lambda: len(yours_at(session, quick)) == 2)

@@ -25,15 +25,15 @@ from prefill_client.sglang_gateway.videos import video_settings
 LOOPBACK = AllowedReceivers(["127.0.0.1"], "1024-65535")
 
 
-class NotedDelivery(Delivery):
-    """Delivers, and notes what it was given."""
+class RecordingDelivery(Delivery):
+    """A delivery that records its receivers and rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[list[Address], NDArray[np.generic]]] = []
+        self.delivered: list[tuple[list[Address], NDArray[np.generic]]] = []
 
     async def deliver(self, receivers: Sequence[Address], frame: bytes, rows: NDArray[np.generic]) -> None:
-        self.given.append((list(receivers), rows))
+        self.delivered.append((list(receivers), rows))
         await super().deliver(receivers, frame, rows)
 
 
@@ -44,7 +44,7 @@ class RunningGateway:
     url: str
     gateway: Gateway
     metrics: Metrics
-    delivery: NotedDelivery = field(default_factory=NotedDelivery)
+    delivery: RecordingDelivery = field(default_factory=RecordingDelivery)
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"sglang_gateway_{name}", labels) or 0.0
@@ -61,7 +61,7 @@ async def gateway_for(
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Run a gateway over a client."""
-    delivery, metrics = NotedDelivery(), Metrics()
+    delivery, metrics = RecordingDelivery(), Metrics()
     loader = ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30)
     loaders = {Modality.IMAGE: loader, Modality.VIDEO: loader}
     videos = video_settings(language_model, client.description)

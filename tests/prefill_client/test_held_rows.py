@@ -29,7 +29,7 @@ from tests.calls import collect
 from tests.servers import server_of
 from tests.waiting import soon, within_some_limit
 
-# The store has room for seven of these embeddings: whatever is not held goes when eight others come.
+# The store has room for seven of these embeddings. Eight others evict every embedding that is not held.
 SIDE, ROOM, OTHERS = 256, 7, 8
 
 

@@ -218,11 +218,11 @@ async def test_fail_at_image_fails_only_at_the_chunk_of_the_image() -> None:
 async def test_a_failed_call_fails_the_request() -> None:
     @asynccontextmanager
     async def unreachable(requests: Sequence[RowRequest]) -> AsyncIterator[AsyncIterator[FetchedRows]]:
-        raise UnavailableError("nobody there")
+        raise UnavailableError("no server")
         yield
 
     async with PrefetchSession(unreachable, images_of([8], 8), IMAGES, row_bytes=ROW_BYTES) as session:
-        with pytest.raises(UnavailableError, match="nobody there"):
+        with pytest.raises(UnavailableError, match="no server"):
             await asyncio.wait_for(anext(session), PATIENCE_S)
 
 

@@ -18,7 +18,7 @@ TOLERANCE = 1e-4
 """Of a log-probability: SGLang's own tower is another implementation of the same layers."""
 DIFFERENT = 1e-3
 """What another image must change."""
-# SGLang bounds Qwen2-VL's images so, whatever the checkpoint says.
+# SGLang's bounds for images of Qwen2-VL, which ignore the checkpoint.
 BOUNDED = replace(
     CHECKPOINTS["qwen2_vl"], image_settings={"size": {"shortest_edge": 3136, "longest_edge": 1003520}}
 )

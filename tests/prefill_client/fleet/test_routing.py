@@ -229,7 +229,7 @@ async def test_a_large_submit_and_fetch_respect_the_bound_of_every_server(
     assert not [image.error for image in submitted if image.error]
     assert set(calls["submit"]) == set(names)
     assert max(calls["submit"].values()) <= 1.25 * 60 / 3
-    assert router.bound() == IDLE_IMAGES  # nothing is under way any more
+    assert router.bound() == IDLE_IMAGES  # no image is in progress now
     await collect(client, [RowRequest(image.digest) for image in submitted])
     assert calls["fetch"] == calls["submit"]
     assert router.bound() == IDLE_IMAGES
@@ -243,7 +243,7 @@ def test_a_dns_update_keeps_the_state_of_remaining_endpoints() -> None:
     assert set(router.endpoints) == {*ENDPOINTS[1:], "new:1"}
     assert not router.is_up(ENDPOINTS[2])
     assert all(first(router, digest) != ENDPOINTS[1] for digest in DIGESTS[:100])
-    router.end(ENDPOINTS[0])  # was under way when it went
+    router.end(ENDPOINTS[0])  # was in progress when the endpoint was removed
     assert not router.is_up(ENDPOINTS[0])
     router.mark_down(ENDPOINTS[0])
     router.mark_up("never known")

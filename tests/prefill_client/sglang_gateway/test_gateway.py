@@ -80,9 +80,9 @@ async def test_rows_of_one_image_are_sent_without_a_copy(
     (rows,) = await rows_of(client, THIRD)
     for (message,) in answer.messages:
         assert_holds(message, rows, grids_of(client, (640, 480)))
-    ((receivers, given),) = gateway.delivery.given  # read once for both ranks
+    ((receivers, delivered),) = gateway.delivery.delivered  # read once for both ranks
     assert len(receivers) == 2
-    assert not given.flags.writeable, "the mapping of the server's memory is read-only, a copy is not"
+    assert not delivered.flags.writeable, "the mapping of the server's memory is read-only, a copy is not"
 
 
 async def test_images_of_a_part_keep_their_order(
@@ -203,7 +203,7 @@ async def test_hanging_up_withdraws_the_images(gateway: RunningGateway, server: 
             await soon(lambda: gateway.count("parts_total", outcome="left") == 1)
             await fetches_wait_for(server, 0)
     assert gateway.count("parts_now") == 0
-    assert gateway.delivery.given == []
+    assert gateway.delivery.delivered == []
 
 
 async def test_pins_are_released_after_success_and_failure(
@@ -274,7 +274,7 @@ async def test_a_rank_that_registers_twice_gets_a_part_once(
     assert (await sglang._http.post(f"{gateway.url}/encode", json=body)).status_code == 200
     for socket in (first, second):
         Message.of(await socket.recv_multipart())
-    ((receivers, _),) = gateway.delivery.given
+    ((receivers, _),) = gateway.delivery.delivered
     assert receivers == [Address("127.0.0.1", port), Address("127.0.0.1", other)]
 
 

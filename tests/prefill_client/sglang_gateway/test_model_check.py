@@ -62,16 +62,16 @@ async def test_parts_have_grids_in_patches_and_the_services_rows(
     expected = [list(geometry.grid(*size)) for size in IMAGES]
     urls = [data_url(image) for image in IMAGES.values()]
     async with LanguageServer(gateway.url, ranks=2) as sglang:
-        apart = await sglang.to_tokenizer(*([url] for url in urls))
+        separate = await sglang.to_tokenizer(*([url] for url in urls))
         (together,) = (await sglang.to_scheduler(urls)).parts
     rows = []
     async with client.fetch([RowRequest(content_digest(image)) for image in IMAGES.values()]) as stream:
         async for outcome in stream:
             rows.append((outcome.index, outcome.array))
     rows.sort(key=lambda each: each[0])
-    assert [message.data.grid_dim for message in apart.parts] == [[grid] for grid in expected]
+    assert [message.data.grid_dim for message in separate.parts] == [[grid] for grid in expected]
     assert together.data.grid_dim == expected
-    for message, (_, right) in zip(apart.parts, rows, strict=True):
+    for message, (_, right) in zip(separate.parts, rows, strict=True):
         np.testing.assert_array_equal(message.rows, right)
     np.testing.assert_array_equal(together.rows, np.concatenate([right for _, right in rows]))
 

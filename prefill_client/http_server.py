@@ -95,21 +95,21 @@ def bound(address: str) -> socket.socket:
     return listener
 
 
-class CallerLeftError(Exception):
+class DisconnectedError(Exception):
     """The caller disconnected before it got its answer."""
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work`, and cancel it if the caller disconnects, which raises `CallerLeftError`.
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`, and cancel it if the caller disconnects, which raises `DisconnectedError`.
 
     The request's body must have been read.
     """
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_hang_up(request))
+    watch = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise CallerLeftError
+            raise DisconnectedError
         return task.result()
     finally:
         for other in (task, watch):
@@ -117,6 +117,6 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _hang_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -26,7 +26,7 @@ from encoder_contract.errors import (
 from encoder_contract.errors import Status as Code
 from encoder_contract.traceparent import TRACEPARENT
 from prefill_client import Trace, traceparent
-from prefill_client.http_server import CallerLeftError, unless_left
+from prefill_client.http_server import DisconnectedError, cancel_on_disconnect
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat, Prefilled
 from prefill_reference.completions import ChatRequest, completion, error_body, piece, usage
@@ -163,20 +163,20 @@ class HttpService:
         try:
             async with asyncio.timeout(self._limits.request_s):
                 chat_request = await self._read(request)
-                prefilled = await unless_left(request, self._prefill(chat_request, trace))
+                prefilled = await cancel_on_disconnect(request, self._prefill(chat_request, trace))
                 if chat_request.stream:
                     outcome = "streamed"
                     return StreamingResponse(
                         self._stream(chat_request, prefilled, trace), media_type="text/event-stream"
                     )
-                answer = await unless_left(request, self._whole(chat_request, prefilled, trace))
+                answer = await cancel_on_disconnect(request, self._whole(chat_request, prefilled, trace))
             outcome = "answered"
             return JSONResponse(answer)
         except TimeoutError:
             return _error_response(DeadlineError(f"no answer within {self._limits.request_s:g} s"))
         except EncoderError as error:
             return _error_response(error)
-        except CallerLeftError:
+        except DisconnectedError:
             outcome = "left"
             return Response(status_code=499)
         finally:

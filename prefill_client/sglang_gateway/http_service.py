@@ -17,7 +17,7 @@ from encoder_contract.errors import (
     InvalidRequestError,
     Status,
 )
-from prefill_client.http_server import CallerLeftError, unless_left
+from prefill_client.http_server import DisconnectedError, cancel_on_disconnect
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.parts import MAX_RANKS, Address, Part, read_object, req_id_of
@@ -85,7 +85,7 @@ class HttpService:
             with self._metrics.parts_now.track_inprogress():
                 async with self._slots:
                     part = await self._part(request)
-                    await unless_left(request, self._gateway.encode(part))
+                    await cancel_on_disconnect(request, self._gateway.encode(part))
                     outcome = ""
             return JSONResponse(None)
         except EncoderError as error:
@@ -93,7 +93,7 @@ class HttpService:
             outcome = "refused" if refusal.status_code < 500 else "failed"
             log.warning("a part was %s: %s", outcome, error.message)
             return refusal
-        except (CallerLeftError, ClientDisconnect):
+        except (DisconnectedError, ClientDisconnect):
             outcome = "left"
             return Response(status_code=499)
         finally:

@@ -1,1 +1,1 @@
-"""Several servers: the pool, routing, retries, and failover."""
+"""Several servers: the connection pool, routing, retries and failover."""

@@ -1,1 +1,1 @@
-"""SGLang's encoder protocol in front, the encoder service behind: for an unmodified SGLang that installs nothing."""
+"""The gateway: serves SGLang's encoder protocol from the encoder service, for an SGLang without the plug-in."""

@@ -40,7 +40,7 @@ from prefill_client.sglang.start import check_configuration, check_packages, che
 _log = logging.getLogger("sglang.encoder_service")
 
 # Errors of the request itself: SGLang's own tower could not encode its images either.
-_OF_THE_REQUEST = (InvalidImageError, InvalidRequestError, ForbiddenError)
+_REQUEST_ERRORS = (InvalidImageError, InvalidRequestError, ForbiddenError)
 
 
 class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
@@ -74,21 +74,19 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
             return await own()
         sources = [image.url if isinstance(image, ImageData) else image for image in image_data]
         if not all(isinstance(source, str | bytes) for source in sources):
-            return await self._left_to_own_tower(own, len(sources), "input")
+            return await self._by_own_tower(own, len(sources), "input")
         try:
             artifacts = await self._encoded(sources, str(getattr(request_obj, "rid", "")))
-        except _OF_THE_REQUEST as error:
+        except _REQUEST_ERRORS as error:
             raise ValueError(error.message) from error
         except EncoderError as error:
             _log.warning("SGLang's own tower encodes the images of a request: %s", error.message)
-            return await self._left_to_own_tower(own, len(sources), error.status.name.lower())
+            return await self._by_own_tower(own, len(sources), error.status.name.lower())
         composed = self.compose_image_artifacts(input_text, artifacts)
         # None means that the text marks another number of images than the request has. SGLang handles that itself.
-        return (
-            composed if composed is not None else await self._left_to_own_tower(own, len(sources), "prompt")
-        )
+        return composed if composed is not None else await self._by_own_tower(own, len(sources), "prompt")
 
-    async def _left_to_own_tower(self, own: Any, images: int, reason: str) -> Any:
+    async def _by_own_tower(self, own: Any, images: int, reason: str) -> Any:
         count("own_tower_images", reason, images)
         return await own()
 

@@ -37,7 +37,7 @@ def demanded(server: Server) -> int:
 async def test_pairs_are_decoded_in_the_order_in_which_prefill_needs_them(
     server: Server, client: EncoderClient, gate: Gate, video: Video
 ) -> None:
-    """This order differs from those of the video, the Submit and the Fetch."""
+    """The order of need differs from those of the video, the Submit and the Fetch."""
     needed = random.Random(61).sample(video.images, PAIRS)
     with gate.closed():
         await client.submit(video.images[::-1])

@@ -10,7 +10,7 @@ import torch
 
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import load_tower, tower
-from encoder_service.vision.ulysses import Group, meeting_place
+from encoder_service.vision.ulysses import Group, start_rendezvous
 from tests.waiting import START_S
 
 
@@ -33,7 +33,7 @@ def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, ti
     tower.CPU_TILE_PATCHES = tile
     group = Group(torch.device("cpu"), port, rank, size, limit_s)
     try:
-        return load(folder, dtype).encode_together(group, number, leader, grid, patches, between)
+        return load(folder, dtype).encode_in_group(group, number, leader, grid, patches, between)
     except RuntimeError as error:
         return str(error)
 
@@ -69,7 +69,7 @@ class Processes:
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
             process.start()
             theirs.close()
-        self.place = meeting_place()
+        self.place = start_rendezvous()
         self.number = 0
 
     def begin(self, folder, dtype, grid, leader, patches, *, size, tile=256, limit_s=START_S, at_block=None):

@@ -54,7 +54,7 @@ def cases() -> list[Case]:
     rotation = {
         "packed": "*bf16",
         "coordinates": "*i32",
-        "turns": "*fp32",
+        "angles": "*fp32",
         "count": "i32",
         "stride": "i32",
     }

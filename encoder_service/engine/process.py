@@ -413,10 +413,10 @@ def _load(config: Config, processes: int) -> Model | ConfigError:
 
 
 def _group_encoder(tower: VisionModel, port: int, number: int, processes: int) -> GroupEncoder | None:
-    """Return the tower's group encode, if there are other processes and the tower can be divided among them."""
-    if processes == 1 or not isinstance(tower, Tower) or not tower.divides_among(processes):
+    """Return the tower's group encode, if there are other processes and the tower can encode in a group."""
+    if processes == 1 or not isinstance(tower, Tower) or not tower.can_encode_in_group(processes):
         return None
-    return partial(tower.encode_together, Group(tower.device, port, number, processes))
+    return partial(tower.encode_in_group, Group(tower.device, port, number, processes))
 
 
 def _report(model: Model, control: Connection) -> None:

@@ -33,7 +33,7 @@ from encoder_service.image.source import Source, VideoFile
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import State
 from encoder_service.store import Pin, Store, arena
-from encoder_service.vision.ulysses import meeting_place
+from encoder_service.vision.ulysses import start_rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Devices:
         self._store = store
         self._metrics = metrics
         self._closed = threading.Event()
-        self._meeting = meeting_place() if len(devices) > 1 else None
+        self._rendezvous = start_rendezvous() if len(devices) > 1 else None
         # `stop` does not wait for it: it ends when the store is closed.
         self._migrator = self.thread("tier-migrator", store.keep_moving)
         self._threads = [self.thread(f"device-{device.number}", self._serve, device) for device in devices]
@@ -90,7 +90,7 @@ class Devices:
 
     def _serve(self, device: DeviceProcess) -> None:
         while True:
-            port = self._meeting.port if self._meeting is not None else 0
+            port = self._rendezvous.port if self._rendezvous is not None else 0
             share = 1 / len(self._devices)
             Session(device, self._jobs, self._store, self._metrics, share, port).run(self.thread)
             if self._closed.is_set():

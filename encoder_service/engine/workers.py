@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 GroupEncoder = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
-"""`Tower.encode_together` with its `Group`; the first argument is the number of the group."""
+"""`Tower.encode_in_group` with its `Group`; the first argument is the number of the group."""
 
 
 class RowStore(Protocol):

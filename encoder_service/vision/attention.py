@@ -1,7 +1,7 @@
-"""Attention backends: torch's own on any device, cuDNN and flash attention on CUDA; and which of them is used.
+"""Attention backends (torch's own on any device; cuDNN and flash attention on CUDA), and the choice among them.
 
-That is the one asked for, or the first of an order that passes its trial: run on awkward input, compared with float32,
-timed, and replayed in a CUDA graph.
+`make_attention` returns the backend of the setting, or the first one in an order that passes its trial. The trial runs
+a backend on awkward input, compares it with float32, times it, and replays it in a CUDA graph.
 """
 
 import importlib
@@ -24,24 +24,25 @@ from encoder_service.vision.layers import Attention, Segments, running_bounds
 
 logger = logging.getLogger(__name__)
 
-# For packed segments, best first: what peers and libraries published. `bench.gpu` prints the times to judge it by.
+# For packed segments, best first, according to published measurements. `bench.gpu` prints times to check the order.
 PACKED = ("flash3", "varlen", "flash2", "sdpa")
-# For the fixed lengths of CUDA graphs: a plan for each is made once, at the capture.
+# For the fixed lengths of CUDA graphs: it plans once for each length, at the capture.
 FIXED = "cudnn"
 BACKENDS = (*PACKED, "flash4", FIXED)
 # The compute capability of H100 and H200.
 HOPPER = (9, 0)
-# Where `FIXED` and the packed backend are timed: patches of 1280×720 and of 2560×1440, in the heads of Qwen's towers.
+# Where `FIXED` and the packed backend are timed: with the patches of 1280×720 and 2560×1440 and the heads of Qwen's
+# towers.
 TIMED_LENGTHS = (3520, 14400)
 TIMED_HEADS = 16
 TIMED_CALLS = 5
 
 
 def make_attention(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
-    """Return the backend called `name`, or with "auto" what passes its trial on `device` in `dtype`.
+    """Return the backend `name`, or for "auto" the first of `PACKED` that passes its trial on `device` in `dtype`.
 
-    "auto" is the first of `PACKED`, and on CUDA `FIXED` beside it for those fixed lengths at which it is faster. Raises
-    `ValueError` for an unknown name, or if the backend requested by name cannot run.
+    On CUDA, "auto" adds `FIXED` for the fixed lengths at which it is faster. Raises `ValueError` if the name is unknown
+    or the named backend cannot run.
     """
     if name == "auto":
         return _auto(device, dtype, head_size)
@@ -57,7 +58,7 @@ def why_not(
 ) -> str:
     """Return why backend `name` cannot run on `device` in `dtype`; empty if it can.
 
-    With `fixed` it need only run on one segment of a fixed length.
+    With `fixed` it only has to run on one segment of a fixed length.
     """
     if device.type != "cuda" and name != "sdpa":
         return f"it needs CUDA, the device is {device}"
@@ -65,9 +66,9 @@ def why_not(
         return "it has no float32 kernel"
     try:
         attend = build(name)
-    except Exception as error:  # noqa: BLE001 - a library that cannot be imported may raise anything
+    except Exception as error:  # noqa: BLE001 - a library that cannot be imported can raise any type
         return f"{type(error).__name__}: {error}"
-    # torch's own is the last resort: a slow one is better than none.
+    # torch's own backend is the last resort: slow is better than none.
     limit_ms = math.inf if name == "sdpa" else MAX_THIRD_CALL_MS
     return trial_failure(attend, device, dtype, head_size, fixed=fixed, max_third_call_ms=limit_ms)
 
@@ -100,26 +101,26 @@ def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention
 def _faster_at(
     fixed: Attention, packed: Attention, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> tuple[int, ...]:
-    """Return those of `TIMED_LENGTHS` at which `fixed` is the faster of the two, with one segment."""
+    """Return the `TIMED_LENGTHS` at which `fixed` is faster than `packed` on one segment."""
     faster = []
     try:
         for length in TIMED_LENGTHS:
             packed_rows = torch.randn(length, 3, TIMED_HEADS, head_size, dtype=dtype, device=device)
-            ms = [_spent_ms(attend, packed_rows) for attend in (fixed, packed)]
+            ms = [_median_ms(attend, packed_rows) for attend in (fixed, packed)]
             logger.info(
                 "attention over %d patches: %s %.3f ms, %s %.3f ms",
                 *(length, fixed.name, ms[0], packed.name, ms[1]),
             )
             if ms[0] < ms[1]:
                 faster.append(length)
-    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises, the other is right as well
-        logger.warning("attention: %s for all lengths, as the timing failed: %s", packed.name, error)
+    except Exception as error:  # noqa: BLE001 - kernels raise many types, and the packed backend works anyway
+        logger.warning("attention: %s for all lengths, because the timing failed: %s", packed.name, error)
         return ()
     return tuple(faster)
 
 
-def _spent_ms(attend: Attention, packed: Tensor) -> float:
-    """Return the median time of a call on one segment, milliseconds."""
+def _median_ms(attend: Attention, packed: Tensor) -> float:
+    """Return the median milliseconds of a call on one segment."""
     length, _, _, head_size = packed.shape
     query, key, value = packed.unbind(1)
     segments = Segments((length,), running_bounds((length,), packed.device), length, fixed=True)
@@ -130,7 +131,7 @@ def _spent_ms(attend: Attention, packed: Tensor) -> float:
         attend(query, key, value, segments, head_size**-0.5)
         _synchronize(packed.device)
         spent_ms.append((time.perf_counter() - began) * 1e3)
-    return median(spent_ms[2:])  # the first ones choose kernels and make plans
+    return median(spent_ms[2:])  # the first two calls choose kernels and make plans
 
 
 def _synchronize(device: torch.device) -> None:
@@ -138,13 +139,13 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What torch may choose on CUDA for a length it has not seen. Not cuDNN: it plans for every length anew, tens of
-# milliseconds each (pytorch PR 191576), and photos come in many.
+# The backends that torch may choose on CUDA for packed segments. Not cuDNN: it takes tens of milliseconds to plan for
+# every new length (pytorch PR 191576), and photos have many lengths.
 _UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class SegmentAttention:
-    """torch's scaled dot product attention, runs of equally long segments as one dense batch. Runs on any device."""
+    """torch's scaled dot product attention on any device. Adjacent segments of equal length are one dense batch."""
 
     name, graphs = "sdpa", False
 
@@ -172,7 +173,7 @@ class SegmentAttention:
         return mixed.transpose(1, 2).reshape(count * length, heads, head_size)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[segments, heads, rows, head size] each → the same."""
+        """[segments, heads, rows, head size] each → the same shape."""
         if not query.is_cuda:
             return functional.scaled_dot_product_attention(query, key, value, scale=scale)
         with sdpa_kernel(_UNPLANNED):
@@ -180,10 +181,10 @@ class SegmentAttention:
 
 
 class CudnnAttention(SegmentAttention):
-    """cuDNN's fused attention on dense batches (CUDA): it plans for every new shape and keeps the plan.
+    """cuDNN's fused attention on dense batches (CUDA). It plans for every new shape and keeps the plan.
 
-    Its form for packed segments is not used: torch looks its plan up and never keeps it (pytorch PR 191576), so that
-    every call plans anew and a plan made while a graph is captured is lost.
+    cuDNN's variant for packed segments is not used. torch looks up its plan but never stores it (pytorch PR 191576), so
+    that every call plans again and a plan made during the capture of a graph is lost.
     """
 
     name = "cudnn"
@@ -208,26 +209,26 @@ class TorchVarlenAttention:
         """See `Attention`."""
         bounds, longest = segments.bounds, segments.longest
         output = self._attend(query, key, value, bounds, bounds, longest, longest, scale=scale)
-        assert isinstance(output, Tensor)  # no auxiliary outputs were asked for
+        assert isinstance(output, Tensor)  # this call requests no auxiliary outputs
         return output
 
 
 class FlashAttention:
-    """Flash attention over packed segments (CUDA): releases 2, 3 and 4, each from a package of its own."""
+    """Flash attention over packed segments (CUDA): releases 2, 3 and 4, each from its own package."""
 
     graphs = True
-    # Release 3 has two builds: the wheel `fa3-fwd`, which has the forward pass alone, and one's own from the sources.
+    # Release 3 has two builds: the wheel `fa3-fwd`, with the forward pass only, and a build from the sources.
     _MODULES: ClassVar = {
         2: ("flash_attn",),
         3: ("fa3_fwd_interface", "flash_attn_interface"),
         4: ("flash_attn.cute",),
     }
-    # Splitting a segment's keys over the device would make the order of sums hang on what else is in the batch.
+    # If a segment's keys were split over the device, the order of sums would depend on the rest of the batch.
     _OPTIONS: ClassVar[dict[int, dict[str, int]]] = {3: {"num_splits": 1}}
 
     def __init__(self, release: int) -> None:
         self.name = f"flash{release}"
-        module = _first_of(self._MODULES[release])
+        module = _import_first(self._MODULES[release])
         self._attend: Callable[..., Tensor | tuple[Tensor, ...]] = module.flash_attn_varlen_func
         self._options = self._OPTIONS.get(release, {})
 
@@ -249,10 +250,10 @@ class FlashAttention:
 
 
 class FixedAndPacked:
-    """Two backends: one segment of a fixed length at which the first is faster goes there, all else to the second."""
+    """Uses `fixed` for one segment of a fixed length at which `fixed` is faster, and `packed` for everything else."""
 
     def __init__(self, fixed: Attention, packed: Attention, faster_at: Sequence[int]) -> None:
-        """`faster_at` are those of `TIMED_LENGTHS` at which `fixed` is faster; other lengths are as the nearest."""
+        """`faster_at` are the `TIMED_LENGTHS` at which `fixed` is faster. Other lengths follow the nearest of these."""
         self.name = f"{packed.name}+{fixed.name}"
         self.graphs = packed.graphs
         self._fixed = fixed
@@ -261,16 +262,16 @@ class FixedAndPacked:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`."""
-        attend = self._fixed if segments.fixed and self._is_faster(len(query)) else self._packed
+        attend = self._fixed if segments.fixed and self._is_fixed_faster(len(query)) else self._packed
         return attend(query, key, value, segments, scale)
 
-    def _is_faster(self, length: int) -> bool:
+    def _is_fixed_faster(self, length: int) -> bool:
         nearest = min(TIMED_LENGTHS, key=lambda timed: abs(math.log(timed / length)))
         return nearest in self._faster_at
 
 
 def build(name: str) -> Attention:
-    """Return the backend of this name; raises what its library does when it cannot be imported."""
+    """Return the backend of this name. Raises the library's error if it cannot be imported."""
     if name == "sdpa":
         return SegmentAttention()
     if name == "varlen":
@@ -280,8 +281,8 @@ def build(name: str) -> Attention:
     return FlashAttention(int(name.removeprefix("flash")))
 
 
-def _first_of(names: tuple[str, ...]) -> ModuleType:
-    """Import the first of these modules that is installed; `ImportError` names them all."""
+def _import_first(names: tuple[str, ...]) -> ModuleType:
+    """Import the first of these modules that is installed. The `ImportError` names them all."""
     for name in names:
         try:
             return importlib.import_module(name)
@@ -290,15 +291,15 @@ def _first_of(names: tuple[str, ...]) -> ModuleType:
     raise ImportError(f"none of {', '.join(names)} is installed")
 
 
-# Odd lengths, an empty segment, a single row; and others of the same sum, for the replay.
+# Odd lengths, an empty segment, and a single row; for the replay, other lengths of the same sum.
 LENGTHS = (130, 0, 64, 1)
 OTHER_LENGTHS = (2, 100, 93, 0)
 HEADS = 2
 
-# Of a row, as a share of the row. Bfloat16 is off by three thousandths; what mixes segments, or reads strided rows as
-# if they lay side by side, by all of it.
+# The relative error of a row. Bfloat16 alone is off by three thousandths. A backend that mixes segments, or reads
+# strided rows as contiguous, is off by the whole row.
 MAX_ROW_ERROR = 0.02
-# The third call on 195 rows takes some ten microseconds; what takes longer plans or compiles anew in every call.
+# The third call on 195 rows should take some ten microseconds. A slower backend plans or compiles again in every call.
 MAX_THIRD_CALL_MS = 5.0
 
 
@@ -311,20 +312,20 @@ def trial_failure(
     fixed: bool = False,
     max_third_call_ms: float = MAX_THIRD_CALL_MS,
 ) -> str:
-    """Return what is wrong with a backend on `device` in `dtype`; empty if it may be used.
+    """Return why a backend must not be used on `device` in `dtype`; empty if it may.
 
-    With `fixed` it is tried on one segment of a fixed length. On CUDA a third call of more than
-    `max_third_call_ms` is wrong, too, and so is a graph that cannot be captured or does not give, replayed with other
-    rows and bounds, what belongs to those.
+    With `fixed`, try it on one segment of a fixed length. On CUDA, a third call that takes more than
+    `max_third_call_ms` is a failure. So is a graph that cannot be captured, or that gives wrong rows when it is
+    replayed with other rows and bounds.
     """
     try:
         return _failure(attend, _Case(device, dtype, head_size, fixed), max_third_call_ms)
-    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises is the reason
+    except Exception as error:  # noqa: BLE001 - kernels raise many types, and each is a reason
         return f"{type(error).__name__}: {error}"
 
 
 class _Case:
-    """Random queries, keys and values as the towers make them, and what attention over them must give."""
+    """Random queries, keys and values with the layout that towers have, and the right result."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, head_size: int, fixed: bool) -> None:
         self.device = device
@@ -343,12 +344,12 @@ class _Case:
         return Segments(lengths, running_bounds(lengths, self.device), longest, self.fixed)
 
     def run(self, attend: Attention, packed: Tensor, segments: Segments) -> Tensor:
-        """Query, key and value are strided views of one packed tensor [rows, 3, heads, head size]."""
+        """Run attention on query, key and value as strided views of one tensor [rows, 3, heads, head size]."""
         query, key, value = packed.unbind(1)
         return attend(query, key, value, segments, self.scale)
 
     def error(self, mixed: Tensor, packed: Tensor, lengths: Sequence[int]) -> float:
-        """Return the largest relative error of a row; not a number if one is none."""
+        """Return the largest relative error of a row; NaN if a row has one."""
         truth = _in_float32(packed.cpu().float(), lengths, self.scale)
         return float(((mixed.cpu().float() - truth).norm(dim=-1) / truth.norm(dim=-1)).max())
 
@@ -357,7 +358,7 @@ def _failure(attend: Attention, case: _Case, max_third_call_ms: float) -> str:
     segments = case.segments(LENGTHS)
     error = case.error(case.run(attend, case.first, segments), case.first, segments.lengths)
     if not error <= MAX_ROW_ERROR:
-        return f"its rows are off by {error:.2g} of themselves"
+        return f"the relative error of its rows is {error:.2g}"
     if case.device.type != "cuda":
         return ""
     for _ in range(2):
@@ -372,18 +373,22 @@ def _failure(attend: Attention, case: _Case, max_third_call_ms: float) -> str:
 
 
 def _replay_failure(attend: Attention, case: _Case) -> str:
-    """Return what is wrong with a captured call that is replayed with other rows and bounds."""
+    """Capture a call, replay it with other rows and bounds, and return what is wrong with the result."""
     packed, segments = case.first.clone(), case.segments(LENGTHS)
     replay = CudaCapture(case.device)(lambda: case.run(attend, packed, segments))
     packed.copy_(case.second)
     segments.bounds.copy_(case.segments(OTHER_LENGTHS).bounds)
     mixed = replay()
     error = case.error(mixed, case.second, case.lengths(OTHER_LENGTHS))
-    return "" if error <= MAX_ROW_ERROR else f"replayed, its rows are off by {error:.2g} of themselves"
+    return (
+        ""
+        if error <= MAX_ROW_ERROR
+        else f"in a replayed graph, the relative error of its rows is {error:.2g}"
+    )
 
 
 def _in_float32(packed: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Attention by its definition, segment by segment: packed [rows, 3, heads, head size] on the CPU."""
+    """Compute attention by its definition, segment by segment, from packed [rows, 3, heads, head size] on the CPU."""
     mixed = []
     for segment in torch.split(packed, list(lengths)):
         query, key, value = segment.unbind(1)

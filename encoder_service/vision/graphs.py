@@ -1,4 +1,4 @@
-"""CUDA graphs over a bounded set of patch budgets: one launch for a whole forward, segment bounds as data."""
+"""CUDA graphs for a bounded set of patch budgets: one launch for a whole forward, with the segment bounds as data."""
 
 import logging
 import time
@@ -16,18 +16,18 @@ from encoder_service.vision.layers import Layout, Segments, running_bounds
 
 logger = logging.getLogger(__name__)
 
-# A run over inputs that stay where they are: returns its rows, which the next run overwrites.
+# Runs a forward over inputs at fixed addresses and returns its rows, which the next run overwrites.
 Run = Callable[[], Tensor]
 
-# Graphs whose capture failed. One that CUDA broke off may not be destroyed: torch's allocator of pinned host memory
-# still refers to it.
-_broken_off: "list[torch.cuda.CUDAGraph]" = []
+# Graphs whose capture failed, kept alive. A graph whose capture CUDA invalidated must not be destroyed, because torch's
+# allocator of pinned host memory still refers to it.
+_failed_graphs: "list[torch.cuda.CUDAGraph]" = []
 
 
 class CudaCapture:
     """Captures runs as CUDA graphs that share their memory.
 
-    All on one stream: libraries keep a workspace for every stream that they were called on.
+    All captures use one stream, because libraries keep a workspace for every stream that they were called on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,22 +35,22 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Run) -> Run:
-        """Return what runs the same kernels over the same inputs, in one launch; raises what the libraries do."""
+        """Return a run of the same kernels over the same inputs in one launch. Raises the libraries' errors."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                for _ in range(2):  # libraries choose kernels and take workspaces on their first calls
+                for _ in range(2):  # in their first calls libraries choose kernels and allocate workspaces
                     run()
-                # What other threads (such as DALI's) do at the same time does not end the capture.
+                # CUDA calls of other threads (such as DALI's) then do not invalidate the capture.
                 with torch.cuda.graph(
                     graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
                 ):
                     rows = run()
         except Exception:
-            _broken_off.append(graph)
-            self._end_recording()
+            _failed_graphs.append(graph)
+            self._end_allocation()
             raise
         current.wait_stream(self._stream)
 
@@ -60,31 +60,31 @@ class CudaCapture:
 
         return replay
 
-    def _end_recording(self) -> None:
-        """Tell torch's allocator that a capture has ended, which torch itself omits when CUDA broke it off.
+    def _end_allocation(self) -> None:
+        """Tell torch's allocator that the capture has ended; torch itself does not if CUDA invalidated the capture.
 
-        It would take the next capture into the same memory for a mistake, and keep all memory that crosses streams in
-        the belief that a capture is under way.
+        Otherwise the allocator would refuse the next capture into the same memory. It would also keep all memory that
+        crosses streams, as if a capture were running.
         """
-        with suppress(RuntimeError):  # it knows: CUDA did not break it off
+        with suppress(RuntimeError):  # CUDA did not invalidate the capture, so torch has told it
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             torch._C._cuda_releasePool(self._stream.device_index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
 
 
-# Powers of two, half-way steps, and what common photos come to at 16-pixel patches (960×1280, 1280×720, 1920×1080,
-# 2560×1440). Above the largest a forward is long enough that its launches hide behind it.
+# Powers of two, steps halfway between them, and the patches of common photos at 16 pixels a patch (960×1280, 1280×720,
+# 1920×1080, 2560×1440). A larger forward takes so long that its launches are hidden behind it.
 PATCH_BUDGETS = (256, 512, 768, 1024, 1536, 2048, 3072, 3520, 4096, 4800, 6144, 8160, 14400)
 
-# Padding is computed like any patch: up to this share of a batch it costs less than launching the kernels one by
-# one. Under `SMALL_PATCHES` the device waits for launches whatever it pads; above `LARGE_PATCHES` it is busy for
-# longer than an eager forward takes to launch, and padding is only lost time.
+# Padding is computed like any patch. Up to this share of a batch it costs less than launching the kernels one by one.
+# Below `SMALL_PATCHES` the device waits for launches however much it pads. Above `LARGE_PATCHES` the device needs more
+# time for a forward than its eager launches take, so that padding is only lost time.
 MAX_PADDING_SHARE = 0.25
 MAX_LARGE_PADDING_SHARE = 0.03
 SMALL_PATCHES = 1024
 LARGE_PATCHES = 2048
 
-# A window of Qwen2.5-VL has 64 patches, cut ones at the edges fewer; this leaves room for the cut ones.
+# A window of Qwen2.5-VL has 64 patches, and fewer where an edge cuts it. These leave room for cut windows.
 _PATCHES_PER_WINDOW_SLOT = 32
 _SPARE_WINDOW_SLOTS = 64
 
@@ -95,14 +95,14 @@ class Forward(Protocol):
     def __call__(
         self, packs: Sequence[Tensor], layouts: Sequence[Layout], *, into: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Return the rows of each pack, which are written into those of `into`."""
+        """Return the rows of each pack, written to the tensors of `into`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What one graph can hold: packed patches, image segments, and patches in the longest segment.
 
-    With a single segment it holds one image of exactly so many patches.
+    A graph with a single segment holds one image of exactly `patches` patches.
     """
 
     patches: int
@@ -110,24 +110,25 @@ class Budget:
     longest: int
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a batch of this layout may run in the graph: it fits, and not too much of the graph is padding."""
+        """Whether a batch of this layout may run in the graph: it fits, without too much padding."""
         padding = self.patches - layout.patches
         if padding < 0 or layout.segments.longest > self.longest:
             return False
-        if self.patches > SMALL_PATCHES and padding > self._largest_share() * layout.patches:
+        if self.patches > SMALL_PATCHES and padding > self._max_padding_share() * layout.patches:
             return False
         return len(layout.segments.lengths) + _pieces(padding, self.longest) <= self.segments
 
-    def _largest_share(self) -> float:
+    def _max_padding_share(self) -> float:
         return MAX_PADDING_SHARE if self.patches <= LARGE_PATCHES else MAX_LARGE_PADDING_SHARE
 
 
 def budgets(image: int, batch: int) -> list[Budget]:
-    """The budgets to capture for images and batches of at most so many patches, smallest first.
+    """Return the budgets to capture, smallest first, for images of up to `image` and batches of up to `batch` patches.
 
-    For each number of patches one for a single image, and one for several up to the size of a batch; where an image is
-    worth attention of its own, one for a single image without padding. Attention launches work for `segments` ×
-    `longest`, most of it empty, so a graph for many images takes small ones only; a batch that fits none runs eagerly.
+    For each number of patches there is one budget for a single image. Up to the size of a batch there is one for
+    several images. Above `LARGE_PATCHES` there is one for a single image without padding, which can use attention for a
+    fixed length. Attention launches work for `segments` × `longest`, most of it empty, so a graph for several images
+    takes small ones only. A batch that fits no graph runs eagerly.
     """
     sizes = [patches for patches in PATCH_BUDGETS if patches <= image]
     exact = [Budget(patches, 1, patches) for patches in sizes if patches > LARGE_PATCHES]
@@ -141,19 +142,19 @@ def budgets(image: int, batch: int) -> list[Budget]:
 
 
 def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int) -> list[int]:
-    """Lengths filled up to `total` by padding segments of at most `longest`, then by empty ones up to `slots`.
+    """Fill `lengths` up to `total` with padding segments of at most `longest`, then up to `slots` with empty ones.
 
     Padding attends only to itself and consists of zeros, so all its values stay finite.
     """
     padding = total - sum(lengths)
     pieces = [min(longest, padding - begin) for begin in range(0, padding, longest)]
-    filled = [*lengths, *pieces]
-    assert len(filled) <= slots
-    return filled + [0] * (slots - len(filled))
+    padded = [*lengths, *pieces]
+    assert len(padded) <= slots
+    return padded + [0] * (slots - len(padded))
 
 
 class StaticBatch:
-    """The inputs and rows of one graph, of fixed address and size; batches are copied in and padded."""
+    """The inputs and rows of one graph, at fixed addresses. Batches are copied in and padded."""
 
     def __init__(self, budget: Budget, patches: Tensor, layout: Layout, rows: Tensor) -> None:
         self.budget = budget
@@ -162,7 +163,7 @@ class StaticBatch:
         self.rows = rows
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a batch of this layout fits, its windows included, without too much padding."""
+        """Whether a batch of this layout fits, including its windows, without too much padding."""
         static, windows = self.layout.windows, layout.windows
         if not self.budget.fits(layout) or static is None or windows is None:
             return self.budget.fits(layout)
@@ -170,7 +171,7 @@ class StaticBatch:
         return needed < len(static.bounds)
 
     def fill_with_padding(self) -> None:
-        """Make all of it padding."""
+        """Fill the whole batch with padding."""
         self.patches.zero_()
         for order in (self.layout.order, self.layout.inverse):
             if order is not None:
@@ -180,17 +181,17 @@ class StaticBatch:
                 self._load_bounds(static, ())
 
     def load(self, patches: Sequence[Tensor], layout: Layout) -> None:
-        """Copy a batch in; the rest is padding, which no image attends to."""
+        """Copy a batch in and pad the rest. No image attends to padding."""
         static, used = self.layout, layout.patches
         torch.cat(list(patches), out=self.patches[:used])
         self.patches[used:].zero_()
         static.rotations[:used].copy_(layout.rotations)
         if static.position is not None and layout.position is not None:
             static.position[:used].copy_(layout.position)
-        for kept, given in ((static.order, layout.order), (static.inverse, layout.inverse)):
-            if kept is not None and given is not None:
-                kept[: len(given)].copy_(given)
-                torch.arange(len(given), len(kept), out=kept[len(given) :])
+        for target, source in ((static.order, layout.order), (static.inverse, layout.inverse)):
+            if target is not None and source is not None:
+                target[: len(source)].copy_(source)
+                torch.arange(len(source), len(target), out=target[len(source) :])
         self._load_bounds(static.segments, layout.segments.lengths)
         if static.windows is not None and layout.windows is not None:
             self._load_bounds(static.windows, layout.windows.lengths)
@@ -202,23 +203,23 @@ class StaticBatch:
 
 
 class StaticMemory:
-    """One set of inputs and of rows for all graphs: those of a budget are its first patches, rows and bounds.
+    """One set of inputs and rows that all graphs share. A budget uses the first patches, rows and bounds.
 
-    Only one graph runs at a time, every batch is copied in anew, and its rows are copied out before the next. What lies
-    behind a batch is padding with the rotations and positions of earlier ones.
+    Only one graph runs at a time. Each batch is copied in, and its rows are copied out before the next. The padding
+    behind a batch has the rotations and positions of earlier batches.
     """
 
     def __init__(
-        self, example: Layout, spec: TowerSpec, dtype: torch.dtype, chosen: Sequence[Budget]
+        self, example: Layout, spec: TowerSpec, dtype: torch.dtype, wanted: Sequence[Budget]
     ) -> None:
-        """Make them for the largest of `chosen`; `example` is any layout of the tower's, `dtype` that of its rows."""
-        patches = max(budget.patches for budget in chosen)
+        """Allocate for the largest budget. `example` is any layout of the tower, `dtype` the type of its rows."""
+        patches = max(budget.patches for budget in wanted)
         device, rows = example.rotations.device, patches // spec.merge_unit
         rotations, position = example.rotations, example.position
         self._spec = spec
         self._patches = torch.zeros(patches, spec.patch_values, dtype=torch.uint8, device=device)
         self._bounds = torch.zeros(
-            1 + max(budget.segments for budget in chosen), dtype=torch.int32, device=device
+            1 + max(budget.segments for budget in wanted), dtype=torch.int32, device=device
         )
         self._windows = torch.zeros(1 + _window_slots(patches), dtype=torch.int32, device=device)
         self._rows = torch.zeros(rows, spec.width, dtype=dtype, device=device)
@@ -231,7 +232,7 @@ class StaticMemory:
         )
 
     def of(self, budget: Budget) -> StaticBatch:
-        """Return the inputs of the graph of `budget`, filled with padding, and its rows."""
+        """Return the inputs and rows of the graph of `budget`, filled with padding."""
         whole, rows = self._layout, budget.patches // self._spec.merge_unit
         windows = None
         if self._spec.window:
@@ -252,7 +253,7 @@ class StaticMemory:
 
 
 class Graphs:
-    """Captured forwards over one set of inputs and rows; used by one thread on one stream."""
+    """Captured forwards over one set of inputs and rows. Not thread-safe: use on one stream."""
 
     def __init__(
         self,
@@ -260,39 +261,39 @@ class Graphs:
         spec: TowerSpec,
         example: Layout,
         dtype: torch.dtype,
-        chosen: Sequence[Budget],
+        wanted: Sequence[Budget],
         capture: Callable[[Run], Run],
     ) -> None:
-        """Capture the budgets that are `chosen`; what cannot be captured is logged and runs eagerly.
+        """Capture the `wanted` budgets. A budget that cannot be captured is logged, and its batches run eagerly.
 
-        `example` is any layout of the tower's, for its dtypes, and `dtype` that of its rows; `capture` is a
-        `CudaCapture`, or whatever returns a run of the same over the same inputs.
+        `example` is any layout of the tower, for its dtypes; `dtype` is the type of the rows. `capture` is a
+        `CudaCapture`, or any function that returns a run of the same forward over the same inputs.
         """
         started = time.perf_counter()
         self._unit = spec.merge_unit
-        self.padding_patches = 0  # computed so far for a graph's shape only
+        self.padding_patches = 0  # a counter of the patches computed only to fill a graph's shape
         self._captured: list[tuple[StaticBatch, Run]] = []
-        if not chosen:
+        if not wanted:
             return
-        memory = StaticMemory(example, spec, dtype, chosen)
-        # Largest first: the smaller ones then reuse its memory.
-        for budget in reversed(chosen):
+        memory = StaticMemory(example, spec, dtype, wanted)
+        # Largest first, so that smaller graphs reuse its memory.
+        for budget in reversed(wanted):
             batch = memory.of(budget)
             try:
                 replay = capture(partial(_forward, forward, batch))
-            except Exception as error:  # whatever a library raises, a forward still runs without a graph
+            except Exception as error:  # libraries raise many types, and a forward also runs without a graph
                 logger.warning(
                     "no CUDA graph of %d patches: such batches run eagerly", budget.patches, exc_info=error
                 )
                 continue
             self._captured.insert(0, (batch, replay))
         spent_s = time.perf_counter() - started
-        logger.info("CUDA graphs: %d of %d captured in %.1f s", len(self._captured), len(chosen), spent_s)
+        logger.info("CUDA graphs: %d of %d captured in %.1f s", len(self._captured), len(wanted), spent_s)
 
     def run(self, patches: Sequence[Tensor], layout: Layout) -> Tensor | None:
-        """Replay the smallest graph that holds the batch and return its rows; None if there is none.
+        """Replay the smallest graph that holds the batch and return its rows; None if no graph holds it.
 
-        The rows are a copy: the next replay of any graph overwrites what this one wrote.
+        The rows are a copy, because the next replay of any graph overwrites the rows of this one.
         """
         if (found := self.for_batch(layout)) is None:
             return None
@@ -303,7 +304,7 @@ class Graphs:
         return rows[: layout.patches // self._unit].clone()
 
     def for_batch(self, layout: Layout) -> tuple[StaticBatch, Run] | None:
-        """Return the inputs and the replay of the smallest graph that holds the batch; None if there is none."""
+        """Return the inputs and the replay of the smallest graph that holds the batch; None if no graph holds it."""
         return next((each for each in self._captured if each[0].fits(layout)), None)
 
 

@@ -1,7 +1,7 @@
-"""Layers that the towers share: patch embedding, products, rotary self-attention, and the residual stream by tiles.
+"""Layers that the towers share: patch embedding, linear layers, rotary self-attention, and the tiled residual stream.
 
-A product is torch's linear layer, or weights packed once for the CPU's matrix unit. `Segments` are the images or
-windows of packed rows, and `Attention` is the interface of attention over them.
+A linear layer is torch's, or uses weights that were packed once for the CPU's matrix unit. `Segments` are the images or
+windows in packed rows, and `Attention` is the interface of attention over them.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,11 @@ from encoder_service.vision.pointwise import Norm, Pointwise, Quantised
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Consecutive segments of packed rows; rows attend only within their segment.
+    """Consecutive segments of packed rows; a row attends only to rows of its segment.
 
-    `lengths` are on the host, in rows; `bounds` is their running sum from 0 on the device, int32
-    [len(lengths) + 1]; `longest` bounds every length. In a replayed CUDA graph only `bounds` is read, unless the
-    segments are `fixed`: one segment of all rows, whose length is the same in every replay, so that a kernel may be
-    planned for it alone.
+    `lengths` are on the host, in rows. `bounds` is their running sum from 0 on the device, int32 [len(lengths) + 1].
+    `longest` bounds every length. A replayed CUDA graph reads only `bounds`. If `fixed`, one segment has all rows and
+    its length is the same in every replay, so that a kernel can be planned for this length.
     """
 
     lengths: tuple[int, ...]
@@ -37,29 +36,29 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        """Segments of these lengths; there is at least one row."""
+        """Return segments of these lengths, which have at least one row."""
         return cls(tuple(lengths), running_bounds(lengths, device), max(lengths))
 
 
 def running_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """The running sum of `lengths` from 0, int32 [len(lengths) + 1] on `device`."""
+    """Return the running sum of `lengths` from 0, int32 [len(lengths) + 1] on `device`."""
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return moved(bounds, device)
+    return to_device(bounds, device)
 
 
-def moved(made: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that was made on the host on `device`; the host does not wait for the device."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host to `device` without waiting for the device."""
     if device.type == "cuda":
-        # Only from pinned memory does a copy never wait.
-        return made.pin_memory().to(device, non_blocking=True)
-    return made
+        # Only a copy from pinned memory never waits.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 class Attention(Protocol):
-    """A backend. It never mixes segments, never synchronises host and device, and does not modify its inputs."""
+    """An attention backend. It never mixes segments, synchronises host and device, or modifies its inputs."""
 
     name: str
-    graphs: bool  # whether bounds are read on the device, so that a CUDA graph can be replayed with different ones
+    graphs: bool  # whether it reads the bounds on the device, so that a CUDA graph can be replayed with other bounds
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """[rows, heads, head size] each (strided views are fine) → [rows, heads, head size], contiguous."""
@@ -67,12 +66,12 @@ class Attention(Protocol):
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias` with an activation or a sum into the residual as its epilogue.
+    """`x @ weight.T + bias`, with an activation or the addition to the residual as its epilogue.
 
-    On the CPU the weights are reordered once into the blocks that oneDNN's product reads (through the operator that
-    torch.compile itself emits), which saves that reordering at every call and applies the epilogue to the float32 sums
-    before they are rounded. In float32 torch's own product is MKL's, which does without AVX-512 on AMD's processors:
-    oneDNN's is 2.3 times as fast there.
+    On the CPU, `pack` reorders the weights once into the blocks that oneDNN's product reads, through the operator that
+    torch.compile emits. That saves the reordering at every call, and the epilogue works on the float32 sums before they
+    are rounded. In float32, torch's own product is MKL's, which does not use AVX-512 on AMD's processors: oneDNN's is
+    2.3 times as fast there.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
@@ -82,17 +81,17 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
 
     def widen_outputs(self, extra: int) -> None:
-        """Add outputs that are always zero."""
+        """Add `extra` outputs that are always zero."""
         self.weight = frozen(functional.pad(self.weight, (0, 0, 0, extra)))
         if self.bias is not None:
             self.bias = frozen(functional.pad(self.bias, (0, extra)))
 
     def widen_inputs(self, extra: int) -> None:
-        """Add inputs that count for nothing."""
+        """Add `extra` inputs with zero weights."""
         self.weight = frozen(functional.pad(self.weight, (0, extra)))
 
     def pack(self, rows: int) -> None:
-        """Reorder the weights for products of about `rows` rows where that pays; the plain ones are dropped."""
+        """Reorder the weights for products of about `rows` rows where the CPU supports it, and drop the plain ones."""
         dtype = self.weight.dtype
         if self.weight.device.type == "cpu" and packing_available(dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, rows)
@@ -100,7 +99,7 @@ class Linear(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """Whether `plus` sums as the product's epilogue, and not in a pass of its own."""
+        """Whether `plus` adds in the product's epilogue rather than in a separate pass."""
         return self._packed is not None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,31 +111,31 @@ class Linear(nn.Module):
     def norm_for(
         self, pointwise: Pointwise, residual: Tensor, delta: Tensor | None, norm: Norm
     ) -> Tensor | Quantised:
-        """Add `delta` to `residual` in place and return the norm of the sum, as this product takes it."""
+        """Add `delta` to `residual` in place and return the norm of the sum, in the form that this layer takes."""
         return pointwise.add_norm(residual, delta, norm)
 
     def gelu_tanh_for(self, product: "Linear", x: Tensor | Quantised) -> Tensor | Quantised:
-        """The GELU of another product of `x` in its tanh form, as this product takes it."""
+        """Return the tanh GELU of another layer's product of `x`, in the form that this layer takes."""
         return product.gelu_tanh(x)
 
     def gelu_tanh(self, x: Tensor | Quantised) -> Tensor:
-        """The product's GELU in its tanh form."""
+        """Return the tanh GELU of the product."""
         assert isinstance(x, Tensor)
         if self._packed is not None:
             return self._packed_product(x, "gelu", "tanh")
         if x.is_cuda and x.dtype is not torch.float32 and self.bias is not None:
-            # cuBLASLt's GELU epilogue is the tanh form; torch falls back to product + gelu_("tanh") without it.
+            # cuBLASLt's GELU epilogue is the tanh form. Without cuBLASLt torch falls back to product + gelu_("tanh").
             return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
         return functional.gelu(self(x), approximate="tanh")
 
     def gelu_erf(self, x: Tensor, pointwise: Pointwise) -> Tensor:
-        """The product's GELU by the error function, which is no product's epilogue on CUDA."""
+        """Return the erf GELU of the product. On CUDA no product has it as its epilogue."""
         if self._packed is not None:
             return self._packed_product(x, "gelu", "none")
         return pointwise.gelu_erf(self(x))
 
     def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return `residual` [rows, outputs] + the product; `residual` is used up."""
+        """Return `residual` [rows, outputs] + the product; this may overwrite `residual`."""
         if self._packed is not None:
             operator = torch.ops.mkldnn._linear_pointwise.binary
             total: Tensor = operator(x, residual, self._packed, self.bias, "add")
@@ -150,12 +149,12 @@ class Linear(nn.Module):
 
 
 def frozen(values: Tensor) -> nn.Parameter:
-    """Return values as a parameter that is never trained."""
+    """Return the values as a parameter without gradients."""
     return nn.Parameter(values, requires_grad=False)
 
 
 def packing_available(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has the packed product, and this CPU the instructions for the type."""
+    """Whether this build of torch has the packed product, and this CPU has the instructions for the type."""
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     if dtype is torch.bfloat16:
@@ -164,13 +163,13 @@ def packing_available(dtype: torch.dtype) -> bool:
 
 
 class Residual:
-    """Sums of products, whose norms the next products take.
+    """The residual stream, in tiles. Layers add their products to it and take its norm.
 
-    Where a product cannot add to the stream as its epilogue, the next norm does, in one pass over both.
+    If a product cannot be added in its epilogue, the next norm adds it, in one pass over both.
     """
 
     def __init__(self, tiles: Sequence[Tensor], pointwise: Pointwise) -> None:
-        """`tiles` [patches, embed] are used up."""
+        """`tiles` [patches, embed] are modified in place."""
         self._tiles = list(tiles)
         self._pending: list[Tensor | None] = [None] * len(self._tiles)
         self._pointwise = pointwise
@@ -179,7 +178,7 @@ class Residual:
         return len(self._tiles)
 
     def add(self, number: int, product: Linear, x: Tensor | Quantised) -> None:
-        """Add the product of `x` to a tile whose norm was taken since it was last added to."""
+        """Add the product of `x` to a tile; `normed` must have been called since the last addition."""
         assert self._pending[number] is None
         if product.adds:
             assert isinstance(x, Tensor)
@@ -188,7 +187,7 @@ class Residual:
             self._pending[number] = product(x)
 
     def normed(self, number: int, norm: Norm, product: Linear) -> Tensor | Quantised:
-        """Return the norm of a tile, as `product` takes it."""
+        """Return the norm of a tile, in the form that `product` takes."""
         delta, self._pending[number] = self._pending[number], None
         return product.norm_for(self._pointwise, self._tiles[number], delta, norm)
 
@@ -203,14 +202,15 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of the packed patches of one forward pass: everything but the pixels, on the device.
+    """The layout of the packed patches of one forward: everything but the pixels, on the device.
 
-    `rotations` [patches, ...] as `pointwise` wants them; `position` [patches, embed] or None; `segments` one per image,
-    `windows` one per window or None; `order` and `inverse` [rows] or None (see `GridTables`). `tile` is how many
-    patches the products and pointwise parts take at once, 0 for all: on the CPU a tile's intermediate values then
-    stay in the cache between a product and what follows it. `projected` [patches, 3, heads, head size] then gathers
-    the tiles' queries, keys and values for attention, in every block anew: memory fresh from the system costs more
-    than what is written to it.
+    `rotations` [patches, ...] are those of `pointwise`; `position` is [patches, embed] or None. `segments` has one
+    segment per image, `windows` one per window or is None. `order` and `inverse` are [rows] or None (see `GridTables`).
+
+    `tile` is how many patches the products and pointwise operations process at a time, 0 for all: on the CPU a tile's
+    intermediate values then stay in the cache between a product and the next operation. If there are tiles, `projected`
+    [patches, 3, heads, head size] collects their queries, keys and values for attention. All blocks reuse it, because
+    fresh memory from the system costs more than the writes.
     """
 
     rotations: Tensor
@@ -226,16 +226,16 @@ class Layout:
 
     @property
     def patches(self) -> int:
-        """Packed patches."""
+        """The number of packed patches."""
         return self.rotations.shape[0]
 
     def cut(self, packed: Tensor) -> list[Tensor]:
-        """Views of `packed` [patches, ...], tile by tile; the last may be shorter."""
+        """Return views of `packed` [patches, ...], one per tile; the last may be shorter."""
         return list(torch.split(packed, self.tile)) if self.tile else [packed]
 
 
 class PatchProjection(nn.Module):
-    """The convolution over one patch, under its name in checkpoints; `PatchEmbed` uses its folded form."""
+    """The convolution over one patch, under its name in checkpoints. `PatchEmbed` replaces it by folded products."""
 
     def __init__(self, spec: TowerSpec, *, bias: bool) -> None:
         super().__init__()
@@ -245,13 +245,13 @@ class PatchProjection(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """uint8 patches → embeddings: one product that stands for rescaling, normalising and the convolution in time.
+    """uint8 patches → embeddings: one product replaces rescaling, normalising and the convolution over time.
 
     A still image fills every temporal slot with the same frame, so the convolution's weights are summed over time. Two
-    frames of a video have the product of all weights, over patches twice as wide: its sums are rounded otherwise.
-    A value v becomes (v·r − mean)/std = (v − 128)·r/std + (128·r − mean)/std: the first factor goes into the
-    weights, the second term into the bias. Bytes centred at 128 are exact in bfloat16 (8 significant bits) and keep
-    the sums small. The folding is done in float64 and rounded once.
+    frames of a video use the product with all weights, over patches twice as wide; its sums are rounded differently.
+    A value v becomes (v·r − mean)/std = (v − 128)·r/std + (128·r − mean)/std: the first factor is folded into the
+    weights, the second term into the bias. Bytes centred at 128 are exact in bfloat16 (8 significant bits) and keep the
+    sums small. The folding is done in float64 and rounded once.
     """
 
     def __init__(self, spec: TowerSpec, *, bias: bool) -> None:
@@ -283,16 +283,13 @@ class PatchEmbed(nn.Module):
         return folded
 
     def forward(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
-        """uint8 [patches, values], or [patches, 2 × values] of two frames → embeddings with their positions.
-
-        They are the stream that blocks advance.
-        """
+        """uint8 [patches, values], or [patches, 2 × values] of two frames → embeddings plus positions, as a stream."""
         product = self._still if patches.shape[1] == self._still_values else self._pair
         assert product is not None
         centred = [tile.to(dtype).sub_(128) for tile in layout.cut(patches)]
         if layout.position is None:
             return Residual([product(tile) for tile in centred], layout.pointwise)
-        # The table is cached for other images of this grid, so it must not be modified.
+        # The cached table is shared with other images of this grid: do not modify it.
         positions = [tile.clone() for tile in layout.cut(layout.position)]
         hidden = Residual(positions, layout.pointwise)
         for number, tile in enumerate(centred):
@@ -301,7 +298,7 @@ class PatchEmbed(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Full attention inside each segment, with queries and keys rotated by their patch's row and column."""
+    """Full attention within each segment. Queries and keys are rotated by the row and column of their patch."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
@@ -314,7 +311,7 @@ class SelfAttention(nn.Module):
     def interleave(self) -> None:
         """Reorder queries and keys so that the two values of a rotated pair are neighbours.
 
-        It is exact: their products are sums over a head's values, in whatever order.
+        Exact, because their products sum over a head's values and both get the same order.
         """
         pairs = torch.arange(self._head_size).view(2, -1).t().flatten()
         head = torch.arange(2 * self._heads)[:, None] * self._head_size + pairs
@@ -325,19 +322,19 @@ class SelfAttention(nn.Module):
         self.qkv.bias = frozen(self.qkv.bias[order])
 
     def forward(self, hidden: Residual, norm: Norm, segments: Segments, layout: Layout) -> list[Tensor]:
-        """Normalise and mix the stream → tiles [patches, embed], before the output projection."""
+        """Return the attention of the stream's norm, as tiles [patches, embed], before the output projection."""
         query, key, value = self._project(hidden, norm, layout).unbind(1)
         mixed = layout.attend(query, key, value, segments, self._scale)
         return layout.cut(mixed.flatten(1))
 
     def _project(self, hidden: Residual, norm: Norm, layout: Layout) -> Tensor:
-        """Queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
+        """Return queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
         shape = (3, self._heads, self._head_size)
         packed, rotate = layout.projected, layout.pointwise.rotate
         if packed is None:
             whole: Tensor = self.qkv(hidden.normed(0, norm, self.qkv)).view(-1, *shape)
-            turned = whole[:, :2]
-            rotate(turned, layout.rotations, turned)
+            queries_and_keys = whole[:, :2]
+            rotate(queries_and_keys, layout.rotations, queries_and_keys)
             return whole
         tiles = zip(layout.cut(layout.rotations), layout.cut(packed), strict=True)
         for number, (rotations, out) in enumerate(tiles):

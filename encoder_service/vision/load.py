@@ -1,7 +1,4 @@
-"""Loading a tower from a checkpoint folder: read, check, fold, pack, warm up.
-
-Between the products Triton's kernels run where they compile and are right, else torch.
-"""
+"""Loading a tower from a checkpoint folder: read, check, fold, pack, choose kernels, warm up."""
 
 import logging
 import time
@@ -35,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# On the CPU a few images make up for reading the weights, on a GPU one of 960×1280 fills the device: more would only
-# make every image wait for all. Larger images run alone, small ones together.
+# On the CPU a few images amortise reading the weights. On a GPU one image of 960×1280 fills the device, so that more
+# would only make each image wait for all. Larger images run alone, small ones together.
 BATCH_PATCHES = {"cpu": 1024, "cuda": 4800}
 
 
@@ -52,20 +49,22 @@ def load_tower(
     graphs: bool = True,
     precision: Precision = "full",
 ) -> Tower:
-    """Load the vision tower of a Hugging Face checkpoint folder; of its weights only the vision tensors are read.
+    """Load the vision tower of a Hugging Face checkpoint folder. Only the vision tensors of its weights are read.
 
-    `device` is "cpu" or "cuda[:n]", `dtype` one of `DTYPES`; 0 `batch_patches` are as many as suit the device, else
-    they also bound the images for which CUDA graphs are captured. On CUDA the device becomes this thread's current one.
-    `batch_invariant` makes an image's rows independent of its neighbours to the bit by running every image alone; on
-    the CPU they always are. `graphs` (CUDA only) captures CUDA graphs. `precision` "fp8" quantises the products of
-    most blocks: on CUDA it is faster, on the CPU it is the same arithmetic, for comparison.
+    `device` is "cpu" or "cuda[:n]"; a CUDA device becomes the current device of this thread. `dtype` is one of
+    `DTYPES`. If `batch_patches` is 0, the device decides; other values also bound the images for which CUDA graphs are
+    captured. `batch_invariant` runs every image alone, so that its neighbours do not change a bit of its rows; on the
+    CPU they never do. `graphs` captures CUDA graphs, on CUDA only. `precision` "fp8" quantises the linear layers of
+    most blocks. That is faster on CUDA; on the CPU it is the same arithmetic, for comparison.
+
     Raises `ValueError` or `FileNotFoundError` naming what is unsupported, missing, unexpected or of the wrong shape.
     """
     started = time.perf_counter()
     folder = Path(folder)
     spec = read_spec(folder)
     where, kind = _device(device), _dtype(dtype)
-    _make_current(where)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)  # Triton runs kernels on the current device, wherever their tensors are
     check_geometry(spec, processor)
     attend = make_attention(attention, where, kind, spec.head_size)
     module = _load_module(folder, spec)
@@ -108,7 +107,7 @@ def _load_module(folder: Path, spec: TowerSpec) -> TowerModule:
 def _check(
     folder: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise a `ValueError` naming every tensor that is missing, unexpected or of another shape."""
+    """Raise `ValueError`, naming every tensor that is missing, unexpected or of another shape."""
     problems = [f"missing: {name}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"left over: {name}" for name in sorted(tensors.keys() - expected.keys())]
     problems += [
@@ -121,7 +120,7 @@ def _check(
 
 
 def _read(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Read tensors on the CPU in the dtype they were stored in, file by file."""
+    """Read tensors to the CPU in their stored dtype, file by file."""
     read = {}
     for path in {tensor.path for tensor in tensors.values()}:
         with safe_open(path, framework="pt") as shard:
@@ -140,14 +139,14 @@ def _prepare(
     dtype: torch.dtype,
     precision: Precision,
 ) -> None:
-    """Convert stored weights into the form used; every step is exact, except for one rounding to `dtype`, and fp8."""
+    """Convert stored weights for inference. Every step is exact, except one rounding to `dtype`, and FP8."""
     for part in module.modules():
         if isinstance(part, PatchEmbed):
             part.fold(processor, dtype)
         elif isinstance(part, SelfAttention):
             part.interleave()
     if device.type == "cuda":
-        # A GPU's products of rows that are no multiple of 16 bytes (the 3420 columns of Qwen2.5-VL) are slower.
+        # On a GPU, products are slower if rows are no multiple of 16 bytes, like the 3420 columns of Qwen2.5-VL.
         module.align(FP8_MULTIPLE)
     module.to(device, dtype)
     if precision == "fp8":
@@ -158,7 +157,7 @@ def _prepare(
 
 
 def _quantise(module: TowerModule, pointwise: Pointwise, device: torch.device, dtype: torch.dtype) -> None:
-    """Quantise blocks; `ValueError` where that cannot be computed."""
+    """Quantise most blocks. Raises `ValueError` where FP8 is not supported."""
     if dtype is not torch.bfloat16:
         raise ValueError(f"precision fp8 is for bfloat16, the dtype is {dtype}")
     if device.type == "cuda" and not multiplies_fp8(device):
@@ -170,18 +169,18 @@ def _quantise(module: TowerModule, pointwise: Pointwise, device: torch.device, d
 
 
 def _warm_up(tower: Tower, graphs: bool) -> None:
-    """Select and capture kernels now rather than in the first request; wait for all that was loaded."""
+    """Choose and capture kernels now rather than in the first request, and wait until the device has done its work."""
     side = 8 * tower.spec.merge_size
     grid = Grid(1, side, side)
     tower.encode([torch.zeros(grid.patches, tower.spec.patch_values, dtype=torch.uint8)], [grid])
     if tower.device.type == "cuda" and graphs:
         tower.capture_graphs()
     if tower.device.type == "cuda":
-        torch.cuda.synchronize(tower.device)  # the threads that use it do so on streams of their own
+        torch.cuda.synchronize(tower.device)  # the threads that use the tower have other streams
 
 
 def check_geometry(spec: TowerSpec, processor: ProcessorSettings) -> None:
-    """Raise `ValueError` if the image processor cuts other patches than the tower takes."""
+    """Raise `ValueError` if the image processor cuts patches that do not fit the tower."""
     geometry = processor.geometry
     if (geometry.patch_size, geometry.merge_size) != (spec.patch_size, spec.merge_size):
         raise ValueError(
@@ -198,14 +197,8 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported (cpu, cuda or cuda:n)")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch finds no CUDA device here")
+        raise ValueError(f"device {name!r} is not available: torch finds no CUDA device")
     return device
-
-
-def _make_current(device: torch.device) -> None:
-    """Make a GPU the one that this thread works on: Triton runs its kernels there, wherever their tensors lie."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What lies between the products: norms with the residual sum before them, rotation, GELU; in plain torch."""
+"""The operations between the products, in plain torch: residual sum and norm, rotation, GELU, quantisation."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,9 @@ from encoder_contract.tower_spec import TowerSpec
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # its largest value
-TINY = 1e-12  # the largest value of a row of zeros, which has no scale
+TINY = (
+    1e-12  # the largest magnitude of a row is taken to be at least this, so that a row of zeros has a scale
+)
 
 
 class Norm(nn.Module):
@@ -25,32 +27,32 @@ class Norm(nn.Module):
         self.eps = 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] → the same, in float32 up to one rounding."""
+        """[..., width] → the same shape, computed in float32 and rounded once."""
         if self.rms:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Quantised(NamedTuple):
-    """Rows in 8-bit floating point: `values` [rows, width] of `FP8`, and the scale of each row, float32 [rows]."""
+    """Rows in 8-bit floating point: `values` [rows, width] of type `FP8`, and a scale for each row, float32 [rows]."""
 
     values: Tensor
     scales: Tensor
 
 
 class Pointwise(Protocol):
-    """An implementation: all give what `PlainPointwise` does, but for one rounding in the last place."""
+    """An implementation of these operations. It equals `PlainPointwise` up to one rounding in the last place."""
 
     name: str
 
     def rotations(self, grid: Grid, spec: TowerSpec) -> Tensor:
-        """What `rotate` needs to know of each patch of a grid [patches, ...], in merge order, on the CPU."""
+        """Return what `rotate` needs for the patches of a grid, [patches, ...] in merge order, on the CPU."""
         ...
 
     def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
         """Rotate neighbouring pairs of the last dimension in float32.
 
-        `values` and `out` are [patches, 2, heads, head size], the queries and keys of a packed tensor; `out` may be
+        `values` and `out` are [patches, 2, heads, head size], the queries and keys of a packed tensor. `out` may be
         `values`.
         """
         ...
@@ -60,22 +62,22 @@ class Pointwise(Protocol):
         ...
 
     def gelu_erf(self, x: Tensor) -> Tensor:
-        """The GELU of `x`, which is used up."""
+        """Return the erf GELU of `x`; this may overwrite `x`."""
         ...
 
     def quantised(self, x: Tensor) -> Quantised:
         """Return `x` [rows, width] in 8-bit floating point.
 
-        The largest value of a row becomes `FP8_MAX`; the others are rounded to the nearest, ties to even.
+        The largest magnitude of a row becomes `FP8_MAX`. Values are rounded to the nearest, ties to even.
         """
         ...
 
     def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
-        """Return what `quantised` makes of `add_norm`, with the sum in `residual` all the same."""
+        """Return `add_norm` quantised; the sum is in `residual` as with `add_norm`."""
         ...
 
     def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
-        """Return what `quantised` makes of the GELU of `x` in its tanh form; `x` is used up."""
+        """Return the tanh GELU of `x`, quantised; this may overwrite `x`."""
         ...
 
 
@@ -85,9 +87,9 @@ class PlainPointwise:
     name = "torch"
 
     def rotations(self, grid: Grid, spec: TowerSpec) -> Tensor:
-        """Rotations [patches, 1, 1, head size / 2] complex64: first the row's frequencies, then the column's.
+        """Return rotations complex64 [patches, 1, 1, head size / 2]: first for the row, then for the column.
 
-        As the axial rotary embedding of `transformers`: cosine and sine in float32.
+        As in the axial rotary embedding of `transformers`, cosine and sine are computed in float32.
         """
         row, column = patch_coordinates(grid, spec.merge_size)
         frequencies = rotary_frequencies(spec)
@@ -95,7 +97,7 @@ class PlainPointwise:
         return torch.complex(angle.cos(), angle.sin())[:, None, None]
 
     def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
-        """See `Pointwise`: one complex product."""
+        """See `Pointwise`. This is one complex product."""
         pairs = values.float().view(*values.shape[:-1], -1, 2)
         rotated = torch.view_as_complex(pairs).mul_(rotations)
         out.copy_(torch.view_as_real(rotated).flatten(-2))
@@ -116,16 +118,16 @@ class PlainPointwise:
         return Quantised(values.to(FP8), scales)
 
     def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
-        """See `Pointwise`: in two passes."""
+        """See `Pointwise`. This takes two passes."""
         return self.quantised(self.add_norm(residual, delta, norm))
 
     def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
-        """See `Pointwise`: in two passes."""
+        """See `Pointwise`. This takes two passes."""
         return self.quantised(functional.gelu(x, approximate="tanh"))
 
 
 def rotary_frequencies(spec: TowerSpec) -> Tensor:
-    """θ^(−2i/(head size/2)) for the pairs of one axis, float32 [head size / 4]."""
+    """Return θ^(−2i/(head size/2)) for the pairs of one axis, float32 [head size / 4]."""
     half = spec.head_size // 2
     return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
 
@@ -133,7 +135,7 @@ def rotary_frequencies(spec: TowerSpec) -> Tensor:
 def patch_coordinates(
     grid: Grid, merge_size: int, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row and column of each patch [patches] in merge order: the patches of one merged row are neighbours."""
+    """Return row and column of each patch [patches] in merge order: the patches of one merged row are neighbours."""
     shape = (grid.h // merge_size, merge_size, grid.w // merge_size, merge_size)
     rows = torch.arange(grid.h, device=device).view(shape[0], shape[1], 1, 1).expand(shape)
     columns = torch.arange(grid.w, device=device).view(1, 1, shape[2], shape[3]).expand(shape)

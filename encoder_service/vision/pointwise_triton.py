@@ -1,4 +1,4 @@
-"""What lies between the products, in one pass each over the values: kernels in Triton, for CUDA."""
+"""The operations between the products as Triton kernels for CUDA, each in one pass over the values."""
 
 import torch
 import triton
@@ -21,17 +21,17 @@ from encoder_service.vision.pointwise import (
 # The longest side of an image, in patches: 262 144 pixels at 16 a patch.
 MAX_SIDE = 16384
 
-# Pairs of a rotation, or values of a GELU, for one program: four for each of its 128 threads.
+# Pairs to rotate, or values of a GELU, per program: four for each of its 128 threads.
 BLOCK = 512
 
 
 @triton.jit
 def quantised_row(value: tl.tensor, tiny: tl.constexpr, largest: tl.constexpr) -> tl.tensor:
-    """Return the values of a row in 8 bits, and its scale."""
+    """Return the values of a row in 8 bits, and the scale of the row."""
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value)), tiny), largest)
     scaled = tl.clamp(tl.div_rn(value, scale), -largest, largest)
-    # Rounded here to three bits of mantissa, or to the steps of its smallest values: the conversion is then exact
-    # wherever this runs. What is added has its last place there.
+    # Round to three bits of mantissa (for subnormal values, to a multiple of the smallest) by adding and subtracting a
+    # number whose last place is there. The conversion below is then exact on every device.
     exponent = tl.maximum((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 - 6)
     shift = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return ((scaled + shift) - shift).to(tl.float8e4nv), scale
@@ -54,7 +54,7 @@ def add_norm_kernel(
     tiny: tl.constexpr,
     largest: tl.constexpr,
 ) -> None:
-    """One row: the sum is rounded and kept, its norm taken in float32, rounded once, and quantised if that is asked."""
+    """For one row: store the rounded sum; compute its norm in float32, round it once, and quantise it if asked to."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, columns)
     inside = column < width
@@ -73,7 +73,7 @@ def add_norm_kernel(
         normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * gain
         normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if quantise:
-        # Rounded before: what two passes give.
+        # Round first, as two passes would.
         values, scale = quantised_row(normed.to(x.dtype).to(tl.float32), tiny, largest)
         tl.store(scales + tl.program_id(0), scale)
         tl.store(out + start + column, values, mask=inside)
@@ -85,18 +85,18 @@ def add_norm_kernel(
 def rotate_kernel(
     packed: tl.tensor,
     coordinates: tl.tensor,
-    turns: tl.tensor,
+    angles: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
     pairs: tl.constexpr,
     axis_pairs: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Pairs of queries and keys, in place: `pairs` a patch, `stride` values from one patch to the next.
+    """Rotate pairs of queries and keys in place: `pairs` a patch, `stride` values from one patch to the next.
 
-    The first `axis_pairs` pairs of a head turn by the patch's row, the other half by its column.
+    The first `axis_pairs` pairs of a head rotate by the patch's row, the other half by its column.
     """
-    # Whole words of memory, both values of a pair side by side in one thread.
+    # Loads whole words of memory, so that one thread has both values of a pair.
     value = 2 * block * tl.program_id(0) + tl.arange(0, 2 * block)
     of_patch = value % (2 * pairs)
     at = packed + (value // (2 * pairs)).to(tl.int64) * stride + of_patch
@@ -109,9 +109,9 @@ def rotate_kernel(
     inside = pair < count
     frequency = tl.where(by_column, of_head - axis_pairs, of_head)
     place = tl.load(coordinates + 2 * (pair // pairs) + by_column.to(tl.int32), mask=inside, other=0)
-    turn = turns + 2 * (place * axis_pairs + frequency)
-    cosine = tl.load(turn, mask=inside, other=1.0)
-    sine = tl.load(turn + 1, mask=inside, other=0.0)
+    angle = angles + 2 * (place * axis_pairs + frequency)
+    cosine = tl.load(angle, mask=inside, other=1.0)
+    sine = tl.load(angle + 1, mask=inside, other=0.0)
 
     rotated = tl.join(first * cosine - second * sine, first * sine + second * cosine)
     tl.store(at, tl.reshape(rotated, (2 * block,)).to(x.dtype), mask=value < 2 * count)
@@ -123,7 +123,7 @@ def gelu_erf_kernel(
     count: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """In place, in float32 up to one rounding."""
+    """Replace values by their erf GELU, computed in float32 and rounded once."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     x = tl.load(values + at, mask=inside, other=0.0)
@@ -142,55 +142,55 @@ def quantise_kernel(
     tiny: tl.constexpr,
     largest: tl.constexpr,
 ) -> None:
-    """One row: its scale, and its values in 8 bits; with `gelu` those of its GELU in the tanh form, rounded before."""
+    """Quantise one row; with `gelu`, quantise its tanh GELU, which is rounded first."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * width
     column = tl.arange(0, columns)
     inside = column < width
-    given = tl.load(x + start + column, mask=inside, other=0.0)
-    value = given.to(tl.float32)
+    stored = tl.load(x + start + column, mask=inside, other=0.0)
+    value = stored.to(tl.float32)
     if gelu:
         # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)).
         doubled = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-        value = (value / (1.0 + tl.exp(-doubled))).to(given.dtype).to(tl.float32)
-    eighth, scale = quantised_row(value, tiny, largest)
+        value = (value / (1.0 + tl.exp(-doubled))).to(stored.dtype).to(tl.float32)
+    quantised, scale = quantised_row(value, tiny, largest)
     tl.store(scales + row, scale)
-    tl.store(values + start + column, eighth, mask=inside)
+    tl.store(values + start + column, quantised, mask=inside)
 
 
 class TritonPointwise:
-    """See `Pointwise`. Needs a compiler at run time: `make_pointwise` says when it is used."""
+    """See `Pointwise`. Needs a compiler at run time, so that `make_pointwise` tries it before it is used."""
 
     name = "triton"
 
     def __init__(self, spec: TowerSpec, device: torch.device) -> None:
-        """Make the turns of one axis [`MAX_SIDE`, head size / 4, cosine and sine] float32 on `device`."""
+        """Compute cosine and sine for one axis: float32 [`MAX_SIDE`, head size / 4, 2] on `device`."""
         angle = torch.arange(MAX_SIDE).float()[:, None] * rotary_frequencies(spec)
-        self._turns = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
+        self._angles = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
 
     def rotations(self, grid: Grid, spec: TowerSpec) -> Tensor:
-        """Row and column of each patch, int32 [patches, 2]."""
+        """Return row and column of each patch, int32 [patches, 2]."""
         if max(grid.h, grid.w) > MAX_SIDE:
             raise ValueError(f"{grid}: no side may be longer than {MAX_SIDE} patches")
         return torch.stack(patch_coordinates(grid, spec.merge_size), dim=1).int()
 
     def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
-        """See `Pointwise`; only in place."""
+        """See `Pointwise`. Works in place only."""
         assert out is values
         patches, two, heads, head_size = values.shape
         assert values.stride()[1:] == (heads * head_size, head_size, 1), values.stride()
-        assert head_size == 4 * self._turns.shape[1], head_size
+        assert head_size == 4 * self._angles.shape[1], head_size
         pairs = two * heads * head_size // 2
         count = patches * pairs
         assert 2 * count < 2**31, "the kernel counts values in 32 bits"
         rotate_kernel[(triton.cdiv(count, BLOCK),)](
             values,
             rotations,
-            self._turns,
+            self._angles,
             count,
             values.stride(0),
             pairs=pairs,
-            axis_pairs=self._turns.shape[1],
+            axis_pairs=self._angles.shape[1],
             block=BLOCK,
         )
 
@@ -201,8 +201,8 @@ class TritonPointwise:
         return out
 
     def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
-        """See `Pointwise`: in one pass."""
-        out = _empty(residual)
+        """See `Pointwise`. This takes one pass."""
+        out = _empty_quantised(residual)
         self._add_norm(residual, delta, norm, *out)
         return out
 
@@ -242,13 +242,13 @@ class TritonPointwise:
         return self._quantised(x, gelu=False)
 
     def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
-        """See `Pointwise`: in one pass."""
+        """See `Pointwise`. This takes one pass."""
         return self._quantised(x, gelu=True)
 
     def _quantised(self, x: Tensor, *, gelu: bool) -> Quantised:
         assert x.is_contiguous()
         rows, width = x.shape
-        out = _empty(x)
+        out = _empty_quantised(x)
         columns = triton.next_power_of_2(width)
         quantise_kernel[(rows,)](
             x,
@@ -263,8 +263,8 @@ class TritonPointwise:
         return out
 
 
-def _empty(x: Tensor) -> Quantised:
-    """Return room for `x` [rows, width] in 8-bit floating point."""
+def _empty_quantised(x: Tensor) -> Quantised:
+    """Return uninitialised memory for `x` [rows, width] in 8-bit floating point."""
     return Quantised(
         torch.empty(x.shape, dtype=FP8, device=x.device),
         torch.empty(len(x), dtype=torch.float32, device=x.device),
@@ -272,10 +272,10 @@ def _empty(x: Tensor) -> Quantised:
 
 
 def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8: bool = True) -> str:
-    """Run every kernel beside its plain form on random values of a 16-bit type; return what differs in the mean.
+    """Run every kernel and its plain form on random values of a 16-bit type; return which differ in the mean.
 
-    Empty if nothing does. Without `fp8` the one for 8-bit floating point is left out, which Triton compiles only for
-    devices that multiply it. Raises whatever a missing compiler makes Triton raise.
+    The result is empty if none does. Without `fp8` the kernels for 8-bit floating point are left out: Triton compiles
+    them only for devices that multiply it. Raises Triton's errors if there is no compiler.
     """
     ours, plain = TritonPointwise(spec, device), PlainPointwise()
     random = torch.Generator().manual_seed(0)
@@ -285,12 +285,12 @@ def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8
 
     grid = Grid(1, 2 * spec.merge_size, 3 * spec.merge_size)
     packed = values(grid.patches, 3, spec.heads, spec.head_size)
-    turned, expected = packed.clone(), packed.clone()
-    for form, tensor in ((ours, turned), (plain, expected)):
+    rotated, expected = packed.clone(), packed.clone()
+    for form, tensor in ((ours, rotated), (plain, expected)):
         rotations = form.rotations(grid, spec).to(device)
         queries_and_keys = tensor[:, :2]
         form.rotate(queries_and_keys, rotations, queries_and_keys)
-    pairs: dict[str, tuple[Tensor | Quantised, Tensor | Quantised]] = {"rotation": (turned, expected)}
+    pairs: dict[str, tuple[Tensor | Quantised, Tensor | Quantised]] = {"rotation": (rotated, expected)}
     x = values(17, spec.embed)
     pairs["GELU"] = (ours.gelu_erf(x.clone()), plain.gelu_erf(x))
     if fp8:
@@ -305,15 +305,18 @@ def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8
         pairs[kind] = (ours.add_norm(one, delta, norm), plain.add_norm(other, delta, norm))
         pairs[f"sum before {kind}"] = (one, other)
         if fp8:
-            alike = (form.add_norm_quantised(x.clone(), delta, norm) for form in (ours, plain))
-            pairs[f"{kind} in FP8"] = (next(alike), next(alike))
-    return ", ".join(name for name, (one, other) in pairs.items() if not _alike(dtype, one, other))
+            pairs[f"{kind} in FP8"] = (
+                ours.add_norm_quantised(x.clone(), delta, norm),
+                plain.add_norm_quantised(x.clone(), delta, norm),
+            )
+    return ", ".join(name for name, (one, other) in pairs.items() if not _are_close(dtype, one, other))
 
 
-def _alike(dtype: torch.dtype, one: Tensor | Quantised, other: Tensor | Quantised) -> bool:
-    """Whether values differ by at most a unit in the last place of a 16-bit type, in the mean.
+def _are_close(dtype: torch.dtype, one: Tensor | Quantised, other: Tensor | Quantised) -> bool:
+    """Whether values differ in the mean by at most a unit in the last place of a 16-bit type.
 
-    In 8 bits by a quarter of the last place: a unit before makes some values the next ones, and changes the scales.
+    Values in 8 bits may differ by a quarter of their last place, because a unit before the quantisation rounds some
+    values to the next step and changes the scales.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return ulps(one, other) <= 1
@@ -324,6 +327,6 @@ def _alike(dtype: torch.dtype, one: Tensor | Quantised, other: Tensor | Quantise
 
 
 def ulps(one: Tensor, other: Tensor) -> float:
-    """Return how far two tensors are apart in the mean, in units of the last place of their type (at least of 2⁻⁶)."""
+    """Return the mean difference of two tensors in units of the last place of their type, those of 2⁻⁶ at least."""
     places = torch.finfo(other.dtype).eps * other.float().abs().clamp_min(2**-6).log2().floor().exp2()
     return float(((one.float() - other.float()).abs() / places).mean())

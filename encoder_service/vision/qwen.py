@@ -1,7 +1,7 @@
 """The network of every family: Qwen3-VL (dense and mixture of experts), Qwen2.5-VL, Qwen3.5, Qwen4-Exp.
 
-Its dimensions are in `encoder_contract.tower_spec`; `FORMS` has what else the families differ in. Qwen3-VL has
-DeepStack levels. Qwen2.5-VL has gated MLPs, and attention inside windows, in a few blocks over the whole image. Qwen3.5
+Its dimensions are in `encoder_contract.tower_spec`; `FORMS` has the other differences between families. Qwen3-VL has
+DeepStack levels. Qwen2.5-VL has gated MLPs and attends within windows, in a few blocks over the whole image. Qwen3.5
 and Qwen4-Exp are Qwen3-VL without DeepStack levels.
 """
 
@@ -19,9 +19,9 @@ from encoder_service.vision.pointwise import Norm, Pointwise
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a family's network has that its dimensions do not say.
+    """The properties of a family's network that its dimensions do not tell.
 
-    `names` are parts of the names of its tensors in checkpoints: ours (those of Qwen3-VL) → the family's.
+    `names` maps parts of our tensor names, which are those of Qwen3-VL, to the names in the family's checkpoints.
     """
 
     rms: bool = False
@@ -29,9 +29,9 @@ class Form:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name_in_checkpoint(self, name: str) -> str:
-        """Return the name that one of our tensors has in the family's checkpoints."""
-        for ours, theirs in self.names.items():
-            name = name.replace(ours, theirs)
+        """Return the name of one of our tensors in the family's checkpoints."""
+        for own, stored in self.names.items():
+            name = name.replace(own, stored)
         return name
 
 
@@ -53,7 +53,7 @@ FORMS = {
 
 
 class Mlp(nn.Module):
-    """Two products with a tanh GELU between them; or gated: silu(gate) × the first, then the second."""
+    """Two linear layers with a tanh GELU between them; or gated: silu(gate) × the first, then the second."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Mlp(nn.Module):
         self.linear_fc2 = Linear(spec.intermediate, spec.embed)
 
     def add_to(self, hidden: Residual, number: int, norm: Norm) -> None:
-        """Add to a tile of the stream the MLP of its norm."""
-        x = hidden.normed(number, norm, self.linear_fc1)  # the gate's product takes it in the same form
+        """Add the MLP of a tile's norm to the tile."""
+        x = hidden.normed(number, norm, self.linear_fc1)  # the gate takes the norm in the same form
         if self.gate_proj is None:
             inside = self.linear_fc2.gelu_tanh_for(self.linear_fc1, x)
         else:
@@ -71,7 +71,7 @@ class Mlp(nn.Module):
         hidden.add(number, self.linear_fc2, inside)
 
     def align(self, multiple: int) -> None:
-        """Widen the values between the products to a multiple of so many columns: the activation of 0 is 0."""
+        """Widen the values between the layers to a `multiple` of columns. Exact, because the activation of 0 is 0."""
         extra = -self.linear_fc1.weight.shape[0] % multiple
         if self.gate_proj is not None:
             self.gate_proj.widen_outputs(extra)
@@ -80,7 +80,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block over the residual stream, whose attention is over whole images or inside windows."""
+    """One transformer block over the residual stream, with attention over whole images or within windows."""
 
     def __init__(self, spec: TowerSpec, *, rms: bool, windowed: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
         self._windowed = windowed
 
     def forward(self, hidden: Residual, layout: Layout) -> None:
-        """Advance the residual stream."""
+        """Add attention and MLP to the residual stream."""
         segments = layout.windows if self._windowed else layout.segments
         assert segments is not None
         mixed = self.attn(hidden, self.norm1, segments, layout)
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Merger(nn.Module):
-    """Neighbouring patches → one row of the language model's width; a DeepStack merger normalises after the merge."""
+    """Neighbouring patches → one row of the language model's width. DeepStack mergers normalise after merging."""
 
     def __init__(self, spec: TowerSpec, *, rms: bool, after_merge: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Merger(nn.Module):
 
 
 class TowerModule(nn.Module):
-    """uint8 patches of any images → their rows, [main | DeepStack level 0 | ...]."""
+    """uint8 patches of images → their rows, [main | DeepStack level 0 | ...]."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class TowerModule(nn.Module):
         self.patch_embed = PatchEmbed(spec, bias=form.patch_bias)
         self.pos_embed: nn.Embedding | None = None
         if spec.position_side:
-            # Of values that are yet to come: to draw some, torch imports its compiler, seconds of a start.
+            # Loading replaces the values. To initialise them torch would import its compiler, which takes seconds.
             size = spec.position_side**2, spec.embed
             self.pos_embed = nn.Embedding(*size, _weight=torch.empty(size))
         self.blocks = nn.ModuleList(
@@ -143,15 +143,15 @@ class TowerModule(nn.Module):
 
     @property
     def positions(self) -> Tensor | None:
-        """The learned position table [side², embed]; None without one."""
+        """The learned position table [side², embed], or None."""
         return None if self.pos_embed is None else self.pos_embed.weight
 
     def name_in_checkpoint(self, name: str) -> str:
-        """Return the name that one of our tensors has in the family's checkpoints."""
+        """Return the name of one of our tensors in the family's checkpoints."""
         return FORMS[self.spec.architecture].name_in_checkpoint(name)
 
     def align(self, multiple: int) -> None:
-        """Widen, with zeros, what lies inside the blocks' MLPs to a multiple of so many columns; it is exact."""
+        """Widen the inside of the blocks' MLPs with zeros to a `multiple` of columns. This is exact."""
         for part in self.modules():
             if isinstance(part, Mlp):
                 part.align(multiple)
@@ -164,9 +164,10 @@ class TowerModule(nn.Module):
         *,
         into: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
-        """uint8 packs [patches, channels × (2 ×) patch × patch] → [rows, width] of each, block by block in step.
+        """uint8 packs [patches, channels × (2 ×) patch × patch] → [rows, width] of each pack.
 
-        `between` is called before each block. The rows are written into those of `into`, if they are given.
+        All packs pass a block before the next block. `between` is called before each block. The rows are written to the
+        tensors of `into`, if given.
         """
         spec = self.spec
         dtype = self.merger.norm.weight.dtype
@@ -205,5 +206,5 @@ class TowerModule(nn.Module):
 
 
 def in_order(patches: Tensor, order: Tensor | None) -> Tensor:
-    """Return patches [patches, values] with those of the merged row `order[0]` first, and so on; as given for None."""
+    """Return patches [patches, values] in the `order` of their merged rows; unchanged for None."""
     return patches if order is None else patches.view(len(order), -1)[order].view(patches.shape)

@@ -16,27 +16,28 @@ from encoder_contract.tower_spec import TowerSpec
 from encoder_service.image.resize import Resize, to_patches
 from encoder_service.keys import Recipe
 from encoder_service.vision.graphs import CudaCapture, Graphs, budgets
-from encoder_service.vision.layers import Attention, Layout, Segments, moved
+from encoder_service.vision.layers import Attention, Layout, Segments, to_device
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
 from encoder_service.vision.qwen import TowerModule, in_order
-from encoder_service.vision.ulysses import MIN_PATCHES, Group, UlyssesAttention, shares
+from encoder_service.vision.ulysses import MIN_PATCHES, Group, UlyssesAttention, even_shares
 
-# A patch of Qwen3-VL costs 2.6 KB here in bfloat16 (its position embedding and its rotation): at most 170 MB on the
-# CPU, eighteen different 720p grids; 1.7 GB on a GPU, where a grid that is not here costs more than its forward.
+# In bfloat16 the tables of Qwen3-VL take 2.6 KB a patch (its position embedding and its rotation). On the CPU that is
+# at most 170 MB, for eighteen different 720p grids. On a GPU it is 1.7 GB, because to make the tables of a grid costs
+# more there than a forward.
 MAX_TABLE_PATCHES = {"cpu": 65536, "cuda": 655360}
 
 
-MIN_BATCH_AHEAD = 16384  # patches: 25 MB
+MIN_BATCH_AHEAD = 16384  # patches, which take 25 MB
 
 
 @dataclass(frozen=True, slots=True)
 class GridTables:
-    """Tables of one grid, on the device, patches in the tower's processing order.
+    """Tables of one grid, on the device, with patches in the order in which the tower processes them.
 
-    `rotations` [patches, ...]: what `Pointwise.rotate` needs to know of each patch. `position`
-    [patches, embed] or None: what is added to each patch's embedding. `order` [rows] or None: the merged row at
-    each position in processing order, window by window; `inverse` undoes it; `windows` the patches in each.
-    `made` passes on CUDA when they are there: they are made on another stream than they are used on.
+    `rotations` [patches, ...] is what `Pointwise.rotate` needs for each patch. `position` [patches, embed] or None is
+    added to the embeddings of the patches. `order` [rows] or None has the merged row at each position in processing
+    order, window by window; `inverse` undoes it. `windows` has the number of patches in each window. On CUDA, the event
+    `made` fires when the tables are ready, because another stream makes them than uses them.
     """
 
     grid: Grid
@@ -49,12 +50,12 @@ class GridTables:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on the device."""
+        """The size of the tables on the device, bytes."""
         tables = (self.rotations, self.position, self.order, self.inverse)
         return sum(table.nbytes for table in tables if table is not None)
 
-    def here(self) -> "GridTables":
-        """Return them for the current stream's next work, which waits until they are made and keeps their memory."""
+    def on_current_stream(self) -> "GridTables":
+        """Make the current stream wait until the tables are ready and keep their memory while it works; return them."""
         if self.made is not None:
             stream = torch.cuda.current_stream(self.rotations.device)
             stream.wait_event(self.made)
@@ -65,7 +66,7 @@ class GridTables:
 
 
 class TableCache:
-    """The tables of recent grids, bounded by their patches, with least-recently-used eviction; for any thread."""
+    """The tables of recent grids, bounded by their patches, with least-recently-used eviction. Thread-safe."""
 
     def __init__(self, make: Callable[[Grid], GridTables], max_patches: int) -> None:
         self._lock = threading.Lock()
@@ -78,9 +79,9 @@ class TableCache:
         return len(self._tables)
 
     def get(self, grid: Grid) -> GridTables:
-        """Return the tables of `grid`, computed now if they are not cached; a grid over the bound is never cached.
+        """Return the tables of `grid`; make them if they are not cached. A grid over the bound is never cached.
 
-        Two threads that come for the same grid at once may both make its tables; those of the first are kept.
+        If two threads need the same grid at once, both may make its tables. The cache keeps those of the first.
         """
         with self._lock:
             if grid in self._tables:
@@ -106,8 +107,7 @@ def make_tables(
 ) -> GridTables:
     """Make the tables of `grid` on `device`.
 
-    `learned` is the tower's position table, whose dtype `position` gets; `rotations` are those of
-    `Pointwise.rotations`.
+    `learned` is the tower's position table, whose dtype `position` gets. `rotations` come from `Pointwise.rotations`.
     """
     position = order = inverse = None
     windows: tuple[int, ...] = ()
@@ -116,8 +116,8 @@ def make_tables(
     if spec.window:
         order, windows = window_order(grid, spec)
         rotations = rotations.view(len(order), spec.merge_unit, *rotations.shape[1:])[order].flatten(0, 1)
-        order, inverse = moved(order, device), moved(order.argsort(), device)
-    rotations = moved(rotations, device)
+        order, inverse = to_device(order, device), to_device(order.argsort(), device)
+    rotations = to_device(rotations, device)
     made = None
     if device.type == "cuda":
         made = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -126,9 +126,9 @@ def make_tables(
 
 
 def position_table(grid: Grid, spec: TowerSpec, learned: Tensor) -> Tensor:
-    """Resample the learned square table [side², embed] to the grid: float32 [patches, embed].
+    """Resample the learned square table [side², embed] to the grid; return float32 [patches, embed].
 
-    Bilinear with aligned corners, as `get_vision_interpolation_indices_and_weights` of `transformers`.
+    Bilinear with aligned corners, like `get_vision_interpolation_indices_and_weights` of `transformers`.
     """
     side = spec.position_side
     taps = []
@@ -148,10 +148,11 @@ def position_table(grid: Grid, spec: TowerSpec, learned: Tensor) -> Tensor:
 
 
 def window_order(grid: Grid, spec: TowerSpec) -> tuple[Tensor, tuple[int, ...]]:
-    """The merged rows [rows] window by window, and the patches in each window.
+    """Return the merged rows [rows] window by window, and the number of patches in each window.
 
     The windows are those of Qwen2.5-VL (`window` patches square, cut at the right and lower edge). Windows do not
-    attend to each other, so their order is free: windows of equal size are adjacent, for few dense batches.
+    attend to each other, so their order is free. Windows of equal size are neighbours, so that attention has few dense
+    batches.
     """
     step = spec.window // spec.merge_size
     rows, columns = grid.h // spec.merge_size, grid.w // spec.merge_size
@@ -208,16 +209,16 @@ def activation_values(spec: TowerSpec) -> int:
     return 7 * spec.embed + inside + spec.width // spec.merge_unit + 2 * spec.embed
 
 
-# On the CPU, products and the operations after them process 256 patches at a time: the widest intermediate (2.2 MB in
+# On the CPU, products and the operations after them process 256 patches at a time. The widest intermediate (2.2 MB in
 # bfloat16) then stays in the second-level cache of the cores that share it.
 CPU_TILE_PATCHES = 256
 
 
 class Tower:
-    """A vision tower ready to run on one device. Created by `load_tower`.
+    """A vision tower that is ready to run on one device. `load_tower` creates it.
 
-    For one thread at a time, but for `prepare`, which others may call meanwhile. `graph_batches` and `eager_batches`
-    count the batches computed so far, by how.
+    One thread at a time may use it; other threads may call `prepare` and `inputs` at the same time. `graph_batches` and
+    `eager_batches` count the batches so far, with and without a CUDA graph.
     """
 
     graph_batches = 0
@@ -261,17 +262,17 @@ class Tower:
 
     @property
     def hidden(self) -> int:
-        """Width of the language model."""
+        """The width of the language model."""
         return self.spec.hidden
 
     @property
     def levels(self) -> int:
-        """DeepStack levels in a row beside its main part."""
+        """The number of DeepStack levels in a row, beside its main part."""
         return self.spec.levels
 
     @property
     def width(self) -> int:
-        """Values in a row."""
+        """The number of values in a row."""
         return self.spec.width
 
     @property
@@ -281,12 +282,12 @@ class Tower:
 
     @property
     def ahead_patches(self) -> int:
-        """One batch that waits while the next is filled; but never so few that small images cannot pass large ones."""
+        """Two batches, one that waits and one that is filled; at least enough for small images to pass large ones."""
         return 2 * max(self.batch_patches, MIN_BATCH_AHEAD)
 
     @property
     def forward_bytes(self) -> int:
-        """The most bytes that a forward takes beside the weights: of a batch, or of the largest image."""
+        """The most bytes that the forward of a batch, or of the largest image, takes beside the weights."""
         return self._largest_patches * activation_values(self.spec) * self.dtype.itemsize
 
     @property
@@ -303,11 +304,11 @@ class Tower:
         return max(self.batch_patches, self.geometry.max_pixels // self.geometry.patch_size**2)
 
     def flops(self, grid: Grid) -> int:
-        """Floating-point operations of an image of this grid."""
+        """Return the floating-point operations of an image of this grid."""
         return flops(self.spec, grid)
 
     def inputs(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-        """Cut decoded images, uint8 [H, W, 3], or pairs of frames, [2, H, W, 3], for `encode`; see `to_patches`."""
+        """Cut decoded images, uint8 [H, W, 3], or pairs of frames, [2, H, W, 3], into patches; see `to_patches`."""
         return to_patches(pixels, grids, self._resize)
 
     def encode(
@@ -318,12 +319,13 @@ class Tower:
     ) -> list[Tensor]:
         """Encode images and return for each its rows [tokens, width] in `dtype` on `device`.
 
-        `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; of two frames
+        `patches[i]` is uint8 [grids[i].patches, channels × patch × patch] in merge order, on any device; for two frames
         of a video, [grids[i].patches, channels × 2 × patch × patch]. Rows are in raster order of the merged grid.
-        Activations are bounded by `batch_patches` whatever the number of images; an image larger than that runs alone.
-        On the CPU, and with `image_by_image`, an image's rows depend only on that image, to the bit. On the CPU, where
-        a block takes long, `between` is called before each one; it may encode other images. Raises `ValueError` for
-        patches that do not fit their grid.
+
+        `batch_patches` bounds the activations for any number of images; a larger image runs alone. On the CPU, and with
+        `image_by_image`, the bits of an image's rows depend on that image only. On the CPU a block takes long, so
+        `between` is called before each block; it may encode other images. Raises `ValueError` for patches that do not
+        fit their grid.
         """
         for image, grid in zip(patches, grids, strict=True):
             self._check(image, grid)
@@ -333,14 +335,14 @@ class Tower:
                 rows += self._encode_batch(patches[batch], grids[batch], between)
         return rows
 
-    def divides_among(self, processes: int) -> bool:
-        """Whether so many processes may encode a large image together: each has heads and patches.
+    def can_encode_in_group(self, processes: int) -> bool:
+        """Whether this many processes can encode a large image in a group: each of them needs heads and patches.
 
-        With `image_by_image` none do: on a GPU it would be rounded in another way.
+        With `image_by_image` they cannot, because on a GPU a group rounds differently.
         """
         return processes <= min(self.spec.heads, MIN_PATCHES // CPU_TILE_PATCHES) and not self.image_by_image
 
-    def encode_together(
+    def encode_in_group(
         self,
         group: Group,
         number: int,
@@ -349,42 +351,43 @@ class Tower:
         patches: Tensor | None,
         between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
-        """Encode one still image with the other processes of the group of this number, which call this too.
+        """Encode one still image in a group of processes, all of which call this with the same `number`.
 
-        The process `leader` has its patches, and gets its rows; the others get nothing. On the CPU, slices are tiles,
-        so that products have the same shapes as in `encode`, and rows the same bits. Raises `RuntimeError` if the
-        others fail, or do not come in time.
+        The process with rank `leader` passes the patches and gets the rows; the others pass None and get no rows. On
+        the CPU each process has whole tiles, so that products have the same shapes as in `encode` and rows the same
+        bits. Raises `RuntimeError` if another process fails or does not join in time.
         """
         is_cpu, merge, values = self.device.type == "cpu", self.spec.merge_unit, self.spec.patch_values
-        slices = shares(grid.patches, group.size, CPU_TILE_PATCHES if is_cpu else merge)
-        own, leads = slices[group.rank], group.rank == leader
-        begin = sum(slices[: group.rank])
-        mine = slice(begin, begin + own)
+        shares = even_shares(grid.patches, group.size, CPU_TILE_PATCHES if is_cpu else merge)
+        own_patches, is_leader = shares[group.rank], group.rank == leader
+        begin = sum(shares[: group.rank])
+        own = slice(begin, begin + own_patches)
         with torch.inference_mode(), group.joined(number):
             whole = self._layouts([grid])[0] if is_cpu else self._layout([grid])
-            nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-            given = [nothing] * group.size
+            sent = [torch.empty(0, dtype=torch.uint8, device=self.device)] * group.size
             if patches is not None:
-                given = list(torch.split(in_order(patches.to(self.device), whole.order), slices))
-            part = group.exchange(given, [own * values * (rank == leader) for rank in range(group.size)])
+                sent = list(torch.split(in_order(patches.to(self.device), whole.order), shares))
+            received = group.exchange(
+                sent, [own_patches * values * (rank == leader) for rank in range(group.size)]
+            )
             layout = replace(
                 whole,
-                rotations=whole.rotations[mine],
-                position=None if whole.position is None else whole.position[mine],
-                projected=None if whole.projected is None else whole.projected[mine],
+                rotations=whole.rotations[own],
+                position=None if whole.position is None else whole.position[own],
+                projected=None if whole.projected is None else whole.projected[own],
                 order=None,
                 inverse=None,
-                attend=UlyssesAttention(self._attention, group, slices),
+                attend=UlyssesAttention(self._attention, group, shares),
             )
-            [rows] = self._module([part.view(-1, values)], [layout], between if is_cpu else lambda: None)
-            given = [rows if rank == leader else rows[:0] for rank in range(group.size)]
-            gathered = group.exchange(given, [count // merge * self.width * leads for count in slices])
+            [rows] = self._module([received.view(-1, values)], [layout], between if is_cpu else lambda: None)
+            sent = [rows if rank == leader else rows[:0] for rank in range(group.size)]
+            gathered = group.exchange(sent, [count // merge * self.width * is_leader for count in shares])
             gathered = gathered.view(-1, self.width)
-            self.eager_batches += leads
-            return [gathered if whole.inverse is None else gathered[whole.inverse]] if leads else []
+            self.eager_batches += is_leader
+            return [gathered if whole.inverse is None else gathered[whole.inverse]] if is_leader else []
 
     def prepare(self, grid: Grid) -> None:
-        """Make what `encode` needs to know of a grid, on the current stream: it then need not wait for that."""
+        """Make the tables of a grid ahead, on the current stream, so that `encode` need not wait for them."""
         with torch.inference_mode():
             self._tables.get(grid)
 
@@ -393,18 +396,18 @@ class Tower:
         with torch.inference_mode():
             example = self._layout([Grid(1, 16, 16)])
             capture = CudaCapture(self.device)
-            chosen = budgets(self._graph_patches, self.batch_patches)
-            self._graphs = Graphs(self._module, self.spec, example, self.dtype, chosen, capture)
+            wanted = budgets(self._graph_patches, self.batch_patches)
+            self._graphs = Graphs(self._module, self.spec, example, self.dtype, wanted, capture)
 
     @property
     def table_bytes(self) -> int:
-        """The most memory of the device that the tables of grids take, once many grids have come."""
+        """The most bytes of device memory that cached tables take, once there have been many grids."""
         grid = Grid(1, self.spec.merge_size, self.spec.merge_size)
         return MAX_TABLE_PATCHES[self.device.type] * -(-self._make_tables(grid).size_bytes // grid.patches)
 
     @property
     def padding_patches(self) -> int:
-        """Padding patches computed so far to fill the shapes of graphs; a counter."""
+        """A counter of the padding patches that filled the shapes of graphs."""
         return self._graphs.padding_patches if self._graphs else 0
 
     def _encode_batch(
@@ -412,28 +415,31 @@ class Tower:
     ) -> list[Tensor]:
         on_device = [image.to(self.device, non_blocking=True) for image in patches]
         if self.device.type == "cpu":
-            # Block by block, each image by itself: a block's weights are read from memory once for all images, and the
-            # shapes of an image's kernels depend only on its own grid.
+            # All images pass a block before the next block, so that its weights are read from memory once. Each image
+            # has its own kernels, whose shapes depend only on its grid.
             self.eager_batches += 1
             return list(self._module(on_device, self._layouts(grids), between))
         layout = self._layout(grids)
-        # Graphs take still images.
+        # Graphs are captured for still images only.
         is_still = on_device[0].shape[1] == self.spec.patch_values
         rows = self._graphs.run(on_device, layout) if self._graphs and is_still else None
         if rows is not None:
             self.graph_batches += 1
         else:
             self.eager_batches += 1
-            [rows] = self._module([_joined(on_device)], [layout])
+            [rows] = self._module([_concatenated(on_device)], [layout])
         return list(rows.split([grid.patches // self.spec.merge_unit for grid in grids]))
 
     def _batches(self, grids: Sequence[Grid], values: Sequence[int]) -> Iterator[slice]:
-        """Yield the images to encode together; `values` are those of a patch: still images and pairs go apart."""
+        """Yield the images of each batch. `values` is the size of their patches, which differs for frame pairs.
+
+        Still images and frame pairs are in separate batches.
+        """
         limit = 0 if self.image_by_image else self.batch_patches
         begin, patches = 0, 0
         for number, grid in enumerate(grids):
-            is_other = values[number] != values[begin]
-            if number > begin and (patches + grid.patches > limit or is_other):
+            differs = values[number] != values[begin]
+            if number > begin and (patches + grid.patches > limit or differs):
                 yield slice(begin, number)
                 begin, patches = number, 0
             patches += grid.patches
@@ -441,32 +447,32 @@ class Tower:
             yield slice(begin, len(grids))
 
     def _layouts(self, grids: Sequence[Grid]) -> list[Layout]:
-        """One layout for each image; they share the memory that gathers their tiles."""
+        """Return one layout for each image. They share the memory that collects tiles for attention."""
         largest = max(grid.patches for grid in grids)
         shape = (largest, 3, self.spec.heads, self.spec.head_size)
-        gathered = torch.empty(shape if largest > CPU_TILE_PATCHES else 0, dtype=self.dtype)
+        projected = torch.empty(shape if largest > CPU_TILE_PATCHES else 0, dtype=self.dtype)
         return [
             replace(
                 self._layout([grid]),
                 tile=CPU_TILE_PATCHES,
-                projected=gathered[: grid.patches] if grid.patches > CPU_TILE_PATCHES else None,
+                projected=projected[: grid.patches] if grid.patches > CPU_TILE_PATCHES else None,
             )
             for grid in grids
         ]
 
     def _layout(self, grids: Sequence[Grid]) -> Layout:
-        """One layout for all images packed together."""
-        tables = [self._tables.get(grid).here() for grid in grids]
+        """Return one layout for all images, packed together."""
+        tables = [self._tables.get(grid).on_current_stream() for grid in grids]
         windows = None
         if self.spec.window:
             windows = Segments.of([length for table in tables for length in table.windows], self.device)
         return Layout(
-            rotations=_joined([table.rotations for table in tables]),
-            position=_joined_or_none([table.position for table in tables]),
+            rotations=_concatenated([table.rotations for table in tables]),
+            position=_concatenated_or_none([table.position for table in tables]),
             segments=Segments.of([grid.patches for grid in grids], self.device),
             windows=windows,
-            order=_joined_or_none(_offset([table.order for table in tables])),
-            inverse=_joined_or_none(_offset([table.inverse for table in tables])),
+            order=_concatenated_or_none(_offset([table.order for table in tables])),
+            inverse=_concatenated_or_none(_offset([table.inverse for table in tables])),
             attend=self._attention,
             pointwise=self._pointwise,
         )
@@ -489,19 +495,19 @@ class Tower:
 
 
 def _offset(orders: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Offset the orders of packed images, each by the rows before it."""
+    """Add to the order of each packed image the number of rows before that image."""
     begin = 0
-    moved: list[Tensor | None] = []
+    offset: list[Tensor | None] = []
     for order in orders:
-        moved.append(order if order is None or not begin else order + begin)
+        offset.append(order if order is None or not begin else order + begin)
         begin += 0 if order is None else len(order)
-    return moved
+    return offset
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def _joined_or_none(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def _concatenated_or_none(tensors: Sequence[Tensor | None]) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None]
-    return _joined(present) if present else None
+    return _concatenated(present) if present else None

@@ -1,6 +1,6 @@
-"""One image over several devices, each with a process (Ulysses, https://arxiv.org/abs/2309.14509).
+"""Encoding one image on several devices, each with its process (Ulysses, https://arxiv.org/abs/2309.14509).
 
-Each process has a slice of the image's patches. Attention alone needs other slices: there, each process has all patches
+Each process has a slice of the image's patches. Only attention needs other slices: there, each process has all patches
 of some of the heads.
 """
 
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from encoder_service.vision.layers import Attention, Segments
 
-# Smaller images are encoded whole, several in a batch. On the CPU the exchanges take a larger part of their time, but
-# images of 1024 patches still gain. What a GPU gains, and from which size on, is not measured.
+# Smaller images are encoded on one device, several in a batch. On the CPU the exchanges take a larger share of their
+# time, but images of 1024 patches still gain. The gain of a GPU, and from which size on, has not been measured.
 MIN_PATCHES = 3072
-# A process that lets the others wait for so long has hung. Between two exchanges it computes a slice of a block, and on
-# the CPU perhaps a small image that overtakes.
+# A process that makes the others wait for longer has hung. Between two exchanges a process computes a slice of a block;
+# on the CPU it may also encode a small image that overtakes.
 LIMIT_S = 30.0
-# To meet, they need but connect: all were waiting for work.
-_MEET_S = 10.0
+# For the rendezvous processes only have to connect, because all of them were waiting for work.
+_RENDEZVOUS_S = 10.0
 _LOOPBACK = "127.0.0.1"
 
 
-def shares(total: int, count: int, unit: int = 1) -> list[int]:
-    """Divide `total` into `count` shares, as equal as multiples of `unit` are; the last has the rest."""
+def even_shares(total: int, count: int, unit: int = 1) -> list[int]:
+    """Divide `total` into `count` nearly equal multiples of `unit`; the last share also has the remainder."""
     bounds = [total * number // count // unit * unit for number in range(count)]
     return [end - begin for begin, end in pairwise([*bounds, total])]
 
 
-def meeting_place() -> c10d.TCPStore:
-    """Return where groups form, on a free port of the loopback interface; it is served while this is held."""
+def start_rendezvous() -> c10d.TCPStore:
+    """Serve the store through which groups form, on a free port of the loopback interface, while it is referenced."""
     listening = socket.create_server((_LOOPBACK, 0))
     port = listening.getsockname()[1]
     return c10d.TCPStore(
@@ -44,12 +44,12 @@ def meeting_place() -> c10d.TCPStore:
 
 
 class Group:
-    """The processes of all devices, to number `rank` of the `size` there are. For one thread."""
+    """The processes of all devices, as seen by process `rank` of `size`. Not thread-safe."""
 
     def __init__(
         self, device: torch.device, port: int, rank: int, size: int, limit_s: float = LIMIT_S
     ) -> None:
-        """`port` is that of the meeting place."""
+        """`port` is the port of `start_rendezvous`."""
         self.rank = rank
         self.size = size
         self._device = device
@@ -60,23 +60,23 @@ class Group:
 
     @contextmanager
     def joined(self, number: int) -> Iterator[None]:
-        """Meet the others, unless the last group had this number, too.
+        """Connect to the other processes, unless the last group had this number too.
 
-        Whatever the block raises ends the group: exchanges of the others then fail.
+        Any exception in the block ends the group: the exchanges of the others then fail.
         """
         try:
             if number != self._number:
                 self._leave()
-                self._connected, self._number = self._meet(number), number
+                self._connected, self._number = self._rendezvous(number), number
             yield
         except BaseException:
             self._leave()
             raise
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Give each process its part; return the parts for this one, in order and flat.
+        """Send each process its part; return the parts for this process, flat and in the order of ranks.
 
-        `sizes` are theirs, in elements.
+        `sizes` are the sizes of the received parts, in elements.
         """
         sent = torch.cat([part.reshape(-1) for part in parts])
         received = sent.new_empty(sum(sizes))
@@ -95,11 +95,11 @@ class Group:
             self._connected.abort()
         self._connected, self._number = None, -1
 
-    def _meet(self, number: int) -> Any:
-        meeting = c10d.TCPStore(_LOOPBACK, self._port, is_master=False, timeout=self._limit)
-        store = c10d.PrefixStore(str(number), meeting)
+    def _rendezvous(self, number: int) -> Any:
+        rendezvous = c10d.TCPStore(_LOOPBACK, self._port, is_master=False, timeout=self._limit)
+        store = c10d.PrefixStore(str(number), rendezvous)
         store.set(f"here {self.rank}", "")
-        store.wait([f"here {rank}" for rank in range(self.size)], timedelta(seconds=_MEET_S))
+        store.wait([f"here {rank}" for rank in range(self.size)], timedelta(seconds=_RENDEZVOUS_S))
         if self._device.type == "cuda":
             nccl = c10d.ProcessGroupNCCL.Options()
             nccl._timeout = self._limit
@@ -111,30 +111,30 @@ class Group:
 
 
 class UlyssesAttention:
-    """Attention over slices of an image: exchanged for all its patches of some heads, which `inner` mixes, and back."""
+    """Attention over slices of an image: exchange them for all patches of some heads, run `inner`, exchange back."""
 
     graphs = False
 
-    def __init__(self, inner: Attention, group: Group, slices: Sequence[int]) -> None:
-        """`slices` are the patches of each process."""
+    def __init__(self, inner: Attention, group: Group, shares: Sequence[int]) -> None:
+        """`shares` are the numbers of patches of the processes."""
         self.name = inner.name
         self._inner = inner
         self._group = group
-        self._slices = slices
+        self._shares = shares
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`; `segments` are those of the whole image."""
-        group, (own, heads, size) = self._group, query.shape
-        theirs = shares(heads, group.size)
-        mine = theirs[group.rank]
-        parts = zip(*(torch.split(each, theirs, 1) for each in (query, key, value)), strict=True)
+        group, (own_patches, heads, head_size) = self._group, query.shape
+        head_shares = even_shares(heads, group.size)
+        own_heads = head_shares[group.rank]
+        parts = zip(*(torch.split(each, head_shares, 1) for each in (query, key, value)), strict=True)
         whole = group.exchange(
-            [torch.stack(part, 1) for part in parts], [3 * count * mine * size for count in self._slices]
-        ).view(-1, 3, mine, size)
+            [torch.stack(part, 1) for part in parts],
+            [3 * count * own_heads * head_size for count in self._shares],
+        ).view(-1, 3, own_heads, head_size)
         query, key, value = whole.unbind(1)
         mixed = self._inner(query, key, value, segments, scale)
-        back = group.exchange(
-            torch.split(mixed, list(self._slices)), [own * count * size for count in theirs]
-        )
-        chunks = torch.split(back, [own * count * size for count in theirs])
-        return torch.cat([chunk.view(own, -1, size) for chunk in chunks], 1)
+        sizes = [own_patches * count * head_size for count in head_shares]
+        received = group.exchange(torch.split(mixed, list(self._shares)), sizes)
+        chunks = torch.split(received, sizes)
+        return torch.cat([chunk.view(own_patches, -1, head_size) for chunk in chunks], 1)

@@ -251,8 +251,8 @@ def test_graphs_of_failed_captures_are_kept(monkeypatch, breaks_off):
 
     monkeypatch.setattr(CapturingCuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch, "cuda", CapturingCuda)
-    monkeypatch.setattr(CudaCapture, "_end_recording", lambda _self: None)
-    monkeypatch.setattr(graphs_module, "_broken_off", [])
+    monkeypatch.setattr(CudaCapture, "_end_allocation", lambda _self: None)
+    monkeypatch.setattr(graphs_module, "_failed_graphs", [])
 
     def run():
         if breaks_off:

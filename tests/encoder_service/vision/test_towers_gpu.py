@@ -102,7 +102,7 @@ def test_a_backend_that_is_slow_or_wrong_in_a_replay_is_refused(head_size):
     stale = attention.trial_failure(
         ReadsLengths(), device, torch.bfloat16, head_size, max_third_call_ms=math.inf
     )
-    assert stale.startswith("replayed, its rows are off by")
+    assert stale.startswith("in a replayed graph, the relative error of its rows is")
 
 
 def memory_in_use():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_service.vision.ulysses import shares
+from encoder_service.vision.ulysses import even_shares
 from testing.reference_tower import random_patches, row_errors
 from tests.ulysses_processes import Processes, die, hang, load
 
@@ -83,10 +83,10 @@ def test_a_process_that_dies_ends_the_image_for_all_at_once(processes, folders):
 
 
 def test_shares_are_equal_but_for_the_unit():
-    assert shares(14400, 2, 256) == [7168, 7232]
-    assert shares(16, 3) == [5, 5, 6]
+    assert even_shares(14400, 2, 256) == [7168, 7232]
+    assert even_shares(16, 3) == [5, 5, 6]
     for count in range(1, 9):
-        parts = shares(3132, count, 4)
+        parts = even_shares(3132, count, 4)
         assert sum(parts) == 3132
         assert max(parts) - min(parts) <= 4
         assert all(part % 4 == 0 for part in parts)

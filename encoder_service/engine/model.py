@@ -16,7 +16,7 @@ from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.families.choice import check_model, load_family
-from encoder_service.families.model import DTYPES, LoadOptions, VisionModel
+from encoder_service.families.model import LoadOptions, VisionModel
 from encoder_service.families.stored import stored_model
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import (
@@ -31,6 +31,7 @@ from encoder_service.image.pillow import missing_formats
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
 from encoder_service.store.segment import unused_memory_bytes
+from encoder_service.vision.load import DTYPES
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Families of models: the interface of a plug-in, which one serves a checkpoint, and the towers of `transformers`."""
+"""Model families: the interface of a plug-in, the choice of the family for a checkpoint, and `transformers`' towers."""

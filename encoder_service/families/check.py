@@ -1,9 +1,10 @@
 """The parity kit: `python -m encoder_service.families.check FOLDER` compares a model's tower with `transformers`.
 
-It loads the checkpoint twice, as the server does and as a whole in `transformers`, in float32 on the CPU, and checks:
+It loads the checkpoint twice in float32 on the CPU, as the server does and as a whole model of `transformers`. It
+checks that
 
 - rows equal those that reach the language model;
-- the rows counted from sizes alone are those that images of these sizes have;
+- the numbers of rows computed from sizes are those that images of these sizes have;
 - an image's rows have the same bits beside other images;
 - a second load has the same fingerprints and bits.
 """
@@ -30,14 +31,14 @@ from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel, one_line
 
 MAX_ERROR = 1e-5  # of a row: the norm of the difference over the norm of the true row
-SIZES = ((640, 480), (300, 900), (448, 448), (97, 161), (1280, 720))  # whose rows are compared
-SIDES = (56, 1400)  # of the images that are counted, pixels
+SIZES = ((640, 480), (300, 900), (448, 448), (97, 161), (1280, 720))  # of the images whose rows are compared
+SIDES = (56, 1400)  # shortest and longest side of the images whose rows are counted, pixels
 ROUNDS = 5  # of timing; the fastest counts
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was checked, what was found, and whether that is right; None: it could not be checked."""
+    """The result of one check. `is_right` is None if it could not be checked."""
 
     check: str
     found: str
@@ -45,10 +46,10 @@ class Finding:
 
 
 class WholeModel:
-    """A checkpoint in `transformers`, with its language model: the truth."""
+    """The reference: a checkpoint in `transformers`, with its language model."""
 
     def __init__(self, folder: Path, *, runs_code: bool = False) -> None:
-        """Load it in float32, with the image processor that the server uses: that of torchvision."""
+        """Load the checkpoint in float32, with the image processor that the server uses, torchvision's."""
         transformers.utils.logging.disable_progress_bar()
         self._model = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs_code
@@ -61,49 +62,49 @@ class WholeModel:
         self._core = getattr(self._model, "model", self._model)
 
     def inputs(self, pixels: Tensor) -> Mapping[str, Any]:
-        """Return what the model takes of a prompt that is one image, uint8 [H, W, 3]."""
+        """Return the model's inputs for a prompt that consists of one image, uint8 [H, W, 3]."""
         image = pixels.permute(2, 0, 1)
-        made = self._processor(images=[image], text=[self._processor.image_token], return_tensors="pt")
+        outputs = self._processor(images=[image], text=[self._processor.image_token], return_tensors="pt")
         return {
             name: value.float() if value.is_floating_point() else value
-            for name, value in made.items()
+            for name, value in outputs.items()
             if name != "labels"
         }
 
     @torch.inference_mode()
     def rows(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what reaches the language model in the image's places: [rows, width]."""
-        seen: dict[str, Any] = {}
+        """Return the embeddings that reach the language model at the image's positions: [rows, width]."""
+        decoder_inputs: dict[str, Any] = {}
 
-        def note(_module: Any, _args: Any, named: dict[str, Any]) -> None:
-            seen.update(named)
-            raise _Reached
+        def stop(_module: Any, _args: Any, keywords: dict[str, Any]) -> None:
+            decoder_inputs.update(keywords)
+            raise _ForwardStopped
 
-        hook = self._model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+        hook = self._model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
         try:
             self._model(**inputs)
-        except _Reached:
+        except _ForwardStopped:
             pass
         finally:
             hook.remove()
-        places = inputs["input_ids"][0] == self._placeholder
-        levels = seen.get("deepstack_visual_embeds") or ()
-        return torch.cat([seen["inputs_embeds"][0, places], *levels], dim=1)
+        positions = inputs["input_ids"][0] == self._placeholder
+        levels = decoder_inputs.get("deepstack_visual_embeds") or ()
+        return torch.cat([decoder_inputs["inputs_embeds"][0, positions], *levels], dim=1)
 
     @torch.inference_mode()
     def features(self, inputs: Mapping[str, Any]) -> None:
-        """Run the vision part alone, for its time."""
+        """Run only the vision part, to time it."""
         parameters = inspect.signature(self._core.get_image_features).parameters
-        takes = {name: value for name, value in inputs.items() if name in parameters}
-        self._core.get_image_features(**takes, return_dict=True)
+        arguments = {name: value for name, value in inputs.items() if name in parameters}
+        self._core.get_image_features(**arguments, return_dict=True)
 
 
-class _Reached(Exception):  # noqa: N818 - no error: the forward is stopped where all is known
+class _ForwardStopped(Exception):  # noqa: N818 - no error: the rest of the forward is not needed
     """The forward has reached the language model."""
 
 
 def check(folder: Path, *, counted: int = 50, trust_remote_code: bool = False) -> Iterator[Finding]:
-    """Yield the findings on a checkpoint folder; `counted` sizes are counted and encoded.
+    """Yield the findings on a checkpoint folder. `counted` is the number of sizes whose rows are counted.
 
     `trust_remote_code` is the server's setting of this name. Raises `ConfigError`, `ValueError` or `OSError` for a
     folder that cannot be served.
@@ -115,8 +116,8 @@ def check(folder: Path, *, counted: int = 50, trust_remote_code: bool = False) -
     alone = [_rows(model, image) for image in pixels]
     is_known = model.model_type in CONFIG_MAPPING
     if is_known or (trust_remote_code and "auto_map" in read_config(folder)):
-        truth = WholeModel(folder, runs_code=not is_known)
-        yield _errors(alone, [truth.rows(truth.inputs(image)) for image in pixels])
+        whole = WholeModel(folder, runs_code=not is_known)
+        yield _errors(alone, [whole.rows(whole.inputs(image)) for image in pixels])
     else:
         yield Finding("rows against transformers", "transformers has no such model", None)
     yield _counts(model, _sizes(counted))
@@ -127,14 +128,14 @@ def check(folder: Path, *, counted: int = 50, trust_remote_code: bool = False) -
 
 
 def seconds(folder: Path) -> tuple[float, float]:
-    """Return the CPU time of the tower for the first of `SIZES` from its inputs, and that of `transformers`."""
-    model, truth = load_family(folder, LoadOptions(device="cpu", dtype="float32")), WholeModel(folder)
+    """Return the CPU times of our tower and of `transformers` for an image of the first of `SIZES`, without inputs."""
+    model, whole = load_family(folder, LoadOptions(device="cpu", dtype="float32")), WholeModel(folder)
     width, height = SIZES[0]
     image, grid = _picture(width, height, 0), model.geometry.grid(width, height)
-    [ours], theirs = model.inputs([image], [grid]), truth.inputs(image)
+    [inputs], whole_inputs = model.inputs([image], [grid]), whole.inputs(image)
     runs: tuple[Callable[[], object], ...] = (
-        lambda: model.encode([ours], [grid]),
-        lambda: truth.features(theirs),
+        lambda: model.encode([inputs], [grid]),
+        lambda: whole.features(whole_inputs),
     )
     best = [float("inf")] * len(runs)
     for _ in range(ROUNDS):
@@ -175,7 +176,7 @@ def _promised(model: VisionModel, size: tuple[int, int]) -> int | None:
 
 
 def _made(model: VisionModel, size: tuple[int, int]) -> int | None:
-    """Return how many rows an image of this size has; None if it is refused."""
+    """Return the number of rows that the tower makes of an image of this size; None if it refuses the image."""
     try:
         return len(_rows(model, _picture(*size, seed=0)))
     except (EncoderError, ValueError):
@@ -195,21 +196,21 @@ def _equal_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _sizes(count: int) -> list[tuple[int, int]]:
-    """Return seeded (width, height), as many small sides as large ones."""
+    """Return random but fixed sizes (width, height), with as many small sides as large ones."""
     low, high = torch.tensor(SIDES).log()
     sides = torch.rand(count, 2, generator=torch.Generator().manual_seed(0)) * (high - low) + low
     return [(int(width), int(height)) for width, height in sides.exp()]
 
 
 def _picture(width: int, height: int, seed: int) -> Tensor:
-    """Return a seeded picture without sharp edges, uint8 [height, width, 3]."""
+    """Return a random but fixed picture without sharp edges, uint8 [height, width, 3]."""
     small = torch.randint(0, 256, (1, 3, 8, 8), generator=torch.Generator().manual_seed(seed))
     large = interpolate(small.float(), size=(height, width), mode="bicubic")
     return large.round().clamp(0, 255).byte()[0].permute(1, 2, 0).contiguous()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the findings; return 1 if one is wrong, 2 if the folder cannot be served."""
+    """Print the findings. Return 1 if one is wrong, 2 if the folder cannot be served."""
     parser = argparse.ArgumentParser(prog="python -m encoder_service.families.check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path, help="a Hugging Face checkpoint folder")
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(one_line(error), file=sys.stderr)
         return 2
-    except Exception as error:  # noqa: BLE001 - whatever transformers raises on a folder
+    except Exception as error:  # noqa: BLE001 - transformers raises many types
         print(f"{given.folder}: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return 2
     return 0 if right else 1

@@ -1,6 +1,6 @@
-"""Which family serves a checkpoint: an installed plug-in, one of the server's own towers, or `transformers`'.
+"""The choice of the family for a checkpoint: an installed plug-in, one of the server's own towers, or `transformers`.
 
-Does not import torch by itself: `check_model` runs before that is worth its seconds.
+Does not import torch, so that `check_model` need not wait seconds for it.
 """
 
 import logging
@@ -24,9 +24,9 @@ NEEDED = ("transformers", "torchvision")
 
 
 def check_model(folder: Path, *, stores_only: bool = False, width: int = 0) -> None:
-    """Raise `ConfigError` if the model in `folder` cannot be served, as far as its configuration tells.
+    """Raise `ConfigError` if the configuration in `folder` tells that the model cannot be served.
 
-    A server that only stores needs only the width of a row; if that is given, there need be no folder.
+    A server that only stores needs only the width of a row. If `width` is given, the folder need not exist.
     """
     if width:
         return
@@ -69,7 +69,7 @@ def _load(model_type: str) -> "Load":
         return _load_own
     try:
         from encoder_service.families.generic import load_generic
-    except (ImportError, RuntimeError) as error:  # the latter: torchvision was built for another torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
         raise ValueError(
             f"transformers or torchvision cannot be imported ({error}): install torch and torchvision from one index,"
             f" and the extra transformers ({install('transformers')})"
@@ -94,7 +94,7 @@ def _load_own(folder: Path, options: "LoadOptions") -> "VisionModel":
 
 
 def _plug_in(model_type: str) -> EntryPoint | None:
-    """Return the entry point that serves this type, or None; `ValueError` if there are several."""
+    """Return the entry point that serves this type, or None. Raises `ValueError` if there are several."""
     found = tuple(entry_points(group=GROUP, name=model_type))
     if len({point.value for point in found}) > 1:
         values = ", ".join(sorted(point.value for point in found))
@@ -103,22 +103,23 @@ def _plug_in(model_type: str) -> EntryPoint | None:
 
 
 def _check_generic(folder: Path, model_type: str) -> None:
-    """Raise `ValueError` for a model without vision part, and if what the towers of `transformers` need is missing."""
+    """Raise `ValueError` if the model has no vision part, or a package that `transformers`' towers need is missing."""
     config = read_config(folder)
     if "auto_map" not in config and not isinstance(config.get("vision_config"), dict):
         raise ValueError(f"model_type {model_type!r} has no vision part: config.json has no vision_config")
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise ValueError(
-            f"model_type {model_type!r} has no tower of the server's own ({', '.join(sorted(OWN_TYPES))}), and"
-            f" {' and '.join(missing)} are not installed; {install('transformers')}"
+            f"the server has no tower of its own for model_type {model_type!r} (only for"
+            f" {', '.join(sorted(OWN_TYPES))}), and {' and '.join(missing)} are not installed;"
+            f" {install('transformers')}"
         )
 
 
 def row_width(folder: Path) -> tuple[int, int]:
-    """Return the width of the language model and the number of DeepStack levels, as config.json says.
+    """Return the width of the language model and the number of DeepStack levels from config.json.
 
-    Raises `ValueError` if it does not.
+    Raises `ValueError` if config.json names no width.
     """
     config = read_config(folder)
     text = [config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)]
@@ -131,7 +132,7 @@ def row_width(folder: Path) -> tuple[int, int]:
 
 
 def model_type_of(folder: Path) -> str:
-    """Return what config.json names; raises `ValueError` if it names nothing."""
+    """Return the model_type in config.json. Raises `ValueError` if there is none."""
     model_type = read_config(folder).get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{folder / 'config.json'} names no model_type")

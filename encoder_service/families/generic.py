@@ -1,8 +1,8 @@
-"""The vision part of any vision-language model that `transformers` has: its own code, without the language model.
+"""The vision part of any vision-language model of `transformers`: the library's code without the language model.
 
-The model's processor makes the inputs, with torchvision on the CPU, as vLLM's does by default. `get_image_features`
-makes the rows, one image a call. What reads shapes alone counts rows: the processor writes the prompt of an image of
-that size, and the rows are the placeholders in it.
+The model's processor makes the inputs with torchvision on the CPU, as vLLM's does by default. `get_image_features`
+makes the rows, one image a call. To count the rows of a size, the processor writes the prompt of an image of that size,
+and the placeholders in it are counted. Where the processor allows it, that image has a shape but no pixels.
 """
 
 import copy
@@ -32,35 +32,37 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from encoder_contract.checkpoint import LANGUAGE_MODEL, model_fingerprint, read_config
 from encoder_contract.geometry import Grid
 from encoder_contract.settings import flag
-from encoder_service.families.model import DTYPES, LoadOptions, OneByOne, one_line
+from encoder_service.families.model import LoadOptions, OneByOne, one_line
 from encoder_service.keys import Recipe
+from encoder_service.vision.load import dtype_of
 
 log = logging.getLogger(__name__)
 
-# The families whose `get_image_features` ends before the rows that are merged, and what is left to do.
+# Families whose `get_image_features` stops before the rows that are merged -> the last step to the rows.
 LAST_STEP: dict[str, Callable[[Any, Any], Tensor]] = {
     "llama4": lambda core, output: core.multi_modal_projector(output.last_hidden_state.flatten(0, -2)),
 }
 
-# What processors make beside the image's inputs.
+# Outputs of processors that are no inputs of the vision part.
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
 
-# Tensors of quantised layers: by type, and by the names of what is stored beside packed weights.
+# How tensors of quantised layers are recognised: by their type, and by names that are stored beside packed weights.
 FLOATS = {"F64", "F32", "F16", "BF16"}
 QUANTISED_NAME = re.compile(
     r"((weight|input|activation)_(scale|scale_inv|packed|zero_point)|\.(qweight|qzeros|scales|absmax|SCB))$"
 )
 INTEGERS = re.compile(r"(position_ids|num_batches_tracked|relative_position_index)$")
 
-# What a checkpoint with code of its own must have; and "owner/repository--module.Class", as its auto_map may say.
-OWN_CLASSES = ("AutoConfig", "AutoModelForImageTextToText")
+# The auto_map entries that a checkpoint with its own code must have. An entry may also name code of another repository,
+# as "owner/repository--module.Class".
+REMOTE_CLASSES = ("AutoConfig", "AutoModelForImageTextToText")
 CODE_ELSEWHERE = re.compile(r'"([^"\s]+--[^"\s]+\.\w+)"')
 
 
 def load_generic(folder: Path, options: LoadOptions) -> "TransformersModel":
-    """Load the vision part of a checkpoint folder; raises `ValueError` or `OSError` with one line of reason."""
+    """Load the vision part of a checkpoint folder. Raises `ValueError` with a reason of one line."""
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # what it warns of is checked here
+    transformers.utils.logging.set_verbosity_error()  # this module checks what it would warn about
     try:
         return TransformersModel(folder, options)
     except (ValueError, OSError) as error:
@@ -76,10 +78,10 @@ class TransformersModel(OneByOne):
     """A model of `transformers` without its language model."""
 
     def __init__(self, folder: Path, options: LoadOptions) -> None:
-        """Raise `ValueError` for what cannot be served, and whatever `transformers` raises."""
+        """Raise `ValueError` for a model that cannot be served, and the errors of `transformers`."""
         config, architecture = _classes(folder, trust_remote_code=options.trust_remote_code)
         processor = _processor(folder, runs_code=config.model_type not in CONFIG_MAPPING)
-        model = _vision_part(folder, config, architecture, DTYPES[options.dtype])
+        model = _vision_part(folder, config, architecture, dtype_of(options.dtype))
         settings, vision = _processor_settings(processor), getattr(config, "vision_config", None)
         super().__init__(
             options,
@@ -94,26 +96,27 @@ class TransformersModel(OneByOne):
         self._finish = LAST_STEP.get(config.model_type, _rows)
         self._takes = set(inspect.signature(self._core.get_image_features).parameters) - TEXT_INPUTS
         self._placeholder = _placeholder(config)
-        # A processor is for one thread at a time (its tokenizer is): one counts rows, the other makes inputs.
-        self._counter, self._counting = processor, threading.Lock()
-        self._processor, self._processing = copy.deepcopy(processor), threading.Lock()
-        self._blank = "meta" if self._counts_by_shapes() else "cpu"
+        # Only one thread at a time may use a processor, because of its tokenizer. One processor counts rows, the other
+        # makes inputs.
+        self._counting_processor, self._counting_lock = processor, threading.Lock()
+        self._processor, self._lock = copy.deepcopy(processor), threading.Lock()
+        self._blank_device = "meta" if self._counts_by_shapes() else "cpu"
 
     def rows(self, width: int, height: int) -> int:
         """Count the placeholders that the processor writes for an image of this size."""
         return self.grid(width, height).patches
 
     def grid(self, width: int, height: int) -> Grid:
-        """Return the grid of the rows of an image of this size, as the processor says it; its pixels do not exist."""
-        pixels = torch.zeros(1, dtype=torch.uint8, device=self._blank).expand(3, height, width)
-        with self._counting:
-            processed = _process(self._counter, pixels)
+        """Return the grid of the rows of an image of this size, as the processor computes it for a blank image."""
+        pixels = torch.zeros(1, dtype=torch.uint8, device=self._blank_device).expand(3, height, width)
+        with self._counting_lock:
+            processed = _process(self._counting_processor, pixels)
         rows = int((processed["input_ids"] == self._placeholder).sum())
         return _grid(rows, processed.get("image_grid_thw"))
 
     def prepare_image(self, pixels: Tensor) -> Mapping[str, Any]:
-        """Return what `get_image_features` takes, on the CPU; floating-point values in `dtype`."""
-        with self._processing:
+        """Return the arguments of `get_image_features` on the CPU, floating-point values in `dtype`."""
+        with self._lock:
             processed = _process(self._processor, pixels.cpu().permute(2, 0, 1))
         return {
             name: value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -122,31 +125,31 @@ class TransformersModel(OneByOne):
         }
 
     def encode_image(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what the model merges into its prompt."""
-        here = {
+        """Return the rows that the model merges into its prompt."""
+        on_device = {
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        rows: Tensor = self._finish(self._core, self._core.get_image_features(**here, return_dict=True))
+        rows: Tensor = self._finish(self._core, self._core.get_image_features(**on_device, return_dict=True))
         return rows
 
     def _counts_by_shapes(self) -> bool:
-        """Whether the processor runs on tensors without values; if not, it counts on black images."""
-        self._blank = "meta"
+        """Whether the processor works on tensors without values. If not, black images are counted."""
+        self._blank_device = "meta"
         try:
             return self.rows(64, 64) > 0
-        except Exception:  # noqa: BLE001 - some processors look at values, which shows in many ways
+        except Exception:  # noqa: BLE001 - processors that read values raise many types
             return False
 
 
 def _process(processor: Any, pixels: Tensor) -> Mapping[str, Any]:
-    """Return what a processor makes of one image, uint8 [3, H, W], and of a prompt that is that image."""
-    made: Mapping[str, Any] = processor(images=[pixels], text=[processor.image_token], return_tensors="pt")
-    return made
+    """Return a processor's outputs for one image, uint8 [3, H, W], and a prompt that consists of this image."""
+    outputs: Mapping[str, Any] = processor(images=[pixels], text=[processor.image_token], return_tensors="pt")
+    return outputs
 
 
 def _grid(rows: int, patches: Tensor | None) -> Grid:
-    """Return the grid of an image's rows: (1, h, w) where each is a square of the patches [[t, h, w]]."""
+    """Return the grid of an image's rows: (1, h, w) if each row is a square of the `patches` [[t, h, w]]."""
     if rows and patches is not None and len(patches) == 1:
         _, height, width = patches[0].tolist()
         side = max(1, math.isqrt(height * width // rows))
@@ -157,35 +160,37 @@ def _grid(rows: int, patches: Tensor | None) -> Grid:
 
 
 def _rows(_core: Any, output: Any) -> Tensor:
-    """[rows, width]: DeepStack levels beside the main part."""
+    """Return rows [rows, width]: the main part, then the DeepStack levels."""
     parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    return torch.cat([_joined(part) for part in parts], dim=1)
+    return torch.cat([_flat(part) for part in parts], dim=1)
 
 
-def _joined(part: Any) -> Tensor:
+def _flat(part: Any) -> Tensor:
     tensors = part if isinstance(part, (list, tuple)) else [part]
     return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
 
 
-# What a folder holds
+# The folder's configuration, code and processor
 
 
 def _classes(folder: Path, *, trust_remote_code: bool) -> tuple[Any, type[Any]]:
-    """Return the configuration, and the class of the model: of `transformers`, or else of the checkpoint's code."""
+    """Return configuration and class of the model: those of `transformers`, or else of the checkpoint's code."""
     content = read_config(folder)
     content.pop("quantization_config", None)
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
-        return _own_classes(folder, content, trust_remote_code=trust_remote_code)
-    # Sub-configurations, defaults and older names are resolved as `from_pretrained` does.
+        return _remote_classes(folder, content, trust_remote_code=trust_remote_code)
+    # As in `from_pretrained`, this resolves sub-configurations, defaults and older names.
     config = CONFIG_MAPPING[model_type].from_dict(content)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ValueError(f"model_type {model_type!r} has no vision part, or none that transformers knows")
     return config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
-def _own_classes(folder: Path, content: dict[str, Any], *, trust_remote_code: bool) -> tuple[Any, type[Any]]:
-    """Run the code in the checkpoint, if it is trusted; return the configuration and the class of the model."""
+def _remote_classes(
+    folder: Path, content: dict[str, Any], *, trust_remote_code: bool
+) -> tuple[Any, type[Any]]:
+    """Return configuration and class of the model from the checkpoint's code, which runs only if it is trusted."""
     named = content.get("auto_map")
     if not isinstance(named, dict):
         raise ValueError(
@@ -197,20 +202,21 @@ def _own_classes(folder: Path, content: dict[str, Any], *, trust_remote_code: bo
             f" the checkpoint (auto_map) is not run without {flag('trust_remote_code')}: it would have all rights of"
             " the server. Trust its author, or use a checkpoint of a model that transformers has (often named -hf)"
         )
-    if missing := [name for name in OWN_CLASSES if not isinstance(named.get(name), str)]:
+    if missing := [name for name in REMOTE_CLASSES if not isinstance(named.get(name), str)]:
         raise ValueError(f"the auto_map in {folder / 'config.json'} has no {' and no '.join(missing)}")
     _refuse_code_elsewhere(folder)
     log.warning("%s: code in the checkpoint runs with the rights of this server", folder)
-    with _copies_alone():
+    with _module_cache_locked():
         config, architecture = (
-            get_class_from_dynamic_module(named[name], folder, local_files_only=True) for name in OWN_CLASSES
+            get_class_from_dynamic_module(named[name], folder, local_files_only=True)
+            for name in REMOTE_CLASSES
         )
     return config.from_dict(content), architecture
 
 
 @contextmanager
-def _copies_alone() -> Iterator[None]:
-    """Keep other devices' processes out: `transformers` copies code into a folder that all share, and runs it there."""
+def _module_cache_locked() -> Iterator[None]:
+    """Lock out other devices' processes: `transformers` copies code to a shared folder and runs it there."""
     Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
     folder = os.open(HF_MODULES_CACHE, os.O_RDONLY)
     try:
@@ -221,14 +227,14 @@ def _copies_alone() -> Iterator[None]:
 
 
 def _refuse_code_elsewhere(folder: Path) -> None:
-    """Raise `ValueError` for code of another repository: the model's fingerprint covers that in the folder alone."""
+    """Raise `ValueError` for code of another repository: the model's fingerprint covers only code in the folder."""
     for path in sorted(folder.glob("*config.json")):
         if found := CODE_ELSEWHERE.search(path.read_text()):
             raise ValueError(f"{path} names code of another repository ({found[1]}): copy it into {folder}")
 
 
 def _processor(folder: Path, *, runs_code: bool) -> Any:
-    with _copies_alone() if runs_code else nullcontext():
+    with _module_cache_locked() if runs_code else nullcontext():
         processor = transformers.AutoProcessor.from_pretrained(
             folder, trust_remote_code=runs_code, local_files_only=True, backend="torchvision"
         )
@@ -248,9 +254,9 @@ def _placeholder(config: Any) -> int:
 
 
 def _processor_settings(processor: Any) -> dict[str, Any]:
-    """Return all that decides rows beside the checkpoint: settings, and the versions of the code."""
-    left_out = ("tokenizer", "chat_template", "video_processor", "feature_extractor", "audio_processor")
-    settings = {name: value for name, value in processor.to_dict().items() if name not in left_out}
+    """Return everything but the checkpoint that decides rows: the settings, and the versions of the code."""
+    ignored = ("tokenizer", "chat_template", "video_processor", "feature_extractor", "audio_processor")
+    settings = {name: value for name, value in processor.to_dict().items() if name not in ignored}
     return {
         "settings": settings,
         "image_processor": processor.image_processor.to_dict(),
@@ -263,17 +269,17 @@ def _processor_settings(processor: Any) -> dict[str, Any]:
 
 
 def _vision_part(folder: Path, config: Any, architecture: type[Any], dtype: torch.dtype) -> Any:
-    """Load the model without its language model, of whose weights nothing is read."""
+    """Load the model without its language model, whose weights are not read."""
     _refuse_quantised_vision(folder)
-    model, found = _without_language_model(architecture).from_pretrained(
+    model, report = _without_language_model(architecture).from_pretrained(
         folder,
         config=config,
         dtype=dtype,
         output_loading_info=True,
         local_files_only=True,
-        use_safetensors=True,  # other formats run code
+        use_safetensors=True,  # loading other formats can run code
     )
-    missing = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if missing:
         raise ValueError(
             f"{len(missing)} tensors of the vision part are missing or of another shape in {folder}: "
@@ -284,14 +290,14 @@ def _vision_part(folder: Path, config: Any, architecture: type[Any], dtype: torc
 
 
 def _without_language_model(architecture: type[Any]) -> type[Any]:
-    """Return the architecture without language model and head, removed while all weights are placeholders."""
+    """Return the architecture without language model and head. They are removed before weights are allocated."""
 
     def init(self: Any, config: Any, *args: Any, **named: Any) -> None:
         architecture.__init__(self, config, *args, **named)
-        gone = (self.get_decoder(), architecture.get_output_embeddings(self))
+        removed = (self.get_decoder(), architecture.get_output_embeddings(self))
         for module in list(self.modules()):
             for name, child in list(module.named_children()):
-                if any(child is each for each in gone):
+                if any(child is each for each in removed):
                     setattr(module, name, nn.Module())
         self.all_tied_weights_keys = {}
 
@@ -311,7 +317,7 @@ def _without_language_model(architecture: type[Any]) -> type[Any]:
 
 
 def _core(model: Any) -> Any:
-    """Return the module whose `get_image_features` is the vision part."""
+    """Return the module that has `get_image_features`."""
     for module in (getattr(model, "model", None), model):
         if hasattr(module, "get_image_features"):
             return module
@@ -321,7 +327,7 @@ def _core(model: Any) -> Any:
 
 
 def _refuse_quantised_vision(folder: Path) -> None:
-    """Raise `ValueError` for a quantised tensor outside the language model: it would be read as something else."""
+    """Raise `ValueError` for a quantised tensor outside the language model: its values would be misread."""
     for name, kind in _stored_types(folder):
         packed = QUANTISED_NAME.search(name) or (kind not in FLOATS and not INTEGERS.search(name))
         if packed and not LANGUAGE_MODEL.search(name):

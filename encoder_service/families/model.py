@@ -1,7 +1,8 @@
 """The interface between the server and a family of vision models (docs/models.md).
 
-A family is a function `load(folder, options) -> VisionModel`, which the entry point group `encoder_service.families`
-names by the `model_type` in config.json. `OneByOne` is a `VisionModel` that lacks only what a family alone can say.
+A family is a function `load(folder, options) -> VisionModel`. Plug-ins register it in the entry point group
+`encoder_service.families`, under the `model_type` of config.json. `OneByOne` implements all of a `VisionModel` but the
+parts that are specific to a family.
 """
 
 import threading
@@ -20,15 +21,14 @@ from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageE
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.tower_spec import Precision
 from encoder_service.keys import Recipe
+from encoder_service.vision.load import DTYPES
 
 Inputs = Tensor | Mapping[str, Any]
-"""What a model takes of one image, made from its pixels: a tensor, or tensors and other values by name."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The inputs of a model for one image, made from its pixels: a tensor, or tensors and other values by name."""
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """Return the tensors in what a model takes of one image."""
+    """Return the tensors in the inputs of one image."""
     if isinstance(inputs, Tensor):
         return [inputs]
     return [value for value in inputs.values() if isinstance(value, Tensor)]
@@ -36,10 +36,10 @@ def tensors_of(inputs: Inputs) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load a model; a family refuses, with `ValueError`, what it cannot do.
+    """How to load a model. A family raises `ValueError` for options that it does not support.
 
-    `device` is "cpu" or "cuda[:n]", `dtype` a key of `DTYPES`. 0 `batch_patches` are as many as suit the device. The
-    others are the settings of the server with these names (`precision`: tower_precision, `graphs`: cuda_graphs).
+    `device` is "cpu" or "cuda[:n]", `dtype` a key of `DTYPES`. If `batch_patches` is 0, the device decides. The others
+    are the server's settings of these names (`precision`: tower_precision, `graphs`: cuda_graphs).
     """
 
     device: str
@@ -53,12 +53,13 @@ class LoadOptions:
 
 
 class VisionModel(Protocol):
-    """The vision part of a checkpoint, loaded: pixels in, the rows that the language model merges out.
+    """The loaded vision part of a checkpoint: pixels in, the rows that the language model merges out.
 
     A row has `width` = `hidden` × (1 + `levels`) values in `dtype`: the language model's width, and as many for each
-    DeepStack level. `geometry` says how many rows an image has, from its size alone. `recipe` identifies all that
-    decides a row's bits: weights, configuration, image processor, and the versions of the code that is not the
-    server's. `batch_patches` bounds a batch. The counters are of batches since the start, for metrics.
+    DeepStack level. `geometry` tells from an image's size alone how many rows it has. `recipe` identifies everything
+    that decides a row's bits: weights, configuration, image processor, and the versions of code that is not the
+    server's. `batch_patches` bounds a batch. `graph_batches` and `eager_batches` count batches since the start, for
+    metrics.
     """
 
     dtype: torch.dtype
@@ -66,7 +67,7 @@ class VisionModel(Protocol):
     graph_batches: int
     eager_batches: int
     takes_frames: bool
-    """Whether `inputs` takes two frames of a video too, uint8 [2, H, W, 3]: one image with rows of its own."""
+    """Whether `inputs` also takes two frames of a video, uint8 [2, H, W, 3], as one image."""
 
     @property
     def model_type(self) -> str: ...
@@ -87,37 +88,37 @@ class VisionModel(Protocol):
 
     @property
     def ahead_patches(self) -> int:
-        """How many patches, as grids count them, are prepared ahead of the tower: a bound on their memory."""
+        """How many patches, as grids count them, may be prepared ahead of the tower. This bounds their memory."""
         ...
 
     @property
     def forward_bytes(self) -> int:
-        """The most bytes that a forward takes on a GPU beside the weights; for the memory plan."""
+        """The most bytes that a forward takes on a GPU beside the weights, for the memory plan."""
         ...
 
     @property
     def batch_bytes(self) -> int:
-        """The most bytes of a GPU that a batch takes outside of its forward: its inputs before, its rows after."""
+        """The most bytes that a batch takes on a GPU outside of its forward: its inputs before it, its rows after."""
         ...
 
     @property
     def table_bytes(self) -> int:
-        """The most bytes of a GPU that is kept by grid."""
+        """The most bytes of tables by grid that the model keeps on a GPU."""
         ...
 
     def flops(self, grid: Grid) -> int:
-        """Return the floating-point operations of an image, as an estimate; for metrics."""
+        """Return an estimate of the floating-point operations of an image, for metrics."""
         ...
 
     def inputs(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> Sequence[Inputs]:
-        """Return what `encode` takes of each image: `pixels` are uint8 [H, W, 3]. Called on several threads.
+        """Return the inputs of `encode` for each image; `pixels` are uint8 [H, W, 3]. Called on several threads.
 
-        Raises `InvalidImageError` for an image that cannot be encoded; several are then tried one by one.
+        Raises `InvalidImageError` if an image cannot be encoded. The caller then tries several images one by one.
         """
         ...
 
     def prepare(self, grid: Grid) -> None:
-        """Compute ahead, on another thread, what `encode` needs for a grid."""
+        """Compute ahead what `encode` needs for a grid; called on another thread."""
         ...
 
     def encode(
@@ -125,29 +126,29 @@ class VisionModel(Protocol):
     ) -> list[Tensor]:
         """Return each image's rows [geometry.tokens(grid), width]; called on one thread.
 
-        On the CPU, and with the option `batch_invariant`, an image's rows have the same bits whatever its neighbours
-        are. `between` may be called at any point; it may call `encode` for other images.
+        On the CPU, and with the option `batch_invariant`, the bits of an image's rows do not depend on the other
+        images. The model may call `between` at any point; `between` may call `encode` for other images.
         """
         ...
 
 
 Load = Callable[[Path, LoadOptions], VisionModel]
 
-MAX_ROWS = 32768  # of an image; the largest published bound is half of it
-MAX_REASON = 400  # characters of what another library says
-MAX_SIZES = 65536  # kept, with their rows: 10 MB
+MAX_ROWS = 32768  # of an image: twice the largest published bound
+MAX_REASON = 400  # characters of another library's message
+MAX_SIZES = 65536  # image sizes whose rows are cached, which takes 10 MB
 
 
 class CountedRows:
-    """A `GridRule` whose grids are of rows, from a function that may take milliseconds. Thread-safe.
+    """A `GridRule` whose grids count rows, by a function that may take milliseconds. Thread-safe.
 
-    Grids, or why there are none, are kept for the sizes that were asked last.
+    The grids of recent sizes are cached, and so are the reasons why a size has none.
     """
 
     def __init__(self, count: Callable[[int, int], Grid], max_rows: int = MAX_ROWS) -> None:
         """`count(width, height)` returns (1, h, w) for h × w rows.
 
-        It may raise: the size is then refused with its message, unless memory ran out.
+        If it raises, the size is refused with the error's message, unless memory ran out.
         """
         self._count = count
         self.max_tokens = max_rows
@@ -158,12 +159,12 @@ class CountedRows:
         return f"rows counted by the server, at most {self.max_tokens} an image"
 
     def at_once(self, width: int, height: int) -> bool:
-        """Whether the rows of this size are known already."""
+        """Whether the rows of this size are cached."""
         with self._lock:
             return (width, height) in self._known
 
     def grid(self, width: int, height: int) -> Grid:
-        """Return the grid of rows; raises `InvalidImageError` for a size that the model does not take."""
+        """Return the grid of rows. Raises `InvalidImageError` for a size that the model does not take."""
         with self._lock:
             found = self._known.get((width, height))
         if found is None:
@@ -183,18 +184,18 @@ class CountedRows:
         return grid.t == 1 and min(grid) > 0 and grid.patches <= self.max_tokens
 
     def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> "CountedRows":
-        """Return this rule; raises `ImageLimitError` for any variant, as there are none."""
+        """Return this rule. Raises `ImageLimitError` for any variant, because this rule has none."""
         if min_pixels or max_pixels:
             raise ImageLimitError("this model has no variants: leave min_pixels and max_pixels out")
         return self
 
     def counted(self, width: int, height: int) -> Grid | str:
-        """Count the rows of this size; return why there are none. Raises an error that may not come again."""
+        """Return the grid of this size, or why it has none. Raises errors that a retry may not meet."""
         try:
             grid = self._count(width, height)
         except (MemoryError, torch.OutOfMemoryError):
-            raise  # it may succeed later
-        except Exception as error:  # noqa: BLE001 - a family's code, on a size that anyone may send
+            raise  # a retry may succeed
+        except Exception as error:  # noqa: BLE001 - the family's code, on a size that any caller can send
             return refusal(width, height, error)
         if not self.has(grid):
             return (
@@ -205,29 +206,29 @@ class CountedRows:
 
 
 def refusal(width: int, height: int, error: Exception) -> str:
-    """Return the message for an image of this size that the model's processor failed on."""
+    """Return the message for an image of this size on which the model's processor failed."""
     why = f"{type(error).__name__}: {one_line(error)}"
     return f"the model's image processor refuses an image of {width}x{height} pixels: {why}"
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).split())[:MAX_REASON]
 
 
-# Rows in a batch, whose images run one after another: a batch is what one device hands to the copy-out at a time.
+# Rows in a batch. Its images run one after another; then the device hands the batch to the copy-out.
 BATCH_ROWS = {"cpu": 256, "cuda": 4096}
-ROWS_AHEAD = 4096  # in bfloat16 about 80 MB of inputs; 154 MB of Gemma 3, whose rows are of 16 patches
-# What is encoded at start: what a model says of sizes is compared with what it does.
+ROWS_AHEAD = 4096  # in bfloat16 about 80 MB of inputs; 154 MB for Gemma 3, whose rows have 16 patches
+# Image sizes that are encoded at start, to compare the model's row counts with its rows.
 PROBES = ((448, 448), (640, 480), (300, 900))
 LARGE_PROBE = (2048, 2048)  # on a GPU, for the memory plan
 
 
 class OneByOne(ABC):
-    """A `VisionModel` that encodes one image a call, so that its bits never depend on others.
+    """A `VisionModel` that encodes one image a call, so that its rows never depend on other images.
 
-    A family defines `rows`, `prepare_image` and `encode_image`. On the server's threads `rows` and `prepare_image` run
-    at the same time as the others.
+    A family defines `rows`, `prepare_image` and `encode_image`. The server's threads call `rows` and `prepare_image`
+    at the same time as the other methods.
     """
 
     graph_batches = 0
@@ -244,7 +245,7 @@ class OneByOne(ABC):
         """Raise `ValueError` for options that only the server's own towers have."""
         if options.precision != "full" or options.attention != "auto":
             raise ValueError(
-                f"model_type {model_type!r} has no tower of the server's own:"
+                f"the server has no tower of its own for model_type {model_type!r}:"
                 " leave out --tower-precision and --attention"
             )
         self.model_type, self.hidden, self.levels, self.recipe = model_type, hidden, levels, recipe
@@ -256,15 +257,15 @@ class OneByOne(ABC):
 
     @abstractmethod
     def rows(self, width: int, height: int) -> int:
-        """Return how many rows an image of this size has; any exception refuses the size."""
+        """Return the number of rows of an image of this size. Any exception refuses the size."""
 
     def grid(self, width: int, height: int) -> Grid:
-        """Return (1, rows, 1), or (1, h, w) for rows that are h lines of w, as some engines must know."""
+        """Return (1, rows, 1); or (1, h, w) if the rows are h lines of w, which some engines need to know."""
         return Grid(1, self.rows(width, height), 1)
 
     @abstractmethod
     def prepare_image(self, pixels: Tensor) -> Inputs:
-        """Return what `encode_image` takes of pixels, uint8 [H, W, 3]; any exception fails this image alone."""
+        """Return the inputs of `encode_image` for pixels uint8 [H, W, 3]. Any exception fails only this image."""
 
     @abstractmethod
     def encode_image(self, inputs: Any) -> Tensor:
@@ -272,16 +273,16 @@ class OneByOne(ABC):
 
     @property
     def width(self) -> int:
-        """Values in a row."""
+        """The number of values in a row."""
         return self.hidden * (1 + self.levels)
 
     @property
     def batch_bytes(self) -> int:
-        """Rows of a batch on the device; inputs wait on the host."""
+        """The rows of a batch on the device; its inputs wait on the host."""
         return self.batch_patches * self.width * self.dtype.itemsize
 
     def flops(self, grid: Grid) -> int:
-        """Estimate an image's operations by its rows, from what `warm_up` counted."""
+        """Estimate the operations of an image by its rows, from those that `warm_up` counted."""
         return round(self._flops_per_row * grid.patches)
 
     def inputs(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Inputs]:  # noqa: ARG002
@@ -289,12 +290,12 @@ class OneByOne(ABC):
         return [self._prepared(image) for image in pixels]
 
     def prepare(self, grid: Grid) -> None:  # noqa: B027 - the default of a family without tables
-        """Do nothing: there are no tables by grid."""
+        """Do nothing: this model has no tables by grid."""
 
     def encode(
         self, inputs: Sequence[Any], grids: Sequence[Grid], between: Callable[[], None] = lambda: None
     ) -> list[Tensor]:
-        """See `VisionModel`. Raises `ValueError` for rows that are not as many as the image's size promised."""
+        """See `VisionModel`. Raises `ValueError` if an image has other rows than its size promised."""
         encoded = []
         for image, grid in zip(inputs, grids, strict=True):
             between()
@@ -310,7 +311,10 @@ class OneByOne(ABC):
         return encoded
 
     def warm_up(self) -> None:
-        """Encode images of a few sizes, and count operations and memory; raises `ValueError` if a promise is broken."""
+        """Encode images of a few sizes and measure operations and memory.
+
+        Raises `ValueError` if an image has other rows than its size promised.
+        """
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)

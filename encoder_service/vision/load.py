@@ -62,7 +62,7 @@ def load_tower(
     started = time.perf_counter()
     folder = Path(folder)
     spec = read_spec(folder)
-    where, kind = _device(device), _dtype(dtype)
+    where, kind = _device(device), dtype_of(dtype)
     if where.type == "cuda" and where.index is not None:
         torch.cuda.set_device(where)  # Triton runs kernels on the current device, wherever their tensors are
     check_geometry(spec, processor)
@@ -201,7 +201,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Return the element type of this name. Raises `ValueError` if rows cannot have it."""
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported ({', '.join(DTYPES)})")
     return DTYPES[name]

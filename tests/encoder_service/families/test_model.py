@@ -130,5 +130,5 @@ def test_a_model_that_breaks_its_promise_is_refused_at_start():
 
 @pytest.mark.parametrize("options", [{"precision": "fp8"}, {"attention": "sdpa"}])
 def test_options_of_the_servers_own_towers_are_refused(options):
-    with pytest.raises(ValueError, match="no tower of the server's own"):
+    with pytest.raises(ValueError, match="no tower of its own"):
         Averages(LoadOptions(device="cpu", dtype="bfloat16", **options))

@@ -10,10 +10,8 @@ checks that
 """
 
 import argparse
-import inspect
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ from encoder_service.families.model import LoadOptions, VisionModel, one_line
 MAX_ERROR = 1e-5  # of a row: the norm of the difference over the norm of the true row
 SIZES = ((640, 480), (300, 900), (448, 448), (97, 161), (1280, 720))  # of the images whose rows are compared
 SIDES = (56, 1400)  # shortest and longest side of the images whose rows are counted, pixels
-ROUNDS = 5  # of timing; the fastest counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +48,14 @@ class WholeModel:
     def __init__(self, folder: Path, *, runs_code: bool = False) -> None:
         """Load the checkpoint in float32, with the image processor that the server uses, torchvision's."""
         transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForImageTextToText.from_pretrained(
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs_code
         ).eval()
         self._processor = transformers.AutoProcessor.from_pretrained(
             folder, backend="torchvision", local_files_only=True, trust_remote_code=runs_code
         )
-        config = self._model.config
+        config = self.model.config
         self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
-        self._core = getattr(self._model, "model", self._model)
 
     def inputs(self, pixels: Tensor) -> Mapping[str, Any]:
         """Return the model's inputs for a prompt that consists of one image, uint8 [H, W, 3]."""
@@ -80,9 +76,9 @@ class WholeModel:
             decoder_inputs.update(keywords)
             raise _ForwardStopped
 
-        hook = self._model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
+        hook = self.model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            self._model(**inputs)
+            self.model(**inputs)
         except _ForwardStopped:
             pass
         finally:
@@ -90,13 +86,6 @@ class WholeModel:
         positions = inputs["input_ids"][0] == self._placeholder
         levels = decoder_inputs.get("deepstack_visual_embeds") or ()
         return torch.cat([decoder_inputs["inputs_embeds"][0, positions], *levels], dim=1)
-
-    @torch.inference_mode()
-    def features(self, inputs: Mapping[str, Any]) -> None:
-        """Run only the vision part, to time it."""
-        parameters = inspect.signature(self._core.get_image_features).parameters
-        arguments = {name: value for name, value in inputs.items() if name in parameters}
-        self._core.get_image_features(**arguments, return_dict=True)
 
 
 class _ForwardStopped(Exception):  # noqa: N818 - no error: the rest of the forward is not needed
@@ -112,7 +101,7 @@ def check(folder: Path, *, counted: int = 50, trust_remote_code: bool = False) -
     check_model(folder)
     options = LoadOptions(device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
     model = load_family(folder, options)
-    pixels = [_picture(*size, seed) for seed, size in enumerate(SIZES)]
+    pixels = [picture(*size, seed) for seed, size in enumerate(SIZES)]
     alone = [_rows(model, image) for image in pixels]
     is_known = model.model_type in CONFIG_MAPPING
     if is_known or (trust_remote_code and "auto_map" in read_config(folder)):
@@ -125,25 +114,6 @@ def check(folder: Path, *, counted: int = 50, trust_remote_code: bool = False) -
     again = load_family(folder, options)
     same = again.recipe == model.recipe and _equal_bits(_rows(again, pixels[0]), alone[0])
     yield Finding("a second load", "equal fingerprints and bits" if same else "differs", same)
-
-
-def seconds(folder: Path) -> tuple[float, float]:
-    """Return the CPU times of our tower and of `transformers` for an image of the first of `SIZES`, without inputs."""
-    model, whole = load_family(folder, LoadOptions(device="cpu", dtype="float32")), WholeModel(folder)
-    width, height = SIZES[0]
-    image, grid = _picture(width, height, 0), model.geometry.grid(width, height)
-    [inputs], whole_inputs = model.inputs([image], [grid]), whole.inputs(image)
-    runs: tuple[Callable[[], object], ...] = (
-        lambda: model.encode([inputs], [grid]),
-        lambda: whole.features(whole_inputs),
-    )
-    best = [float("inf")] * len(runs)
-    for _ in range(ROUNDS):
-        for number, run in enumerate(runs):
-            began = time.process_time()
-            run()
-            best[number] = min(best[number], time.process_time() - began)
-    return best[0], best[1]
 
 
 def _rows(model: VisionModel, pixels: Tensor) -> Tensor:
@@ -178,7 +148,7 @@ def _promised(model: VisionModel, size: tuple[int, int]) -> int | None:
 def _made(model: VisionModel, size: tuple[int, int]) -> int | None:
     """Return the number of rows that the tower makes of an image of this size; None if it refuses the image."""
     try:
-        return len(_rows(model, _picture(*size, seed=0)))
+        return len(_rows(model, picture(*size, seed=0)))
     except (EncoderError, ValueError):
         return None
 
@@ -202,7 +172,7 @@ def _sizes(count: int) -> list[tuple[int, int]]:
     return [(int(width), int(height)) for width, height in sides.exp()]
 
 
-def _picture(width: int, height: int, seed: int) -> Tensor:
+def picture(width: int, height: int, seed: int) -> Tensor:
     """Return a random but fixed picture without sharp edges, uint8 [height, width, 3]."""
     small = torch.randint(0, 256, (1, 3, 8, 8), generator=torch.Generator().manual_seed(seed))
     large = interpolate(small.float(), size=(height, width), mode="bicubic")

@@ -1,4 +1,4 @@
-"""The towers of `transformers`: the parity kit on a checkpoint of each family, and what is read of large ones."""
+"""The towers of `transformers`: the parity kit on each family, and what is read of large checkpoints."""
 
 import ctypes
 import json
@@ -21,7 +21,7 @@ from testing.families import CHECKPOINTS
 from testing.family_table import OWN, PAGE, PLACE, in_sglang
 
 OPTIONS = LoadOptions(device="cpu", dtype="float32")
-# In the usual run: tiles that are counted on black images, native sizes, a fixed size.
+# In the usual run: a family that counts rows on black images, one with native sizes, and one with a fixed size.
 USUAL = ("llama4", "mistral3", "paligemma")
 MAX_TIME = 1.05  # of `get_image_features`
 
@@ -50,7 +50,7 @@ def test_the_page_has_the_findings_on_every_family():
     assert re.findall(r"^\| `.* \| ([^|]+) \|$", page, re.MULTILINE) == said
 
 
-def test_the_kit_finds_rows_and_counts_that_are_wrong(kept_family, monkeypatch, capsys):
+def test_the_kit_finds_wrong_rows_and_counts(kept_family, monkeypatch, capsys):
     folder = kept_family("paligemma")
 
     def wrong(folder: Path, options: LoadOptions) -> OneByOne:
@@ -68,14 +68,14 @@ def test_the_kit_finds_rows_and_counts_that_are_wrong(kept_family, monkeypatch, 
     assert [line.split()[-1] for line in lines] == ["WRONG", "WRONG", "ok", "ok"]
 
 
-def test_the_kit_says_in_one_line_what_it_cannot_check(tmp_path, capsys):
+def test_the_kit_reports_an_unusable_folder_in_one_line(tmp_path, capsys):
     assert check.main([str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_bfloat16_rows_are_near_those_of_float32(kept_family):
     folder = kept_family("mistral3")
-    pixels = check._picture(400, 300, 0)
+    pixels = check.picture(400, 300, 0)
     exact = check._rows(load_family(folder, OPTIONS), pixels)
     rounded = check._rows(load_family(folder, LoadOptions(device="cpu", dtype="bfloat16")), pixels)
     assert rounded.dtype is torch.bfloat16
@@ -92,8 +92,8 @@ load_family(Path(sys.argv[1]), LoadOptions(device="cpu", dtype="float32"))
 """
 
 
-def test_of_a_large_checkpoint_only_the_vision_part_is_read(kept_family, tmp_path):
-    """A language model of 2 GiB, of which nothing is on the disk: whatever is read of it is in the page cache then."""
+def test_only_the_vision_part_of_a_large_checkpoint_is_read(kept_family, tmp_path):
+    """The language model is a hole of 2 GiB in the file. Any part of it that were read would be in the page cache."""
     small = kept_family("paligemma")
     for path in small.iterdir():
         if path.suffix == ".json":
@@ -138,7 +138,7 @@ def write_sparse(path, small):
 
 
 def cached_bytes(path):
-    """How much of a file the kernel has in memory."""
+    """Return how much of a file is in the page cache."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
         pages = -(-len(view) // mmap.PAGESIZE)
         resident = (ctypes.c_ubyte * pages)()

@@ -1,4 +1,4 @@
-"""Processes that encode an image together. They import little, for there are four of them."""
+"""Processes that encode an image in a group. They import little, because there are four of them."""
 
 import functools
 import multiprocessing
@@ -21,7 +21,7 @@ def load(folder, dtype):
 
 
 def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, tile, limit_s, at_block):
-    """What one process does: rows, or the error of the others; `at_block` happens in the last process, once."""
+    """Encode in one process; return its rows, or the error. The last process calls `at_block` once."""
     torch.set_num_threads(1)
     blocks = []
 
@@ -39,19 +39,19 @@ def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, ti
 
 
 def serve(rank, pipe):
-    """Encode what comes; a process's target."""
+    """Encode what comes through the pipe. The main function of a process."""
     while True:
         arguments, options = pipe.recv()
         pipe.send(encode(rank, *arguments, **options))
 
 
 def hang():
-    """Let the others wait for longer than they do."""
+    """Make the others wait for longer than they do."""
     time.sleep(3)
 
 
 def die():
-    """Die at once."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -69,24 +69,24 @@ class Processes:
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
             process.start()
             theirs.close()
-        self.place = start_rendezvous()
+        self.rendezvous = start_rendezvous()
         self.number = 0
 
     def begin(self, folder, dtype, grid, leader, patches, *, size, tile=256, limit_s=START_S, at_block=None):
-        """Let `size` of them encode an image."""
+        """Start to encode an image in `size` processes."""
         self.number += 1
         options = {"size": size, "tile": tile, "limit_s": limit_s, "at_block": at_block}
         for rank, pipe in enumerate(self.pipes[:size]):
-            given = patches if rank == leader else None
-            pipe.send(((self.place.port, self.number, folder, dtype, grid, leader, given), options))
+            own = patches if rank == leader else None
+            pipe.send(((self.rendezvous.port, self.number, folder, dtype, grid, leader, own), options))
 
     def answer(self, rank):
-        """Return what a process found."""
+        """Return the result of a process."""
         assert self.pipes[rank].poll(START_S)
         return self.pipes[rank].recv()
 
     def encode(self, folder, dtype, grid, leader, patches, **options):
-        """Return the leader's rows; the others get none."""
+        """Encode an image and return the leader's rows; check that the others get none."""
         self.begin(folder, dtype, grid, leader, patches, **options)
         answers = [self.answer(rank) for rank in range(options["size"])]
         assert all(answer == [] for rank, answer in enumerate(answers) if rank != leader), answers
@@ -94,7 +94,7 @@ class Processes:
         return rows
 
     def end(self):
-        """End them."""
+        """Kill the processes."""
         for process in self.processes:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""Which family serves a folder, and the one line that says why none does, before anything is served."""
+"""Which family serves a folder, and the one-line error at start if none does."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def change_weights(folder, change):
 
 
 def refusal(config, folder):
-    """The message of a server that does not start on this folder."""
+    """Check that a server does not start on this folder; return its message."""
     with pytest.raises(ConfigError) as refused:
         load_model(replace(config, model=folder))
     message = str(refused.value)
@@ -61,7 +61,7 @@ def refusal(config, folder):
     ],
     ids=["text", "text with more", "no language model", "unknown", "remote code", "no type", "damaged"],
 )
-def test_a_model_that_is_not_served_is_named_in_one_line(config, folder, changed, said):
+def test_the_reason_why_a_model_is_not_served_is_one_line(config, folder, changed, said):
     change_config(folder, **changed)
     assert said in refusal(config, folder)
 
@@ -100,7 +100,7 @@ def test_a_weight_file_that_ends_early_is_refused(config, folder):
     refusal(config, folder)
 
 
-def test_a_quantised_language_model_beside_a_vision_part_that_is_not_is_served(folder):
+def test_a_quantised_language_model_beside_a_full_vision_part_is_served(folder):
     whole = load_family(folder, OPTIONS)
     change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
 
@@ -127,11 +127,11 @@ def test_weights_beside_a_scale_are_quantised(config, folder):
     assert "the vision part" in refusal(config, folder)
 
 
-def test_without_transformers_it_is_said_what_to_install(config, folder, monkeypatch):
+def test_without_transformers_the_error_says_what_to_install(config, folder, monkeypatch):
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[transformers\]'"):
         check_model(folder)
-    check_model(config.model)  # the server's own towers need none of it
+    check_model(config.model)  # the server's own towers do not need transformers
 
 
 def test_two_plug_ins_for_a_model_are_refused(folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""`CountedRows` and `OneByOne`: what every family gets without writing it."""
+"""`CountedRows` and `OneByOne`: the parts of a model that every family shares."""
 
 import threading
 
@@ -13,7 +13,7 @@ from encoder_service.keys import Recipe
 OPTIONS = LoadOptions(device="cpu", dtype="float32")
 
 
-def test_a_size_is_counted_once_and_answers_at_once_then():
+def test_a_size_is_counted_once_and_then_cached():
     asked = []
 
     def count(width, height):
@@ -35,7 +35,7 @@ def test_a_size_whose_rows_cannot_be_served_is_refused(rows):
         CountedRows(lambda _w, _h: Grid(1, rows, 1)).grid(10, 20)
 
 
-def test_whatever_a_family_raises_refuses_the_size_and_is_kept():
+def test_an_error_of_the_family_refuses_the_size_and_is_cached():
     asked = []
 
     def count(width, height):
@@ -61,7 +61,7 @@ def test_only_grids_of_rows_exist_and_no_variants():
 
 
 class Averages(OneByOne):
-    """One row for each 10 lines of pixels: their mean."""
+    """Makes one row for each 10 lines of pixels: their mean."""
 
     def __init__(self, options=OPTIONS, **changed):
         super().__init__(
@@ -102,7 +102,7 @@ def test_images_are_encoded_one_by_one_with_others_between():
         assert torch.equal(alone, made)
 
 
-def test_an_image_that_the_processor_fails_on_is_invalid_by_itself():
+def test_an_image_on_which_the_processor_fails_is_invalid_alone():
     model = Averages()
     with pytest.raises(InvalidImageError, match=r"refuses an image of 13x20 pixels: KeyError: 'thirteen'"):
         model.inputs([image(13, 20)], [Grid(1, 2, 1)])
@@ -116,13 +116,13 @@ def test_memory_that_runs_out_is_not_the_images_fault():
         Averages(prepare_image=full).inputs([image(20, 20)], [Grid(1, 2, 1)])
 
 
-def test_rows_that_are_not_as_many_as_promised_are_refused():
+def test_a_wrong_number_of_rows_is_refused():
     model = Averages(encode_image=lambda _: torch.zeros(5, 3))
     with pytest.raises(ValueError, match=r"made \(5, 3\) .* promised \(2, 3\)"):
         model.encode(model.inputs([image(20, 20)], [Grid(1, 2, 1)]), [Grid(1, 2, 1)])
 
 
-def test_a_model_that_breaks_its_promise_is_refused_at_start():
+def test_a_model_with_wrong_row_counts_is_refused_at_start():
     Averages().warm_up()
     with pytest.raises(ValueError, match="promised"):
         Averages(encode_image=lambda _: torch.zeros(1, 3)).warm_up()

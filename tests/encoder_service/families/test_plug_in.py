@@ -1,4 +1,4 @@
-"""The plug-in that docs/models.md shows, as a third party would install it beside the server."""
+"""The plug-in in docs/models.md, installed beside the server as a third party would do it."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MAX_LINES = 60
 
 
 def block(language: str) -> str:
-    """A code block of the page."""
+    """Return a code block of the page."""
     found = re.search(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert found
     return found[1]
@@ -30,7 +30,7 @@ def block(language: str) -> str:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A folder in which the plug-in is installed, as pip would leave it."""
+    """Return a folder in which the plug-in is installed as by pip."""
     folder = tmp_path / "site"
     information = folder / "plain_vl-1.dist-info"
     information.mkdir(parents=True)
@@ -46,7 +46,7 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def plain(tmp_path):
-    """A checkpoint of it, and its weights."""
+    """Return a checkpoint for the plug-in, and its weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     weight = torch.randn(24, 768, generator=torch.Generator().manual_seed(0)) / 28

@@ -1,4 +1,4 @@
-"""A real server of a model that has no tower of ours: the client names images without grids, and gets its rows."""
+"""A server of a model without a tower of ours: the client names images without grids and gets their rows."""
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,7 +42,7 @@ async def caller(served: Server) -> AsyncIterator[EncoderClient]:
         yield client
 
 
-async def test_rows_come_back_as_the_tower_makes_them(caller: EncoderClient, generic: Model) -> None:
+async def test_the_client_gets_the_rows_of_the_tower(caller: EncoderClient, generic: Model) -> None:
     assert caller.description.geometry is None
     assert caller.description.model_type == "qwen2_vl"
     images = [photo(width, height, seed) for seed, (width, height) in enumerate(SIZES)]
@@ -61,7 +61,7 @@ async def test_rows_come_back_as_the_tower_makes_them(caller: EncoderClient, gen
     assert [answer.tokens for answer in again] == [answer.tokens for answer in submitted]
 
 
-async def test_an_image_that_the_processor_refuses_fails_by_itself(caller: EncoderClient) -> None:
+async def test_an_image_that_the_processor_refuses_fails_alone(caller: EncoderClient) -> None:
     good, strip = photo(320, 200, 20), photo(2400, 8, 21)
     first, refused, last = await caller.submit([good, strip, photo(200, 200, 22)])
     assert (first.error, last.error) == (None, None)
@@ -88,7 +88,7 @@ async def test_sizes_are_counted_on_threads_and_once(
     assert 1 <= len(counted) <= 2  # both may be counted at once
 
 
-async def test_grids_that_a_caller_makes_up_are_refused(caller: EncoderClient) -> None:
+async def test_made_up_grids_are_refused(caller: EncoderClient) -> None:
     (image,) = read_images([photo(321, 222, 40)], None)
     assert isinstance(image, Image)
     for grid, said in ((Grid(1, 3, 1), "the image has"), (Grid(2, 4, 4), "not a valid grid")):

@@ -1,4 +1,4 @@
-"""A checkpoint with code of its own (auto_map), which the server runs only with `--trust-remote-code`."""
+"""A checkpoint with its own code (auto_map), which the server runs only with `--trust-remote-code`."""
 
 import json
 import shutil
@@ -115,7 +115,7 @@ class TileProcessor(ProcessorMixin):
 
 @pytest.fixture
 def folder(kept_family: Callable[..., Path], tmp_path: Path) -> Path:
-    """A checkpoint of one tile an image, whose classes are in its folder; `transformers` has none of them."""
+    """A checkpoint whose classes are in its folder and not in `transformers`. It makes one tile an image."""
     folder = tmp_path / "tile"
     folder.mkdir()
     for name, code in CODE.items():
@@ -157,7 +157,7 @@ def folder(kept_family: Callable[..., Path], tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `transformers` copies the code that the processes of a test run."""
+    """Give each test its own folder for the code that `transformers` copies."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 

@@ -1,4 +1,4 @@
-"""DALI, as we use it: what it keeps of a batch, and what it is told about threads and hardware."""
+"""DALI: the memory of its batches, and its options for threads and hardware."""
 
 import gc
 from pathlib import Path
@@ -41,10 +41,10 @@ def test_dali_binds_no_threads_and_uses_the_full_hardware_load():
     import nvidia.dali.experimental.dynamic as dali
 
     jpegs = DaliJpegs(CPU, 1)
-    told: list[dict[str, object]] = []
+    seen: list[dict[str, object]] = []
 
     def image(files, **options):
-        told.append(options)
+        seen.append(options)
         return dali.decoders.image(files, **options)
 
     jpegs._dynamic = SimpleNamespace(
@@ -54,7 +54,7 @@ def test_dali_binds_no_threads_and_uses_the_full_hardware_load():
     for options in (jpegs._options, _options(torch.device("cuda:0"))):
         jpegs._options = options
         assert jpegs.decode([source_of(photo(64, 48, 1))]) != [None]
-        assert expected_options.items() <= told[-1].items()
+        assert expected_options.items() <= seen[-1].items()
         expected_options = {"affine": False, "hw_decoder_load": 1.0}
 
 
@@ -80,7 +80,7 @@ def test_start_warns_if_dali_decodes_nothing(monkeypatch, caplog):
 
 
 def dali_frames(file: bytes, numbers: list[int]) -> np.ndarray:
-    """Frames of a video as DALI decodes them on the CPU, uint8 [frames, H, W, 3]."""
+    """Return frames of a video as DALI decodes them on the CPU, uint8 [frames, H, W, 3]."""
     import nvidia.dali.experimental.dynamic as dali
 
     with dali.Device("cpu"), dali.EvalContext(num_threads=1), dali.EvalMode.sync_full:
@@ -89,8 +89,8 @@ def dali_frames(file: bytes, numbers: list[int]) -> np.ndarray:
         return np.array(decoded.tensors[0])
 
 
-def test_dali_is_no_decoder_of_videos_for_us(checkpoint: Path) -> None:
-    """What docs/decisions/video-decoder.md says of it: when this fails, the decision is to be made again."""
+def test_dali_does_not_decode_our_videos(checkpoint: Path) -> None:
+    """Check what docs/decisions/video-decoder.md says about DALI. If this fails, revise the decision."""
     tower = load_tower(
         checkpoint, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(checkpoint)
     )
@@ -104,7 +104,7 @@ def test_dali_is_no_decoder_of_videos_for_us(checkpoint: Path) -> None:
         ]
         assert row_errors(*rows).max() > 1e-2
         behind = dali_frames(data, [0, 999])
-        assert not behind[1].any(), "a frame that does not exist is black, and no error"
+        assert not behind[1].any(), "a frame that does not exist is black and raises no error"
     for stored in (clip("mp4"), (Path(__file__).parent / "clips/h264.mp4").read_bytes()):
         with pytest.raises(RuntimeError, match="Failed to create video decoder"):
             dali_frames(stored, [0, 1])

@@ -1,4 +1,4 @@
-"""What decoding takes: memory within the formula for every format and mode, and shortages that are not the image's."""
+"""The memory of decoding: within the formula for every format and mode; shortages do not blame the image."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from PIL import Image
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, is_shortage
 
 ROOT = Path(__file__).resolve().parents[3]
-# Large enough that what a decoder takes whatever the image does not count; beyond what a shortage leaves.
+# Large enough that the fixed memory of a decoder does not matter, and that an image does not fit in a shortage.
 SIDE = 2000
 
 MODES = [
@@ -33,8 +33,8 @@ MODES = [
     ("JPEG2000", "RGBA", {"codeblock_size": (32, 32), "irreversible": True}),
 ]  # fmt: skip
 
-# Answers each line, the arguments of a measurement, with its outcome. Each is made in a fork of this process: torch is
-# imported once, and no measurement finds what another has left in the allocator.
+# Reads the arguments of a measurement from each line and prints its result. Each measurement runs in a fork, so that
+# torch is imported once and no measurement reuses memory that another one left in the allocator.
 CHILD = """
 import json, os, resource, sys
 from pathlib import Path
@@ -92,7 +92,7 @@ Measure = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def measure() -> Iterator[Measure]:
-    """A function that measures one thing in a process of its own."""
+    """Return a function that runs one measurement in a separate process."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD]
     with subprocess.Popen(
@@ -104,7 +104,7 @@ def measure() -> Iterator[Measure]:
         def measure(name: str, *arguments: str | Path) -> dict[str, Any]:
             print(json.dumps([name, *map(str, arguments)]), file=process.stdin, flush=True)
             answer = process.stdout.readline()
-            assert answer, "the process failed, see what it said"
+            assert answer, "the process failed, see its output"
             return json.loads(answer)  # type: ignore[no-any-return]
 
         yield measure
@@ -128,8 +128,8 @@ def test_a_shortage_of_memory_is_not_the_images_fault(measure, tmp_path, kind):
     assert outcome == {"error": "OverloadedError", "retryable": True, "hint": 500, "then": "Tensor"}
 
 
-def test_errors_of_the_system_are_told_from_those_about_the_file():
-    ours = [MemoryError(), OSError(24, "too many files"), OSError(12, "no memory")]
-    theirs = [OSError("image file is truncated"), ValueError("x"), SyntaxError("x"), RuntimeError("broken")]
-    assert all(map(is_shortage, ours))
-    assert not any(map(is_shortage, theirs))
+def test_system_errors_are_distinguished_from_errors_of_the_file():
+    shortages = [MemoryError(), OSError(24, "too many files"), OSError(12, "no memory")]
+    others = [OSError("image file is truncated"), ValueError("x"), SyntaxError("x"), RuntimeError("broken")]
+    assert all(map(is_shortage, shortages))
+    assert not any(map(is_shortage, others))

@@ -1,4 +1,4 @@
-"""Decoding: pixels as Pillow and the Hugging Face processors see them, and bad images that fail alone."""
+"""Decoding: the pixels that Pillow and the Hugging Face processors see; bad images fail alone."""
 
 import gc
 import io
@@ -50,7 +50,7 @@ def decoder(request):
 
 
 def expected(image: bytes) -> torch.Tensor:
-    """What `transformers` makes of an image file that vLLM opened and uprighted."""
+    """Return the pixels that `transformers` gets from a file that vLLM has opened and turned upright."""
     picture = ImageOps.exif_transpose(Image.open(io.BytesIO(image)))
     if picture.mode == "RGB":  # vLLM keeps its colours; so did transformers before it had `return_numpy`
         picture.info.pop("transparency", None)
@@ -218,7 +218,7 @@ def test_memory_stays_flat_over_five_hundred_decodes(decoder):
             decode_files(decoder, images)
         return psutil.Process().memory_info().rss - before
 
-    # A leak grows each time; what others in this process do meanwhile does not.
+    # A leak grows each time. Other growth in this process happens only once.
     assert min(growth() for _ in range(2)) < 4 << 20
 
 
@@ -257,7 +257,7 @@ def test_dali_where_it_cannot_decode_is_an_error_at_start(config, device, settin
         _jpegs(replace(config, decoder="dali", **settings), device, 1)
 
 
-def test_a_gpu_server_without_dali_says_what_it_lacks(config, monkeypatch, caplog):
+def test_a_gpu_server_without_dali_warns(config, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     assert _jpegs(config, "cuda:0", 1) is None
     assert "decoded on the CPU" in caplog.text
@@ -272,14 +272,14 @@ def test_a_device_that_is_not_there_is_an_error_at_start(config):
         load_model(replace(config, devices="cuda:3"))
 
 
-def test_missing_jpeg_engines_are_warned_of():
-    """No machine without a GPU's driver has it; the C library stands for one that is there."""
+def test_missing_jpeg_engines_cause_a_warning():
+    """A machine without a GPU driver lacks the library; the C library stands for one that exists."""
     assert "video" in no_hardware_jpeg((9, 0), "libnvcuvid.so.none")
     assert no_hardware_jpeg((9, 0), "libc.so.6") == ""
     assert no_hardware_jpeg((8, 9), "libnvcuvid.so.none") == "", "this GPU has no engines"
 
 
-def test_nothing_to_decode_is_nothing(decoder):
+def test_no_files_give_no_pixels(decoder):
     assert decode_files(decoder, []) == []
 
 

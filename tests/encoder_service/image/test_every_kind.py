@@ -11,7 +11,7 @@ from testing.decoding import decode_files
 from testing.every_kind import files
 from tests.encoder_service.image.test_decoder import expected
 
-# Files of different bytes that the Pillow of this environment writes and reads, less a margin for other builds of it.
+# Different files that the Pillow of this environment writes and reads, with a margin for other builds of Pillow.
 LEAST_FILES = 200
 
 
@@ -33,7 +33,7 @@ def test_the_sandbox_decodes_every_format_that_pillow_writes(
         (found,) = decode_files(decoder, [image])
         try:
             outside = expected(image)
-        except Exception:  # noqa: BLE001 - Pillow loads it, and cannot convert it
+        except Exception:  # noqa: BLE001 - Pillow can load but not convert it
             if isinstance(found, torch.Tensor):
                 wrong[what] = "is decoded"
             continue

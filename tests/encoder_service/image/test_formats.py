@@ -1,4 +1,4 @@
-"""Formats: what is damaged is decoded as Pillow decodes it or refused, and an operator may take fewer."""
+"""Formats: damaged files decode as with Pillow or are refused, and an operator can accept fewer formats."""
 
 import io
 import warnings
@@ -47,7 +47,7 @@ def by_transformers(image: bytes) -> torch.Tensor | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return expected(image)
-    except Exception:  # noqa: BLE001 - Pillow lets anything out on damaged files
+    except Exception:  # noqa: BLE001 - on damaged files Pillow raises any type
         return None
 
 
@@ -61,7 +61,7 @@ CHANGES = st.lists(
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(SOUND), CHANGES, st.floats(0, 1), st.booleans(), st.booleans())
-def test_damaged_files_have_the_rows_of_transformers_or_none(decoder, sound, changes, cut, is_cut, at_start):
+def test_damaged_files_decode_as_in_transformers_or_fail(decoder, sound, changes, cut, is_cut, at_start):
     image = bytearray(sound)
     reach = min(len(image), 600) if at_start else len(image)
     for where, value in changes:
@@ -74,9 +74,9 @@ def test_damaged_files_have_the_rows_of_transformers_or_none(decoder, sound, cha
         event("refused")
         return
     event("decoded")
-    theirs = by_transformers(bytes(image))
-    assert theirs is not None
-    assert torch.equal(outcome, theirs)
+    reference = by_transformers(bytes(image))
+    assert reference is not None
+    assert torch.equal(outcome, reference)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ async def narrow(config: Config, model: Model) -> AsyncIterator[Server]:
         yield server
 
 
-async def test_an_operator_takes_fewer_formats(narrow: Server) -> None:
+async def test_an_operator_can_accept_fewer_formats(narrow: Server) -> None:
     images = [photo(64, 64, 1, kind) for kind in ("PNG", "GIF", "TIFF", "AVIF")]
     async with await EncoderClient.connect(narrow.endpoint) as client:
         good, *refused = await client.submit(images)
@@ -106,12 +106,12 @@ async def test_an_operator_takes_fewer_formats(narrow: Server) -> None:
 
 
 @pytest.mark.parametrize("formats", ["", "HEIC", "JPEG,,HEIC"])
-def test_a_format_that_is_none_is_refused_at_start(config: Config, formats: str) -> None:
+def test_an_unknown_format_is_refused_at_start(config: Config, formats: str) -> None:
     with pytest.raises(ConfigError, match="--formats must be all, or a list of JPEG, PNG"):
         replace(config, formats=formats)
 
 
-def test_all_are_taken_unless_told_otherwise(config: Config) -> None:
+def test_all_formats_are_accepted_by_default(config: Config) -> None:
     assert config.accepted_formats == (*FORMATS, *RARE_FORMATS)
     for kind in (*FORMATS, "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA", "PCX"):
         with Image.open(io.BytesIO(photo(8, 8, 1, kind))) as opened:

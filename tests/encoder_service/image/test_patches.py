@@ -48,8 +48,8 @@ SHAPES = {
 CASES = [(geometry, size) for geometry, sizes in SHAPES.items() for size in sizes]
 
 
-def theirs(picture: Image.Image, geometry: Geometry, **options) -> tuple[torch.Tensor, list[int]]:
-    """Patches of both temporal slots, [patches, 3, 2, patch²], and the grid, by `transformers`."""
+def by_processor(picture: Image.Image, geometry: Geometry, **options) -> tuple[torch.Tensor, list[int]]:
+    """Return `transformers`' patches of both temporal slots, [patches, 3, 2, patch²], and its grid."""
     processor = Qwen2VLImageProcessorPil(
         patch_size=geometry.patch_size,
         merge_size=geometry.merge_size,
@@ -62,12 +62,12 @@ def theirs(picture: Image.Image, geometry: Geometry, **options) -> tuple[torch.T
 
 
 def rows_first(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize each row, then each column: what Pillow did in one call before version 13 chose the order."""
+    """Resize rows, then columns, as Pillow did in one call before version 13 began to choose the order."""
     bicubic = Image.Resampling.BICUBIC
     return picture.resize((size[0], picture.height), bicubic).resize(size, bicubic)
 
 
-def levels_apart(patches: torch.Tensor, expected: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def level_differences(patches: torch.Tensor, expected: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     assert patches.dtype == torch.uint8
     assert patches.is_contiguous()
     assert patches.shape == (expected.shape[0], 3 * geometry.patch_size**2)
@@ -92,12 +92,12 @@ def grid_of(image: torch.Tensor, geometry: Geometry) -> Grid:
 def test_patches_are_within_one_level_of_the_processors(geometry, size, mode):
     picture = Image.fromarray(pixels(size[0], size[1], 3)).convert(mode)
     image = torch.from_numpy(np.array(picture.convert("RGB")))
-    expected, grid = theirs(picture, geometry)
+    expected, grid = by_processor(picture, geometry)
     (patches,) = to_patches([image], [grid_of(image, geometry)], PlainResize(geometry))
     assert list(grid_of(image, geometry)) == grid
-    apart = levels_apart(patches, expected, geometry)
-    assert (apart < 1.01).float().mean() >= 0.999
-    assert apart.max() < 2.01
+    levels = level_differences(patches, expected, geometry)
+    assert (levels < 1.01).float().mean() >= 0.999
+    assert levels.max() < 2.01
 
 
 @pytest.mark.parametrize(("geometry", "size"), CASES, ids=str)
@@ -105,21 +105,21 @@ def test_the_hardest_edges_are_within_one_level_of_pillow_rows_first(geometry, s
     width, height = size
     noise = np.random.default_rng(7).integers(0, 256, (height, width, 3), np.uint8)
     resized = rows_first(Image.fromarray(noise), geometry.resized(width, height))
-    expected, _ = theirs(resized, geometry, do_resize=False)
+    expected, _ = by_processor(resized, geometry, do_resize=False)
     image = torch.from_numpy(noise)
     (patches,) = to_patches([image], [grid_of(image, geometry)], PlainResize(geometry))
-    apart = levels_apart(patches, expected, geometry)
-    assert (apart < 1.01).float().mean() >= 0.999
+    levels = level_differences(patches, expected, geometry)
+    assert (levels < 1.01).float().mean() >= 0.999
 
 
 @pytest.mark.parametrize(("geometry", "size"), CASES, ids=str)
-def test_patches_as_a_gpu_makes_them_are_those_of_pillow_rows_first(geometry, size):
+def test_exact_patches_equal_those_of_pillow_rows_first(geometry, size):
     width, height = size
     noise = np.random.default_rng(7).integers(0, 256, (height, width, 3), np.uint8)
     resized = rows_first(Image.fromarray(noise), geometry.resized(width, height))
-    expected, _ = theirs(resized, geometry, do_resize=False)
+    expected, _ = by_processor(resized, geometry, do_resize=False)
     (patches,) = exact_patches(torch.from_numpy(noise)[None], geometry.grid(width, height), geometry)
-    assert levels_apart(patches, expected, geometry).max() < 0.001
+    assert level_differences(patches, expected, geometry).max() < 0.001
 
 
 @pytest.mark.parametrize("geometry", [QWEN3_VL, QWEN25_VL], ids=["patch 16", "patch 14"])
@@ -127,7 +127,7 @@ def test_without_resizing_patches_equal_the_processors_exactly(geometry):
     width, height = 13 * geometry.factor, 9 * geometry.factor
     image = torch.from_numpy(pixels(width, height, 5))
     (patches,) = to_patches([image], [grid_of(image, geometry)], PlainResize(geometry))
-    expected, _ = theirs(Image.fromarray(image.numpy()), geometry)
+    expected, _ = by_processor(Image.fromarray(image.numpy()), geometry)
     for slot in (0, 1):
         assert torch.allclose(normalised(patches, geometry), expected[:, :, slot], rtol=0, atol=1e-6)
 
@@ -153,7 +153,7 @@ def test_images_of_one_size_and_grid_share_a_call_within_its_memory():
     assert list(_calls(images, grids, together=False)) == [[n] for n in range(6)]
 
 
-def test_a_shared_call_makes_the_same_bits_as_single_ones():
+def test_a_shared_call_gives_the_same_bits_as_single_calls():
     images = [torch.from_numpy(pixels(300, 200, n)) for n in range(3)]
     grid = grid_of(images[0], QWEN3_VL)
     for patches, image in zip(RESIZE.to_patches(torch.stack(images), grid), images, strict=True):
@@ -168,7 +168,7 @@ def test_one_image_may_have_two_grids_in_one_call():
         assert patches.shape[0] == grid.patches
 
 
-def test_no_image_is_no_patches():
+def test_no_images_give_no_patches():
     assert to_patches([], [], RESIZE) == []
 
 
@@ -184,8 +184,8 @@ def test_gpu_patches_are_within_one_level_and_equal_in_any_batch():
     for image, grid, patches, reference in zip(on_gpu, grids, together, on_cpu, strict=True):
         assert patches.is_cuda
         assert torch.equal(patches, to_patches([image], [grid], RESIZE)[0])
-        apart = (patches.cpu().int() - reference.int()).abs()
-        assert (apart <= 1).float().mean() >= 0.999
+        levels = (patches.cpu().int() - reference.int()).abs()
+        assert (levels <= 1).float().mean() >= 0.999
 
 
 @pytest.mark.gpu
@@ -225,18 +225,18 @@ def test_patches_of_two_frames_equal_those_of_the_video_processor(geometry, kind
     t, h, w = made["video_grid_thw"][0].tolist()
     ours = torch.cat(to_patches([frames[:2], frames[2:]], [Grid(1, h, w)] * t, PlainResize(geometry)))
     slots = ours.view(len(ours), 3, 2, -1)
-    theirs = made["pixel_values_videos"].view_as(slots)
+    expected = made["pixel_values_videos"].view_as(slots)
     for slot in range(2):
         assert torch.allclose(
-            normalised(slots[:, :, slot].flatten(1), geometry), theirs[:, :, slot], atol=1e-6
+            normalised(slots[:, :, slot].flatten(1), geometry), expected[:, :, slot], atol=1e-6
         )
     still = to_patches([frames[0]], [Grid(1, h, w)], PlainResize(geometry))[0]
     assert torch.equal(slots[: len(still), :, 0].flatten(1), still)
 
 
 @pytest.mark.parametrize("size", [(252, 420), (56, 28), (28, 2800)])
-def test_frames_that_are_resize_bilinear_have_the_bytes_of_torchvision(size: tuple[int, int]) -> None:
-    # Not above: machines that run this file's tests of a GPU may lack it.
+def test_frames_resized_bilinearly_have_the_bytes_of_torchvision(size: tuple[int, int]) -> None:
+    # Imported here, because machines that run this file's GPU tests may lack torchvision.
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.functional import resize
 

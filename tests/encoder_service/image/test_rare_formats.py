@@ -56,7 +56,7 @@ def test_every_format_of_stock_vllm_is_accepted(pool: DecoderPool, kind: str, mo
     check(pool, encoded(PICTURE.convert(mode), kind), kind)
 
 
-def test_a_reader_whose_name_is_not_in_capitals_is_taken(pool: DecoderPool) -> None:
+def test_a_reader_whose_name_is_not_in_capitals_is_accepted(pool: DecoderPool) -> None:
     thumbnail = b"P7 332\n#END_OF_COMMENTS\n4 3 255\n" + bytes(range(12))
     header = pool.read_header(thumbnail, RARE_FORMATS)
     assert isinstance(header, Header), header
@@ -84,19 +84,21 @@ def test_an_orientation_that_is_no_number_is_upright(pool: DecoderPool) -> None:
     assert header.upright == PICTURE.size
 
 
-def test_a_tiff_in_cie_lab_is_taken(pool: DecoderPool) -> None:
+def test_a_tiff_in_cie_lab_is_accepted(pool: DecoderPool) -> None:
     lab = np.random.default_rng(1).integers(0, 255, (20, 30, 3), np.uint8)
     check(pool, encoded(Image.frombytes("LAB", (30, 20), lab.tobytes()), "TIFF"), "TIFF")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}])
-def test_a_page_is_turned_once(pool: DecoderPool, orientation: int, options: dict[str, Any]) -> None:
+def test_the_orientation_of_a_page_is_applied_once(
+    pool: DecoderPool, orientation: int, options: dict[str, Any]
+) -> None:
     found = check(pool, encoded(PICTURE, "TIFF", orientation, **options), "TIFF")
     assert found.shape[:2] == ((41, 97) if orientation < 5 else (97, 41))
 
 
-def test_xmp_turns_a_page_whose_tags_do_not(pool: DecoderPool) -> None:
+def test_the_orientation_in_xmp_applies_if_tags_have_none(pool: DecoderPool) -> None:
     found = check(pool, encoded(PICTURE, "TIFF", tiffinfo={700: XMP}), "TIFF")
     assert found.shape[:2] == (97, 41)
 
@@ -126,7 +128,7 @@ STRIPS = {**GREY, 273: (8,), 278: (48,), 279: (64 * 48,)}
 
 
 @pytest.mark.parametrize("order", "<>")
-def test_tiles_are_put_together(pool: DecoderPool, order: str) -> None:
+def test_tiles_are_assembled(pool: DecoderPool, order: str) -> None:
     tiles = np.random.default_rng(1).integers(0, 255, (4, 32, 32), np.uint8)
     found = check(pool, tiff(TILED, tiles.tobytes(), order), "TIFF")
     assert found[:32, 32:, 0].tobytes() == tiles[1].tobytes()
@@ -147,7 +149,7 @@ def test_rotation_and_mirror_of_an_avif_count(pool: DecoderPool, turns: int, axi
     check(pool, image, "AVIF")
 
 
-def test_a_size_that_is_only_promised_is_refused_before_memory_is_taken(pool: DecoderPool) -> None:
+def test_a_huge_size_in_a_header_is_refused_before_memory_is_taken(pool: DecoderPool) -> None:
     image = tiff({**STRIPS, 256: (30_000,), 257: (30_000,), 278: (30_000,)})
     header = pool.read_header(image, RARE_FORMATS)
     assert isinstance(header, Header)
@@ -175,7 +177,9 @@ HUGE_PNG += png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", 
 def test_a_header_that_costs_too_much_fails_alone(
     pool: DecoderPool, image: bytes, reason: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_pool, "_WALL_S", 60.0)  # on a busy machine it may wait long for its processor
+    monkeypatch.setattr(
+        decoder_pool, "_WALL_S", 60.0
+    )  # on a busy machine the process may wait long for a core
     before = pool.deaths[reason]
     outcome = pool.read_header(image, RARE_FORMATS)
     assert isinstance(outcome, UndecodableImageError)
@@ -203,7 +207,7 @@ def test_non_images_are_refused(pool: DecoderPool, image: bytes) -> None:
     assert not isinstance(outcome, UndecodableImageError)
 
 
-def test_only_the_formats_that_are_taken_are_tried(pool: DecoderPool) -> None:
+def test_only_accepted_formats_are_tried(pool: DecoderPool) -> None:
     image = encoded(PICTURE, "TIFF")
     assert isinstance(pool.read_header(image, ["TIFF", "PPM"]), Header)
     outcome = pool.read_header(image, ["PPM"])
@@ -211,7 +215,7 @@ def test_only_the_formats_that_are_taken_are_tried(pool: DecoderPool) -> None:
     assert outcome.message.endswith("not an image of a supported format (JPEG, PNG, WEBP, GIF, BMP, PPM)")
 
 
-def test_without_decoder_processes_they_are_refused() -> None:
+def test_without_decoder_processes_rare_formats_are_refused() -> None:
     assert isinstance(PillowDecoder().read_header(encoded(PICTURE, "TIFF"), RARE_FORMATS), InvalidImageError)
 
 
@@ -241,7 +245,7 @@ async def test_garbage_is_refused_by_the_server(server: Server, client: EncoderC
     assert "not an image of a supported format (JPEG, PNG" in refused.error.message
 
 
-def test_pillow_is_asked_for_a_size_that_its_own_turning_has_changed(pool: DecoderPool) -> None:
+def test_the_size_of_an_oriented_tiff_is_the_upright_one(pool: DecoderPool) -> None:
     image = photo(50, 30, 1, "TIFF", 6)
     with Image.open(io.BytesIO(image)) as opened:
         assert opened.size == (30, 50)

@@ -1,6 +1,6 @@
-"""Resizing for a GPU: the bits of Pillow in plain torch and in the kernels, and a start that can do without those.
+"""Resizing for a GPU: torch's operators and the kernels give Pillow's bits, and a server starts without the kernels.
 
-Without a GPU the kernels run in Triton's interpreter; they add integers, so that what holds there holds everywhere.
+Without a GPU the kernels run in Triton's interpreter. They add integers, so the results are the same everywhere.
 """
 
 import logging
@@ -25,19 +25,19 @@ DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 from encoder_service.image import resize_triton  # noqa: E402
 from encoder_service.image.resize_triton import TritonResize, differs  # noqa: E402
 
-# What the families cut, with few pixels, and what none of them does.
+# The geometries of the families, with few pixels, and one that no family has.
 GEOMETRIES = {
     "qwen3_vl": Geometry(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=16384),
     "qwen2_5_vl": Geometry(patch_size=14, merge_size=2, min_pixels=784, max_pixels=12544),
     "qwen3_5": Geometry(patch_size=16, merge_size=2, min_pixels=4096, max_pixels=16384),
     "threes": Geometry(patch_size=5, merge_size=3, min_pixels=225, max_pixels=9000),
 }
-# (width, height): a dot, strips, shrunk, enlarged, one side of each, and of a grid's own size.
+# (width, height): a dot, strips, shrunk, enlarged, one side shrunk and one enlarged, and the size of a grid.
 SIZES = [(1, 1), (1, 200), (200, 1), (3, 2), (257, 131), (37, 51), (64, 64), (210, 84), (150, 9), (31, 33)]
 
 
 def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
-    """Bytes of which half are at an end: sums overshoot."""
+    """Return random bytes, half of them 0 or 255, so that sums overshoot."""
     made = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     made[::2] = 255 * (made[::2] > 127)
     return made
@@ -48,14 +48,14 @@ def images(width: int, height: int, count: int = 1) -> torch.Tensor:
 
 
 def by_pillow(array: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Rows, then columns: Pillow's own order hangs on the sizes and its version."""
+    """Resize rows, then columns. Pillow's own order depends on the sizes and on its version."""
     bicubic_filter, picture = Image.Resampling.BICUBIC, Image.fromarray(array)
     return np.asarray(picture.resize((size[0], picture.height), bicubic_filter).resize(size, bicubic_filter))
 
 
 @pytest.fixture
 def whole_rows(monkeypatch):
-    """Programs of more rows and columns than served with: the interpreter's time hangs on their number."""
+    """Use larger blocks than in production, because the interpreter's time depends on the number of programs."""
     monkeypatch.setattr(resize_triton, "BLOCK", (64, 256))
 
 
@@ -79,7 +79,7 @@ def test_patches_of_the_kernels_have_the_bits_of_the_plain_form(geometry, size, 
 
 
 def test_programs_that_share_rows_columns_and_images_lose_none():
-    """In blocks as served with, which end inside rows, columns and images."""
+    """With the blocks of production, which end inside rows, columns and images."""
     geometry, pixels, grid = GEOMETRIES["threes"], images(45, 7, count=2), Grid(1, 3, 27)
     rows, columns = resize_triton.BLOCK
     assert 2 * 7 % rows
@@ -90,11 +90,11 @@ def test_programs_that_share_rows_columns_and_images_lose_none():
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_the_trial_at_start_passes_what_is_equal(geometry, whole_rows):
+def test_the_trial_at_start_passes_equal_kernels(geometry, whole_rows):
     assert not differs(geometry, DEVICE)
 
 
-def test_the_trial_at_start_refuses_a_single_byte_that_is_not(monkeypatch, whole_rows):
+def test_the_trial_at_start_refuses_a_single_different_byte(monkeypatch, whole_rows):
     right = TritonResize.to_patches
 
     def wrong(self, images, grid):
@@ -112,7 +112,7 @@ def test_a_start_without_a_compiler_falls_back_to_torch_and_says_so(monkeypatch,
     assert "resize to patches: using torch's, because Triton's cannot be used" in caplog.text
 
 
-def test_on_the_cpu_torch_resizes_and_nothing_is_said(caplog):
+def test_on_the_cpu_torch_resizes_and_nothing_is_logged(caplog):
     with caplog.at_level(logging.DEBUG):
         assert make_resize(GEOMETRIES["qwen3_vl"], CPU).name == "torch"
     assert not caplog.text
@@ -127,7 +127,7 @@ def test_a_table_names_only_pixels_that_exist_and_weights_that_sum_to_one(size, 
     assert torch.allclose(sums, torch.ones(target), atol=1e-2)
 
 
-def test_tables_are_kept_and_no_more_of_them_than_their_bound():
+def test_tables_are_cached_up_to_their_bound():
     kept = filter_table(640, 320, CPU)
     assert filter_table(640, 320, CPU) is kept
     for size in range(50_000, 50_036):  # a megabyte each
@@ -137,7 +137,7 @@ def test_tables_are_kept_and_no_more_of_them_than_their_bound():
     assert filter_table(640, 320, CPU) is not kept
 
 
-# As photos come: phones, screens, strips, and sizes that are no multiple of anything.
+# Sizes of real photos: phones, screens, strips, and sizes that are no multiple of anything.
 PHOTOS = [(1280, 720)] * 3 + [(960, 1280)] * 2 + [(4000, 3000), (999, 333), (20, 3000), (1, 1), (1919, 1081)]
 
 

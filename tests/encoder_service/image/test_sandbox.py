@@ -1,4 +1,4 @@
-"""The sandbox of decoder processes: what a process in it can do no more, each tried from inside."""
+"""The sandbox of decoder processes: everything that it must forbid is tried from inside."""
 
 import json
 import subprocess
@@ -101,7 +101,7 @@ def test_a_sandboxed_process_reaches_no_file_network_or_process(tmp_path: Path) 
     for kind in ("files", "network", "processes", "memory", "timers"):
         assert all(found[kind].values()), found
     assert found["most processes"] == [0, 0]
-    assert found["works"] == [None, True, [499500], False], "the threads it had, and memory within the bound"
+    assert found["works"] == [None, True, [499500], False], "earlier threads run, and memory is available"
 
 
 def test_landlock_alone_keeps_files_away(tmp_path: Path) -> None:

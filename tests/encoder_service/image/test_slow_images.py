@@ -1,4 +1,4 @@
-"""Images that cost more than others, or break a stage: their neighbours do not wait, and do not fail."""
+"""Images that are slow or fail in a stage: other images do not wait for them and do not fail."""
 
 import asyncio
 import threading
@@ -42,7 +42,7 @@ async def test_a_slow_image_does_not_delay_others(model: Model) -> None:
         (await waiting).release()
 
 
-async def test_a_jpeg_that_the_batch_decoder_refuses_is_decoded_by_itself(
+async def test_a_jpeg_refused_by_the_batch_decoder_is_decoded_single(
     model: Model,
 ) -> None:
     good = photo(256, 256, 1)
@@ -110,7 +110,7 @@ async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
         gate.open.set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         (await first).release()
-    assert max(sizes) > 1, "they came together"
+    assert max(sizes) > 1, "no images were in one call"
     assert isinstance(results[3], OverloadedError)
     assert results[3].retryable
     assert all(isinstance(result, Pin) for n, result in enumerate(results) if n != 3)

@@ -1,4 +1,4 @@
-"""Submitted bytes: bounded, least recently used out first, gone after their time."""
+"""The cache of submitted files: bounded, with least-recently-used eviction and a time to live."""
 
 import threading
 
@@ -11,12 +11,12 @@ from encoder_service.image.sources import SourceCache
 
 
 def of(key: bytes, size: int) -> Source:
-    """A source of so many bytes."""
+    """Return a source of `size` bytes."""
     return Source(key, bytes(size), Header("JPEG", 1, 1, 1, 3))
 
 
 class Clock:
-    """A clock the test moves."""
+    """A clock that the test sets."""
 
     now = 0.0
 
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def test_the_least_recently_used_make_room() -> None:
+def test_the_least_recently_used_entries_are_evicted() -> None:
     sources = SourceCache(max_bytes=30, ttl_s=100)
     for name in (b"a", b"b", b"c"):
         sources.put(of(name, 10))
@@ -43,7 +43,7 @@ def test_a_file_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
     assert sources.get(b"a") is not None
 
 
-def test_an_image_lives_for_its_time_after_the_last_use() -> None:
+def test_an_entry_expires_after_its_last_use() -> None:
     clock = Clock()
     sources = SourceCache(max_bytes=100, ttl_s=10, clock=clock)
     sources.put(of(b"a", 10))
@@ -65,34 +65,34 @@ def test_putting_an_image_again_counts_it_once() -> None:
     assert (len(sources), sources.held_bytes) == (1, 10)
 
 
-class AskedMeanwhile(bytes):
-    """A key that, when it is hashed for the n-th time, has another thread ask for the size of the cache."""
+class ReadsSizeWhenHashed(bytes):
+    """A key that has another thread read the size of the cache when it is hashed for the n-th time."""
 
     def begin(self, sources: SourceCache, clock: Clock, number: int) -> None:
         self.sources, self.clock, self.left = sources, clock, number
-        self.asking = threading.Thread(target=lambda: sources.held_bytes)
+        self.reader = threading.Thread(target=lambda: sources.held_bytes)
 
     def __hash__(self) -> int:
         self.left = getattr(self, "left", 0) - 1
         if self.left == 0:
             self.clock.now += 200
-            self.asking.start()
-            self.asking.join(0.1)  # as far as it gets
+            self.reader.start()
+            self.reader.join(0.1)  # let it run until it ends or waits for the lock
         return super().__hash__()
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_asking_for_its_size_on_another_thread_harms_nothing(number: int) -> None:
-    """As a scrape of the metrics does: even that drops what is over its time."""
-    clock, key = Clock(), AskedMeanwhile(b"a")
+def test_reading_the_size_on_another_thread_is_safe(number: int) -> None:
+    """A scrape of the metrics does that, and it drops expired entries."""
+    clock, key = Clock(), ReadsSizeWhenHashed(b"a")
     sources = SourceCache(max_bytes=30, ttl_s=100, clock=clock)
     sources.put(of(key, 10))
     key.begin(sources, clock, number)
     sources.get(key)
     if key.left > 0:
-        pytest.skip("it is not hashed as often")
-    key.left = 0  # from here on it asks for nothing
-    key.asking.join()
+        pytest.skip("the key is not hashed as often")
+    key.left = 0  # start no further thread
+    key.reader.join()
     for _ in range(3):
         clock.now += 200
         sources.put(of(b"b", 10))
@@ -104,12 +104,12 @@ def test_the_holder_with_the_most_bytes_makes_room() -> None:
     sources.put(of(b"calm", 10), "calm")
     for number in range(50):
         sources.put(of(b"%d" % number, 10), "greedy")
-    assert sources.held_bytes == 100, "what nobody else needs is used"
+    assert sources.held_bytes == 100, "a holder may use all free space"
     assert sources.get(b"calm") is not None
     for number in range(10):
         sources.put(of(b"more %d" % number, 10), "calm")
     assert sum(sources.get(b"%d" % number) is not None for number in range(50)) == 5
-    assert sources.get(b"49") is not None, "its least recently used go first"
+    assert sources.get(b"49") is not None, "its least recently used entries are dropped first"
 
 
 def test_a_large_file_of_a_new_holder_is_kept() -> None:
@@ -130,7 +130,7 @@ def test_a_file_counts_against_the_holder_that_sent_it_first() -> None:
     assert [sources.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
 
 
-def test_videos_are_kept_up_to_a_number_and_live_no_longer() -> None:
+def test_videos_are_kept_up_to_a_number_and_freed_when_dropped() -> None:
     videos = SourceCache(max_bytes=1000, ttl_s=100, max_files=2)
     sources = []
     for name in (b"a", b"b", b"c"):
@@ -142,4 +142,4 @@ def test_videos_are_kept_up_to_a_number_and_live_no_longer() -> None:
     assert [videos.get(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
     assert videos.held_bytes == 20
     alive = [source.file is not None and source.file() is not None for source in sources]
-    assert alive == [False, True, True], "who has the source alone has no file"
+    assert alive == [False, True, True], "a source alone keeps no file alive"

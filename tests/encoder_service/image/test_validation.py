@@ -38,7 +38,7 @@ async def test_uploads_with_wrong_digests_do_not_delay_another_caller() -> None:
     wrong = [take("attacker", bytes(1 << 20), bytes(32)) for _ in range(UPLOADS)]
     await asyncio.gather(*wrong, take("victim", image, content_digest(image)))
     assert len(order) == UPLOADS + 1
-    # Those that have a thread go first, and as many more that get one while the victim's turn comes.
+    # The uploads that have a thread are first, and a few more get a thread before the victim's turn comes.
     assert order.index("victim") <= 3 * THREADS
 
 

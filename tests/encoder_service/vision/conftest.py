@@ -1,4 +1,4 @@
-"""What tests of several towers share."""
+"""Fixtures of the tests of towers."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Small models: too small to share between cores."""
+    """Run torch on one thread: small models are too small for several cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

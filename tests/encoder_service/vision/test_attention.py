@@ -1,4 +1,4 @@
-"""Attention: right over packed segments, and no backend is used that is wrong, slow or cannot be replayed."""
+"""Attention: correct over packed segments; backends that are wrong, slow or cannot be replayed are refused."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ def test_attention_by_segments_equals_a_masked_product():
 
 
 class Backend:
-    """A foreign kernel: right, but for what a subclass gets wrong."""
+    """A correct backend, in which a subclass makes one mistake."""
 
     name, graphs = "foreign", True
 
@@ -45,12 +45,12 @@ class Backend:
         return SegmentAttention()(query, key, value, segments, scale)
 
 
-class Mixing(Backend):
+class MixesSegments(Backend):
     def __call__(self, query, key, value, segments, scale):
         return super().__call__(query, key, value, Segments.of([len(query)], CPU), scale)
 
 
-class BlindToStrides(Backend):
+class IgnoresStrides(Backend):
     def __call__(self, *tensors_segments_scale):
         *tensors, segments, scale = tensors_segments_scale
         dense = torch.empty(tensors[0].shape).stride()
@@ -58,40 +58,40 @@ class BlindToStrides(Backend):
         return super().__call__(query, key, value, segments, scale)
 
 
-class LosingTheScale(Backend):
+class IgnoresScale(Backend):
     def __call__(self, query, key, value, segments, scale):
         return super().__call__(query, key, value, segments, 1.0)
 
 
-class NotANumberInShortSegments(Backend):
+class NanInShortSegments(Backend):
     def __call__(self, query, key, value, segments, scale):
         mixed = super().__call__(query, key, value, segments, scale)
         mixed[-1] = float("nan")
         return mixed
 
 
-class Raising(Backend):
+class Raises(Backend):
     def __call__(self, query, key, value, segments, scale):
-        raise KeyError("sm_90")  # of no family of errors that one would think of
+        raise KeyError("sm_90")  # an unexpected type of error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_backend_that_is_right_passes_its_trial(head_size, dtype, fixed):
+def test_a_correct_backend_passes_its_trial(head_size, dtype, fixed):
     assert attention.trial_failure(Backend(), CPU, dtype, head_size, fixed=fixed) == ""
 
 
-@pytest.mark.parametrize("wrong", [Mixing, BlindToStrides, LosingTheScale, NotANumberInShortSegments])
+@pytest.mark.parametrize("wrong", [MixesSegments, IgnoresStrides, IgnoresScale, NanInShortSegments])
 def test_a_backend_wrong_on_odd_strided_segments_is_refused(wrong):
     assert "the relative error of its rows is" in attention.trial_failure(wrong(), CPU, torch.bfloat16, 72)
 
 
-def test_a_backend_that_raises_anything_is_refused_with_what_it_says():
-    assert attention.trial_failure(Raising(), CPU, torch.bfloat16, 72) == "KeyError: 'sm_90'"
+def test_a_backend_that_raises_is_refused_with_its_message():
+    assert attention.trial_failure(Raises(), CPU, torch.bfloat16, 72) == "KeyError: 'sm_90'"
 
 
-def test_the_trial_is_of_odd_lengths_in_another_order_for_the_replay():
+def test_the_trial_has_odd_lengths_and_others_for_the_replay():
     for lengths in (attention.LENGTHS, attention.OTHER_LENGTHS):
         assert 0 in lengths
         assert any(length % 16 for length in lengths)
@@ -101,7 +101,7 @@ def test_the_trial_is_of_odd_lengths_in_another_order_for_the_replay():
 
 
 class Named(Backend):
-    """Counts its calls, and takes so many milliseconds for each length; it computes nothing."""
+    """Counts its calls and takes the given milliseconds for each length. It computes nothing."""
 
     def __init__(self, name, ms=None):
         self.name, self.calls, self._ms = name, 0, ms or {}
@@ -129,7 +129,7 @@ def test_only_fixed_length_segments_use_the_planning_backend():
 
 
 def on_hopper(monkeypatch, backends, reasons=()):
-    """Choose on a GPU that is not there, among backends that take what they are told to."""
+    """Choose a backend as on a GPU, among backends of known speed."""
     monkeypatch.setattr(attention, "build", lambda name: backends[name])
     monkeypatch.setattr(attention, "why_not", lambda name, *_, **__: dict(reasons).get(name, ""))
     monkeypatch.setattr(attention, "_synchronize", lambda _device: None)
@@ -161,16 +161,16 @@ def test_fixed_lengths_use_the_backend_that_was_faster_nearby(monkeypatch, ms, n
 
 
 def test_the_packed_backend_is_used_if_timing_fails(monkeypatch, caplog):
-    assert on_hopper(monkeypatch, {"cudnn": Raising(), "flash3": Named("flash3")}).name == "flash3"
+    assert on_hopper(monkeypatch, {"cudnn": Raises(), "flash3": Named("flash3")}).name == "flash3"
     assert "because the timing failed" in caplog.text
 
 
-def test_hopper_without_flash_attention_3_is_warned_of(monkeypatch, caplog):
+def test_hopper_without_flash_attention_3_causes_a_warning(monkeypatch, caplog):
     backends = {"cudnn": Named("cudnn"), "varlen": Named("varlen"), "flash3": Named("flash3")}
     missing = {"flash3": "ImportError: none of fa3_fwd_interface is installed"}
     assert on_hopper(monkeypatch, backends, missing).name.startswith("varlen")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert any("not flash3" in said and "fa3_fwd_interface" in said for said in warnings)
+    assert any("not flash3" in line and "fa3_fwd_interface" in line for line in warnings)
     caplog.clear()
     on_hopper(monkeypatch, backends)
     assert "not flash3" not in caplog.text
@@ -199,7 +199,7 @@ def test_flash_attention_3_has_two_names_and_never_splits_keys(monkeypatch, inst
         return query, None
 
     module = ModuleType(installed)
-    setattr(module, "flash_attn_varlen_func", flash_attn_varlen_func)  # noqa: B010 - no type checker knows of it
+    setattr(module, "flash_attn_varlen_func", flash_attn_varlen_func)  # noqa: B010 - type checkers do not know the attribute
     monkeypatch.setitem(sys.modules, installed, module)
     query, key, value = torch.randn(3, 12, 2, 8).unbind()
     assert FlashAttention(3)(query, key, value, Segments.of([12], CPU), 0.5) is query

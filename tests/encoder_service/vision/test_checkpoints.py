@@ -1,4 +1,4 @@
-"""The checkpoint folders that tests and benchmarks make: transformers loads them, and their image matters."""
+"""The checkpoints that tests and benchmarks write: `transformers` loads them, and their images affect tokens."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""FP8: what is quantised and how, how far rows are off, and that they are never taken for full ones."""
+"""FP8: what is quantised and how, the error of rows, and that they never share addresses with full precision."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_quantised_rows_do_not_depend_on_their_neighbours_to_the_bit(folders):
 def test_norms_and_gelus_are_quantised_in_one_pass_with_the_same_rows(
     folders, model_type, alone, monkeypatch
 ):
-    """By itself is quantised what attention gives, and what a gated MLP has inside."""
+    """Only the output of attention and the inside of a gated MLP are quantised in a separate pass."""
     tower, calls = load(folders[model_type]), []
 
     class Counting(PlainPointwise):
@@ -130,7 +130,7 @@ def test_norms_and_gelus_are_quantised_in_one_pass_with_the_same_rows(
         2 * blocks,
         (2 - alone) * blocks,
     ]
-    for name in ("norm_for", "gelu_tanh_for"):  # as products in full precision take them
+    for name in ("norm_for", "gelu_tanh_for"):  # norms and GELUs as full-precision layers take them
         monkeypatch.setattr(Fp8Linear, name, getattr(Linear, name))
     assert torch.equal(tower.encode(patches, GRIDS[:1])[0], rows)
 

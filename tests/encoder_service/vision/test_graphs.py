@@ -1,4 +1,4 @@
-"""CUDA graphs without the capture: which batches they take, what padding does, and that one set of inputs is enough."""
+"""CUDA graphs without captures: which batches they take, what padding does, and that they can share inputs."""
 
 import dataclasses
 import gc
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class ByBounds(SegmentAttention):
-    """Reads `bounds`, as device kernels do, or for a fixed length nothing at all."""
+    """Reads `bounds`, as device kernels do, or no lengths at all if the length is fixed."""
 
     def __call__(self, query, key, value, segments, scale):
         lengths = [len(query)] if segments.fixed else segments.bounds.diff().tolist()
@@ -54,15 +54,14 @@ def layout(tower, grids):
 
 
 def square(patches):
-    """A batch of one image of nearly so many patches, for what `Budget.fits` looks at."""
+    """Return the grids of a batch of one image with about this many patches, for `Budget.fits`."""
     return [Grid(1, 2, patches // 2)]
 
 
 def graphs(tower, largest, capture=lambda run: run):
-    """Graphs whose replay is the same forward over the same inputs, as they then are."""
+    """Return graphs whose replay runs the same forward over the current contents of the inputs."""
     example = layout(tower, [Grid(1, 4, 4)])
-    chosen = budgets(largest, largest)
-    return Graphs(tower._module, tower.spec, example, tower.dtype, chosen, capture)
+    return Graphs(tower._module, tower.spec, example, tower.dtype, budgets(largest, largest), capture)
 
 
 def test_padding_fills_a_budget_with_segments_that_are_not_too_long():
@@ -91,7 +90,7 @@ def test_graphs_cover_large_single_images_and_small_batches():
 @pytest.mark.parametrize(
     ("budget", "patches", "taken"),
     [
-        (512, 12, True),  # launches are what a small batch waits for
+        (512, 12, True),  # a small batch waits for launches
         (1536, 1228, False),
         (1536, 1232, True),  # a quarter of the batch
         (2048, 1640, True),
@@ -104,7 +103,7 @@ def test_graphs_cover_large_single_images_and_small_batches():
         (3520, 3524, False),
     ],
 )
-def test_a_large_graph_takes_next_to_no_padding_and_a_small_one_a_quarter(towers, budget, patches, taken):
+def test_a_large_graph_takes_little_padding_and_a_small_one_a_quarter(towers, budget, patches, taken):
     assert Budget(budget, 2, budget).fits(layout(towers["qwen3_vl"], square(patches))) is taken
 
 
@@ -130,7 +129,7 @@ def test_a_batch_that_does_not_fit_a_budget_is_not_taken(towers):
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_graphs_share_one_set_of_inputs_and_give_their_batches_rows(towers, model_type):
-    """Batch after batch through graphs of several sizes: no image sees padding, or what an earlier batch left."""
+    """Run batches through graphs of several sizes: no image sees padding or leftovers of an earlier batch."""
     tower, written = towers[model_type], set()
 
     def capture(run):
@@ -207,7 +206,7 @@ def test_a_failed_capture_is_logged_and_runs_eagerly(towers, caplog):
 
 
 class CapturingCuda:
-    """What `CudaCapture` calls of torch.cuda; a capture is only the call of its run."""
+    """The parts of torch.cuda that `CudaCapture` calls. A capture only calls its run."""
 
     class CUDAGraph:
         def replay(self):
@@ -241,8 +240,8 @@ class CapturingCuda:
         return CapturingCuda.Stream()
 
 
-@pytest.mark.parametrize("breaks_off", [True, False])
-def test_graphs_of_failed_captures_are_kept(monkeypatch, breaks_off):
+@pytest.mark.parametrize("fails", [True, False])
+def test_graphs_of_failed_captures_are_kept(monkeypatch, fails):
     made = []
 
     class Graph(CapturingCuda.CUDAGraph):
@@ -255,12 +254,12 @@ def test_graphs_of_failed_captures_are_kept(monkeypatch, breaks_off):
     monkeypatch.setattr(graphs_module, "_failed_graphs", [])
 
     def run():
-        if breaks_off:
+        if fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.ones(1)
 
-    with pytest.raises(RuntimeError) if breaks_off else nullcontext():
+    with pytest.raises(RuntimeError) if fails else nullcontext():
         CudaCapture(torch.device("cuda:0"))(run)
     gc.collect()
     [graph] = made
-    assert (graph() is not None) == breaks_off
+    assert (graph() is not None) == fails

@@ -1,4 +1,4 @@
-"""Loading a tower: what is refused and how it is named, what is read, and what the fingerprint covers."""
+"""Loading a tower: refusals and their messages, what is read, and what the fingerprint covers."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def test_an_unsupported_model_type_is_refused_with_the_list(folder):
         load(folder)
 
 
-def test_settings_that_would_be_computed_otherwise_are_refused(folder):
+def test_settings_that_the_network_does_not_support_are_refused(folder):
     edit_config(folder, hidden_act="relu")
     with pytest.raises(ValueError, match="hidden_act 'relu' is not supported"):
         load(folder)
@@ -120,8 +120,8 @@ def test_options_that_cannot_be_served_are_refused(folder, option):
         load(folder, **option)
 
 
-def test_loading_imports_nothing_of_torchs_compiler(original):
-    """That takes as long as all else together."""
+def test_loading_does_not_import_torchs_compiler(original):
+    """Importing it takes as long as everything else together."""
     script = f"""
 import sys
 from encoder_contract.processor import ProcessorSettings
@@ -134,7 +134,7 @@ sys.exit("torch._dynamo" in sys.modules)
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda"])
 def test_the_chosen_gpu_is_current_before_anything_runs_there(folder, monkeypatch, device):
-    """Triton's kernels run on the current one, wherever their tensors lie."""
+    """Triton's kernels run on the current device, wherever their tensors are."""
     current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -167,7 +167,7 @@ def test_only_vision_tensors_are_read(folder):
     )
 
 
-def test_a_config_without_what_equals_the_defaults_loads(folder):
+def test_a_config_without_default_values_loads(folder):
     config = json.loads((folder / "config.json").read_text())
     for name in (
         "hidden_act",
@@ -210,13 +210,13 @@ def test_fingerprint_ignores_the_language_model_and_nothing_else(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_the_cpu_the_weights_of_products_are_packed_where_it_can(original, dtype):
+def test_on_the_cpu_weights_are_packed_where_supported(original, dtype):
     module = load(original, dtype=dtype)._module
     products = [part for part in module.modules() if isinstance(part, Linear)]
     packed = packing_available(getattr(torch, dtype))
     assert packed or dtype != "float32" or not torch._C._has_mkldnn
     assert [part._packed is not None for part in products] == [packed] * len(products)
-    assert all((part.weight.numel() == 0) == packed for part in products), "held twice"
+    assert all((part.weight.numel() == 0) == packed for part in products), "the weights are held twice"
 
 
 def test_a_packed_product_is_as_exact_as_float32():

@@ -41,14 +41,14 @@ def random(*shape, dtype, seed=0):
 
 
 def assert_equal(ours, plain):
-    """Equal but for a unit in the last place, or what float32 loses where terms of size one cancel."""
+    """Compare up to a unit in the last place, or what float32 loses when terms of size one cancel."""
     torch.testing.assert_close(ours, plain, rtol=2 * torch.finfo(plain.dtype).eps, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("width", [144, 640, 1152])
-def test_the_sum_and_its_norm_are_those_of_torch(spec, width, rms, dtype):
+def test_sum_and_norm_equal_those_of_torch(spec, width, rms, dtype):
     norm = Norm(width, rms=rms).to(DEVICE, dtype)
     for seed, parameter in enumerate(norm.parameters()):
         parameter.data = (1 - seed) + random(width, dtype=dtype, seed=seed) / 10
@@ -61,37 +61,37 @@ def test_the_sum_and_its_norm_are_those_of_torch(spec, width, rms, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_rotation_in_place_is_that_of_torch_and_leaves_the_values_alone(spec, dtype):
+def test_a_rotation_in_place_equals_torch_and_leaves_the_values_unchanged(spec, dtype):
     grid = Grid(1, 6, 10)
     packed = random(grid.patches, 3, spec.heads, spec.head_size, dtype=dtype)
-    turned = []
+    rotated = []
     for form in (TritonPointwise(spec, DEVICE), PlainPointwise()):
         copy = packed.clone()
         queries_and_keys = copy[:, :2]
         form.rotate(queries_and_keys, form.rotations(grid, spec).to(DEVICE), queries_and_keys)
         assert torch.equal(copy[:, 2], packed[:, 2])
-        turned.append(copy[:, :2])
-    assert not torch.equal(turned[0], packed[:, :2])
-    assert_equal(*turned)
+        rotated.append(copy[:, :2])
+    assert not torch.equal(rotated[0], packed[:, :2])
+    assert_equal(*rotated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_gelu_is_that_of_torch_also_in_a_last_block_that_is_not_full(spec, dtype):
+def test_the_gelu_equals_torch_in_a_partial_last_block_too(spec, dtype):
     x = 3 * random(7, 301, dtype=dtype)
     assert_equal(TritonPointwise(spec, DEVICE).gelu_erf(x.clone()), PlainPointwise().gelu_erf(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_quantised_values_and_their_scales_are_those_of_torch(spec, dtype):
+def test_quantised_values_and_scales_equal_those_of_torch(spec, dtype):
     x = random(9, 144, dtype=dtype)
     x[3] = 0
     x[4] *= 1e-3
-    x[5] *= torch.logspace(-8, 0, 144).to(x)  # values so small that they lose bits, and zeros
+    x[5] *= torch.logspace(-8, 0, 144).to(x)  # values so small that they lose bits or become zero
     (ours, our_scales), (plain, scales) = (
         form.quantised(x) for form in (TritonPointwise(spec, DEVICE), PlainPointwise())
     )
     assert torch.equal(our_scales, scales)
-    assert torch.equal(ours.float(), plain.float())  # zeros may have another sign
+    assert torch.equal(ours.float(), plain.float())  # zeros may differ in sign
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -112,7 +112,7 @@ def test_a_norm_quantised_in_its_kernel_has_the_bits_of_two_passes(spec, rms, dt
         assert torch.equal(fused.values.float(), values.float())
 
 
-def test_a_gelu_quantised_in_its_kernel_is_that_of_torch(spec):
+def test_a_gelu_quantised_in_its_kernel_equals_torch(spec):
     x = 3 * random(9, 301, dtype=torch.float16)
     x[3] = 0
     forms = TritonPointwise(spec, DEVICE), PlainPointwise()
@@ -120,7 +120,7 @@ def test_a_gelu_quantised_in_its_kernel_is_that_of_torch(spec):
     torch.testing.assert_close(ours.scales, plain.scales, rtol=2**-10, atol=0)
     one, other = (each.values.float() * each.scales[:, None] for each in (ours, plain))
     differing = torch.ne(one, other).float().mean()
-    assert differing < 0.02, "only what lies between two values of 8 bits may differ"
+    assert differing < 0.02, "only values near the middle between two 8-bit values may differ"
     torch.testing.assert_close(one, other, rtol=2**-3, atol=1e-3)
 
 
@@ -141,7 +141,7 @@ def test_a_kernel_that_differs_is_named(spec, monkeypatch, kernel, wrong, name):
 
 
 def test_a_device_without_8_bit_floating_point_has_the_other_kernels(spec, monkeypatch):
-    """Triton does not compile that one there."""
+    """Triton does not compile the FP8 kernels there."""
     monkeypatch.setattr(pointwise_triton, "quantise_kernel", None)
     with pytest.raises(TypeError):
         difference(spec, DEVICE, torch.float16)
@@ -154,10 +154,10 @@ def test_units_in_the_last_place_are_counted():
     assert ulps(torch.tensor([1.0078125, 4.03125]).bfloat16(), one) == 1
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="for the interpreter")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs Triton's interpreter")
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_a_tower_with_kernels_has_the_rows_of_the_plain_one(folders, model_type, monkeypatch):
-    """Packed as on CUDA, in float32: what the kernels are handed there is what they take."""
+    """Packed as on CUDA, in float32: checks that the tower calls the kernels with tensors that they accept."""
     monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     folder, grids = folders[model_type], [Grid(1, 8, 12), Grid(1, 6, 4)]
     processor = ProcessorSettings.from_folder(folder)
@@ -185,6 +185,6 @@ def test_kernels_are_for_16_bit_types_on_cuda(spec, caplog):
     assert not caplog.text
 
 
-def test_a_side_for_which_there_are_no_turns_is_refused(spec):
+def test_a_side_beyond_the_table_of_angles_is_refused(spec):
     with pytest.raises(ValueError, match="no side may be longer than 16384 patches"):
         TritonPointwise(spec, DEVICE).rotations(Grid(1, 2, 16386), spec)

@@ -1,4 +1,4 @@
-"""The tables of a grid: made once, by whichever thread comes first, and bounded."""
+"""The tables of a grid: made once, by the first thread that needs them, and bounded."""
 
 import threading
 
@@ -20,12 +20,12 @@ def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
     assert cache.get(small) is cache.get(small)
     cache.get(other)
     cache.get(small)
-    cache.get(Grid(1, 2, 2))  # 104 patches: the least recently used goes, which is `other`
+    cache.get(Grid(1, 2, 2))  # 104 patches: evicts the least recently used, which is `other`
     cache.get(small)
     assert made == [small, other, Grid(1, 2, 2)]
     cache.get(large)
     cache.get(large)
-    assert made.count(large) == 2  # over the bound: never kept
+    assert made.count(large) == 2  # over the bound: never cached
     assert len(cache) == 2
 
 
@@ -33,7 +33,7 @@ def test_concurrent_threads_share_the_tables_of_a_grid():
     both = threading.Barrier(2)
 
     def make(grid):
-        both.wait()  # neither has put its tables in yet
+        both.wait()  # neither thread has cached its tables yet
         return GridTables(grid, torch.empty(0))
 
     cache = TableCache(make, max_patches=100)
@@ -47,7 +47,7 @@ def test_concurrent_threads_share_the_tables_of_a_grid():
     assert cache._patches == grid.patches
 
 
-def test_while_one_thread_makes_tables_another_gets_what_is_there():
+def test_cached_tables_are_available_while_others_are_made():
     made, may_end = threading.Event(), threading.Event()
 
     def make(grid):

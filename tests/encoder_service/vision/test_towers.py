@@ -73,8 +73,8 @@ def test_bfloat16_error_is_no_larger_than_that_of_transformers(folders, model_ty
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
-def test_so_is_the_error_where_no_product_can_add_to_the_residual_stream(folders, model_type, monkeypatch):
-    """As on CUDA: weights are not packed, and sums wait for the next norm."""
+def test_bfloat16_error_is_no_larger_without_residual_epilogues(folders, model_type, monkeypatch):
+    """As on CUDA: weights are not packed, and the next norm adds the products."""
     monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     folder = folders[model_type]
     tower = load.__wrapped__(folder, "bfloat16")
@@ -112,7 +112,7 @@ def test_float32_rows_of_two_frames_equal_transformers(folders, model_type):
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
 def test_rows_of_a_clip_equal_those_of_its_pairs_in_transformers(folders, model_type):
-    """A clip is one grid of several pairs there: attention does not reach from one pair to another."""
+    """In `transformers` a clip is one grid of several pairs; attention does not cross pairs."""
     tower, reference = load(folders[model_type]), ReferenceTower(folders[model_type], torch.float32)
     pairs = random_patches([Grid(1, 8, 12)] * 3, 2 * tower.spec.patch_values, seed=8)
     rows = torch.cat(tower.encode(pairs, [Grid(1, 8, 12)] * 3))
@@ -131,7 +131,7 @@ def test_rows_of_two_frames_do_not_depend_on_still_images_beside_them(folders, m
         assert equal_bits(rows, tower.encode([image], [grid])[0])
 
 
-def test_two_equal_frames_are_a_still_image_but_for_rounding(folders):
+def test_two_equal_frames_are_a_still_image_up_to_rounding(folders):
     tower = load(folders["qwen3_vl"])
     stills = random_patches(GRIDS, tower.spec.patch_values, seed=11)
     twice = [image.view(-1, 3, 1, 256).expand(-1, 3, 2, 256).flatten(1) for image in stills]
@@ -168,7 +168,7 @@ def test_images_packed_into_one_layout_as_on_cuda_equal_images_alone(folders, mo
 
 
 def test_widened_mlps_change_nothing_but_rounding(folders, monkeypatch):
-    """As on CUDA, where rows of 16 bytes are wanted: 428 columns become 432; weights are not packed there."""
+    """As on CUDA, where rows must be multiples of 16 bytes: 428 columns become 432. CUDA does not pack weights."""
     patches = random_patches(GRIDS, 588)
     plain = load(folders["qwen2_5_vl"])
     monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)

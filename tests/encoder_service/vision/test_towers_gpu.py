@@ -1,4 +1,4 @@
-"""The vision towers on CUDA: every backend right, graphs equal to eager, memory flat."""
+"""The vision towers on CUDA: every backend is correct, graphs equal eager forwards, memory stays flat."""
 
 import math
 
@@ -106,7 +106,7 @@ def test_a_backend_that_is_slow_or_wrong_in_a_replay_is_refused(head_size):
 
 
 def memory_in_use():
-    """Bytes of memory that is not free yet, what other streams may still read among them."""
+    """Return the bytes of memory that is not free, including what other streams may still read."""
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
@@ -131,7 +131,7 @@ def test_an_aborted_capture_does_not_harm_the_next_one():
         crossing.record_stream(other)
         del crossing
         torch.cuda.synchronize()
-    torch.empty(1, device=device)  # what others are through with is found when something is allocated
+    torch.empty(1, device=device)  # an allocation makes torch free what other streams have finished with
     assert memory_in_use() < held + (1 << 28)
 
 

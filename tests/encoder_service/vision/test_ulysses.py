@@ -1,4 +1,4 @@
-"""One image in several processes: the rows of one, whatever the slices; and no process waits for one that is gone."""
+"""Encoding one image in several processes: the rows of one process; no process waits for one that is gone."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.ulysses_processes import Processes, die, hang, load
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-# As many heads as no number of processes here divides.
+# A number of heads that no number of processes here divides.
 SHAPES = {
     "qwen3_vl": {"num_heads": 5, "hidden_size": 360},
     "qwen2_5_vl": {"num_heads": 5, "hidden_size": 400},
@@ -31,7 +31,7 @@ def folders(kept_checkpoint):
 
 
 def image(folder, dtype, grid):
-    """Return what processes take, and the rows of one."""
+    """Return random patches, and the rows of one process."""
     tower = load(folder, dtype)
     [patches] = random_patches([grid], tower.spec.patch_values)
     return patches, tower.encode([patches], [grid])[0]
@@ -41,7 +41,7 @@ def image(folder, dtype, grid):
 @pytest.mark.parametrize(
     ("size", "leader", "dtype"), [(2, 0, "float32"), (2, 1, "bfloat16"), (4, 2, "bfloat16")]
 )
-def test_rows_have_the_bits_of_one_process_where_slices_are_tiles(
+def test_rows_have_the_bits_of_one_process_if_slices_are_tiles(
     processes, folders, model_type, size, leader, dtype
 ):
     folder = folders[model_type]
@@ -52,10 +52,8 @@ def test_rows_have_the_bits_of_one_process_where_slices_are_tiles(
 
 @pytest.mark.parametrize("model_type", SHAPES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_are_those_of_one_process_but_for_rounding_where_slices_are_no_tiles(
-    processes, folders, model_type, size
-):
-    """As on CUDA: slices end at merged patches."""
+def test_rows_equal_one_process_up_to_rounding_if_slices_are_not_tiles(processes, folders, model_type, size):
+    """As on CUDA, where slices end at merged patches."""
     folder = folders[model_type]
     patches, truth = image(folder, "float32", SMALL)
     rows = processes.encode(folder, "float32", SMALL, 0, patches, size=size, tile=4)
@@ -65,16 +63,16 @@ def test_rows_are_those_of_one_process_but_for_rounding_where_slices_are_no_tile
     assert row_errors(rows, truth).mean() <= 1.05 * row_errors(alone, truth).mean()
 
 
-def test_a_process_that_hangs_does_not_hold_the_others(processes, folders):
+def test_a_hanging_process_does_not_block_the_others(processes, folders):
     small = folders["qwen3_vl"], "float32", SMALL, 0, image(folders["qwen3_vl"], "float32", SMALL)[0]
-    processes.encode(*small, size=2, tile=4)  # all has been loaded
+    processes.encode(*small, size=2, tile=4)  # all towers are loaded now
     processes.begin(*small, size=2, tile=4, limit_s=1.0, at_block=hang)
     assert "Timed out" in processes.answer(0)
-    assert "Connection" in processes.answer(1), "the group that it comes back to is gone"
+    assert "Connection" in processes.answer(1), "the group to which it returns is gone"
     processes.encode(*small, size=2, tile=4)
 
 
-def test_a_process_that_dies_ends_the_image_for_all_at_once(processes, folders):
+def test_a_process_that_dies_fails_the_image_at_once(processes, folders):
     small = folders["qwen3_vl"], "float32", SMALL, 1, image(folders["qwen3_vl"], "float32", SMALL)[0]
     processes.encode(*small, size=4, tile=4)
     processes.begin(*small, size=4, tile=4, at_block=die)
@@ -82,7 +80,7 @@ def test_a_process_that_dies_ends_the_image_for_all_at_once(processes, folders):
     processes.encode(*small, size=3, tile=4)
 
 
-def test_shares_are_equal_but_for_the_unit():
+def test_shares_are_equal_up_to_a_unit():
     assert even_shares(14400, 2, 256) == [7168, 7232]
     assert even_shares(16, 3) == [5, 5, 6]
     for count in range(1, 9):

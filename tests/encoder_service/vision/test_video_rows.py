@@ -1,4 +1,4 @@
-"""Rows of clips against `transformers`, which is shown the same files: frames, sizes and rows are equal."""
+"""Rows of clips against `transformers`, on the same files: frames, sizes and rows are equal."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +64,7 @@ def folders(kept_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=MODEL_TYPES)
 def models(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
-    """Of a family: its tower here and how it is shown videos, and the model and video processor of `transformers`."""
+    """A family's tower and video settings here, and its model and video processor in `transformers`."""
     folder = folders[request.param]
     tower = load_tower(folder, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(folder))
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

@@ -124,11 +124,11 @@ def _rows(model: VisionModel, pixels: Tensor) -> Tensor:
 
 def _errors(rows: Sequence[Tensor], truth: Sequence[Tensor]) -> Finding:
     name = "rows against transformers"
-    for ours, theirs in zip(rows, truth, strict=True):
-        if ours.shape != theirs.shape:
-            return Finding(name, f"{tuple(ours.shape)} instead of {tuple(theirs.shape)}", is_right=False)
+    for own, true in zip(rows, truth, strict=True):
+        if own.shape != true.shape:
+            return Finding(name, f"{tuple(own.shape)} instead of {tuple(true.shape)}", is_right=False)
     pairs = zip(torch.cat(list(rows)).double(), torch.cat(list(truth)).double(), strict=True)
-    worst = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    worst = max(float((own - true).norm() / true.norm()) for own, true in pairs)
     return Finding(name, f"{len(rows)} images, largest error {worst:.1e}", worst <= MAX_ERROR)
 
 
@@ -192,10 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="run the code in the checkpoint, as serve does with it",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     right = True
     try:
-        for finding in check(given.folder, counted=given.sizes, trust_remote_code=given.trust_remote_code):
+        for finding in check(
+            options.folder, counted=options.sizes, trust_remote_code=options.trust_remote_code
+        ):
             right = right and finding.is_right is not False
             verdict = {True: "ok", False: "WRONG", None: "-"}[finding.is_right]
             print(f"{finding.check:<26} {finding.found:<48} {verdict}", flush=True)
@@ -203,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(one_line(error), file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 - transformers raises many types
-        print(f"{given.folder}: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+        print(f"{options.folder}: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return 2
     return 0 if right else 1
 

@@ -511,7 +511,7 @@ def parse_reply(reply: bytes) -> Answer:
 
 
 _RETRY_MS = 500
-# Videos that are open at a time, each in a process of its own. If callers read more videos in turn, processes have to
+# Videos that are open at a time, each in a separate process. If callers read more videos in turn, processes have to
 # decode them from the beginning again and again.
 OPEN_VIDEOS = 2
 

@@ -52,7 +52,7 @@ class VideoFile:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def mapped(self) -> "mmap.mmap | bytes":
-        """Map the file for reading. An empty file cannot be mapped, so that it is returned as bytes."""
+        """Map the file for reading. An empty file cannot be mapped and is returned as bytes."""
         return mmap.mmap(self.descriptor, self.size, mmap.MAP_PRIVATE, mmap.PROT_READ) if self.size else b""
 
     @property

@@ -137,7 +137,7 @@ class Validator:
         self._read_rare_header = read_rare_header
         self._on_hash = on_hash
         self._threads = ThreadTurns(THREADS, "validation")
-        # Decoder processes read these headers one at a time. With a thread of their own, they delay no other file.
+        # Decoder processes read these headers one at a time. They have a separate thread, so they delay no other file.
         self._rare_headers = ThreadTurns(1, "rare-headers")
         self._open_video = open_video
         self._video_limits = video_limits

@@ -373,7 +373,7 @@ def _failure(attend: Attention, case: _Case, max_third_call_ms: float) -> str:
 
 
 def _replay_failure(attend: Attention, case: _Case) -> str:
-    """Capture a call, replay it with other rows and bounds, and return what is wrong with the result."""
+    """Capture a call and replay it with other rows and bounds; return why the result is wrong, or empty."""
     packed, segments = case.first.clone(), case.segments(LENGTHS)
     replay = CudaCapture(case.device)(lambda: case.run(attend, packed, segments))
     packed.copy_(case.second)

@@ -66,7 +66,7 @@ class CudaCapture:
         Otherwise the allocator would refuse the next capture into the same memory. It would also keep all memory that
         crosses streams, as if a capture were running.
         """
-        with suppress(RuntimeError):  # CUDA did not invalidate the capture, so torch has told it
+        with suppress(RuntimeError):  # torch has told the allocator: CUDA did not invalidate the capture
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             torch._C._cuda_releasePool(self._stream.device_index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()

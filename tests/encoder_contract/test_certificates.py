@@ -32,7 +32,7 @@ def test_unchanged_files_are_not_read_again(issued: Issued) -> None:
     assert certificates.pem.ca == b""
 
 
-def test_a_new_pair_is_in_force_once_both_of_its_files_are_there(issued: Issued, tmp_path: Path) -> None:
+def test_a_new_certificate_is_used_once_its_key_is_there_too(issued: Issued, tmp_path: Path) -> None:
     certificates = Certificates(*issued, ca=str(tmp_path / "ca.pem"))
     old = certificates.pem
     elsewhere = tmp_path / "new"
@@ -47,9 +47,7 @@ def test_a_new_pair_is_in_force_once_both_of_its_files_are_there(issued: Issued,
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "another"])
-def test_files_that_cannot_be_used_leave_the_old_ones_in_force(
-    issued: Issued, tmp_path: Path, damage: str
-) -> None:
+def test_unusable_files_leave_the_old_ones_in_use(issued: Issued, tmp_path: Path, damage: str) -> None:
     ca = tmp_path / "ca.pem"
     certificates = Certificates(*issued, ca=str(ca))
     old = certificates.pem
@@ -87,7 +85,7 @@ def test_errors_in_certificate_files_name_the_files(issued: Issued, tmp_path: Pa
         Certificates(issued.cert, str(locked))
 
 
-def test_credentials_are_whole_or_none() -> None:
+def test_incomplete_credentials_are_refused() -> None:
     assert Credentials().certificates() is None
     for given in ({"cert": "a"}, {"ca": "public", "key": "b"}):
         with pytest.raises(ValueError, match="together"):

@@ -1,4 +1,4 @@
-"""A checkpoint folder: its vision tensors, and fingerprints, under which a running fleet keeps its rows."""
+"""A checkpoint folder: vision tensors, and the fingerprints that are part of every address."""
 
 import json
 from pathlib import Path
@@ -205,7 +205,7 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
         model_fingerprint(tmp_path)
 
 
-def test_a_tensor_that_the_index_promises_and_no_file_has_is_named(tmp_path: Path) -> None:
+def test_a_tensor_in_the_index_but_in_no_file_is_named(tmp_path: Path) -> None:
     weight_map = dict.fromkeys(("model.visual.blocks.9.norm1.weight",), "model.safetensors")
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -1,4 +1,4 @@
-"""The manners of the commands: endpoints are read before they are used, mistakes are told in one line."""
+"""Behaviour of all commands: endpoints are checked before use, and errors are one line."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from encoder_contract.endpoint import Endpoint
         ("unix:///run/encoder.sock", ("", 0, "/run/encoder.sock")),
     ],
 )
-def test_an_endpoint_is_taken_apart(text: str, parsed: tuple[str, int, str]) -> None:
+def test_an_endpoint_is_parsed(text: str, parsed: tuple[str, int, str]) -> None:
     assert Endpoint.parse(text) == parsed
     assert endpoint(text) == text
 
@@ -66,7 +66,7 @@ def parser() -> CommandLine:
         (["sreve"], "'serve'"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(
+def test_a_usage_error_is_one_line_that_names_it(
     capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -78,7 +78,7 @@ def test_a_mistake_is_one_line_that_names_it(
     assert told.endswith("--help\n")
 
 
-def test_nothing_is_proposed_that_is_not_near() -> None:
+def test_only_similar_words_are_suggested() -> None:
     assert did_you_mean("--quux", ["--model", "--listen"]) == ""
 
 

@@ -1,4 +1,4 @@
-"""The fleet's key: every field counts, no purpose stands in for another, and a secret can be replaced in steps."""
+"""The fleet's key: signatures cover every field and the purpose, and a secret can be replaced in steps."""
 
 import itertools
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_the_time_of_a_request_cannot_be_changed() -> None:
         assert KEY.request_signed_at(damaged, "a:1", b"request") is None
 
 
-def test_a_file_comes_out_as_it_went_in_or_not_at_all() -> None:
+def test_a_sealed_file_opens_unchanged_or_not_at_all() -> None:
     for file in (b"", b"bytes of an image"):
         sealed = KEY.seal_file(b"k" * 32, file)
         assert KEY.open_file(b"k" * 32, sealed) == file
@@ -71,7 +71,7 @@ def test_replicas_accept_each_other_at_every_step_of_a_key_change() -> None:
     assert not FleetKey([NEW]).verify_rows(signature, ADDRESS, GRID, memoryview(ROWS))
 
 
-def test_a_file_of_secrets_has_one_a_line_and_none_is_short_or_told(tmp_path: Path) -> None:
+def test_a_file_of_secrets_has_one_per_line_and_errors_hide_them(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(NEW + b"\r\n\n  " + OLD + b"\n")
     signature = FleetKey([NEW]).sign_request("a:1", b"", NOW_S)

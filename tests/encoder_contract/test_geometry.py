@@ -72,7 +72,7 @@ def test_strips_longer_than_200_to_1_are_refused_naming_the_limit(size):
 
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (-1, 5)])
-def test_a_side_without_pixels_is_no_image(size):
+def test_an_image_with_a_zero_side_is_refused(size):
     with pytest.raises(InvalidImageError):
         QWEN3_VL.grid(*size)
 
@@ -102,7 +102,7 @@ def test_a_variant_outside_the_models_budget_is_refused_naming_the_bound(bounds,
 @pytest.mark.parametrize(
     ("name", "value"), [("patch_size", 0), ("merge_size", 0), ("min_pixels", 0), ("max_pixels", 65535)]
 )
-def test_a_geometry_that_cannot_be_is_refused(name, value):
+def test_an_invalid_geometry_is_refused(name, value):
     with pytest.raises(ValueError, match=name):
         replace(QWEN3_VL, **{name: value})
 

@@ -278,7 +278,7 @@ PNG_START = photo(8, 8, 1, "PNG")[:33]
     ],
     ids=["segments", "padding", "junk", "exif", "chunks", "text", "tags", "webp", "gif"],
 )  # fmt: skip
-def test_a_file_made_to_be_slow_is_not(image):
+def test_a_file_crafted_to_be_slow_is_read_quickly(image):
     best = float("inf")
     for _ in range(3):  # of the processor's time: others may use it too
         began = time.thread_time()
@@ -288,7 +288,7 @@ def test_a_file_made_to_be_slow_is_not(image):
     assert best < 0.5  # fifty times what the slowest of them takes
 
 
-def test_limits_name_what_they_are_and_what_was_found():
+def test_limit_errors_name_the_limit_and_the_value():
     header = read_header(photo(40, 30, 1))
     check_limits(header, 1000, max_image_bytes=1000, max_image_pixels=1200)
     with pytest.raises(ImageLimitError, match="1001 bytes exceed max_image_bytes 1000"):

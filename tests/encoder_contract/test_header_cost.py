@@ -1,4 +1,4 @@
-"""What a header costs to read: linear in the file whatever it holds, and never much more than a walk over its parts."""
+"""The cost of reading a header: linear in the file size for any content, and close to a walk over its chunks."""
 
 import struct
 import time
@@ -97,7 +97,7 @@ def walk_seconds() -> float:
 
 
 @pytest.mark.parametrize("what", WORST)
-def test_four_times_the_trouble_costs_no_more_than_about_four_times(what):
+def test_the_cost_of_a_header_is_linear_in_the_file(what):
     make, most = WORST[what]
     small, large = make(most // 4), make(most)
     with suppress(InvalidImageError):  # a file without end may lack a frame; it may not be over a bound
@@ -107,7 +107,7 @@ def test_four_times_the_trouble_costs_no_more_than_about_four_times(what):
 
 
 @pytest.mark.parametrize("what", WORST)
-def test_no_file_costs_much_more_than_a_walk_over_its_parts(what):
+def test_no_file_costs_much_more_than_a_walk_over_its_chunks(what):
     make, most = WORST[what]
     for image in (make(most), make(20 * most)):
         bound = MOST_WALKS * walk_seconds() * (1 + len(image) / 4_000_000)
@@ -132,7 +132,7 @@ STARTS = [JPEG[:2] + b"\xff", JPEG[:-400], PROGRESSIVE, PNG_START, WEBP_START, G
     st.sampled_from(STARTS),
     st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 20_000)), min_size=1, max_size=6),
 )
-def test_nothing_that_can_be_put_together_costs_much_more_than_that(start, parts):
+def test_no_combination_of_parts_costs_much_more_than_that_walk(start, parts):
     image = start + b"".join(
         piece * (times if len(piece) < 100 else 1 + times % 300) for piece, times in parts
     )
@@ -148,7 +148,7 @@ def with_scans(image: bytes, scans: int) -> bytes:
     return image[:last] + image[last:-2] * (scans - have + 1) + image[-2:]
 
 
-def test_a_jpeg_of_more_scans_than_any_sound_one_is_refused_by_its_header():
+def test_a_jpeg_with_too_many_scans_is_refused():
     assert read_header(with_scans(PROGRESSIVE, MAX_SCANS)).format == "JPEG"
     for scans in (MAX_SCANS + 1, 4000):
         with pytest.raises(ImageLimitError, match="at most 100 scans"):
@@ -162,7 +162,7 @@ def test_a_large_jpeg_may_have_fewer_scans():
         read_header(with_scans(large, 21))
 
 
-def test_scans_are_counted_behind_anything_that_looks_like_the_end():
+def test_scans_after_a_fake_end_of_image_are_counted():
     hidden = with_scans(PROGRESSIVE, 200)
     first = hidden.index(b"\xff\xda")
     second = hidden.index(b"\xff\xda", first + 2)

@@ -1,4 +1,4 @@
-"""Processor settings: read from every form a checkpoint folder has, refused when we would not honour them."""
+"""Processor settings: read from every layout of a checkpoint folder, and refused if unsupported."""
 
 import json
 from typing import Any
@@ -56,7 +56,7 @@ def test_top_level_bounds_win_over_size(tmp_path):
     assert (geometry.min_pixels, geometry.max_pixels) == (4096, 8192)
 
 
-def test_a_processor_config_without_image_settings_is_passed_over(tmp_path):
+def test_a_processor_config_without_image_settings_is_skipped(tmp_path):
     write(tmp_path, {"processor_class": "Qwen3VLProcessor"}, "processor_config.json")
     assert ProcessorSettings.from_folder(write(tmp_path, QWEN3_PREPROCESSOR)).geometry.patch_size == 16
 

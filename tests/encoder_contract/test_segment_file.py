@@ -74,7 +74,7 @@ def test_a_segment_of_another_user_is_refused(store, monkeypatch):
         ("127.0.0.1.example.com:50051", False),
     ],
 )
-def test_only_a_server_of_this_host_gets_bytes_of_a_file(store, endpoint, told):
+def test_only_a_server_on_this_host_gets_bytes_of_a_file(store, endpoint, told):
     assert segment_proof(endpoint, str(store.segment.path)) == (store.segment.segment_id if told else b"")
 
 

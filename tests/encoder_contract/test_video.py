@@ -1,4 +1,4 @@
-"""Videos without a pixel: frames, sizes and times as the checkpoint's own video processor chooses them."""
+"""Videos: frames, sizes and times equal those of the checkpoint's own video processor."""
 
 import json
 import random
@@ -137,7 +137,7 @@ def test_settings_that_are_not_supported_are_refused_by_name(tmp_path, settings)
         VideoSettings.from_folder(tmp_path)
 
 
-def test_containers_are_told_by_their_first_bytes():
+def test_containers_are_recognised_by_their_first_bytes():
     assert container_of(b"\x00\x00\x00\x20ftypisom") == "MP4"
     assert container_of(b"\x1aE\xdf\xa3\x01") == "WEBM"
     for other in (b"", b"#EXTM3U\n", b"RIFF\x00\x00\x00\x00AVI ", np.random.default_rng(0).bytes(8)):

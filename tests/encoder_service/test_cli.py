@@ -98,13 +98,13 @@ def test_a_killed_client_soon_releases_its_shared_rows(process: ServerProcess, t
     assert " 0 pins" in shown
 
 
-def test_a_device_that_is_not_there_is_a_clear_error(checkpoint: Path) -> None:
+def test_a_missing_device_is_a_clear_error(checkpoint: Path) -> None:
     result = run("encoder-service", "serve", "--model", checkpoint, "--devices", "cuda:7")
     assert result.returncode == 2
     assert "cuda:7" in result.stderr
 
 
-def test_a_server_says_what_it_runs_on_and_within_which_limits(process: ServerProcess) -> None:
+def test_the_start_up_block_names_devices_and_limits(process: ServerProcess) -> None:
     banner = "\n".join(process.lines)
     for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
         assert word in banner
@@ -152,7 +152,7 @@ def test_operator_commands_inspect_and_empty_the_store(process: ServerProcess, t
     assert "0 image files kept" in after
 
 
-def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
+def test_encode_reports_an_absent_server(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     with closed_port() as nobody:
         result = run(
@@ -163,7 +163,7 @@ def test_encode_says_when_there_is_no_server(tmp_path: Path) -> None:
     assert nobody in result.stderr
 
 
-async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkpoint: Path) -> None:
+async def test_sigterm_finishes_running_calls_refuses_new_ones_and_exits_0(checkpoint: Path) -> None:
     images = [photo(900 + n, 700, n) for n in range(8)]
     with running(checkpoint, log_format="json", drain_s=200) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
@@ -186,7 +186,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(checkp
 
 
 @pytest.mark.parametrize("style", ["console", "json"])
-def test_serve_says_that_it_loads_before_it_imports_torch(checkpoint: Path, style: str) -> None:
+def test_serve_announces_loading_before_it_imports_torch(checkpoint: Path, style: str) -> None:
     code = "import sys; sys.modules['torch'] = None; from encoder_service.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
     result = subprocess.run([*command, "--log-format", style], capture_output=True, text=True, check=False)

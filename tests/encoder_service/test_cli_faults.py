@@ -1,4 +1,4 @@
-"""Mistakes and faults at the command line: each is one line that says what to mend, and never a traceback."""
+"""Errors at the command line: one line that says what to fix, and never a traceback."""
 
 import asyncio
 import os
@@ -97,7 +97,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--listen", "127.0.0.1:0", "--model", "/nowhere/model"], "/nowhere/model: there is no such folder"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_before_torch_is_imported(
+def test_an_invalid_value_is_refused_before_torch_is_imported(
     checkpoint: Path, flags: list[str], says: str, without_torch: None
 ) -> None:
     assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_served_is_refused_naming_what_is_wrong(
     assert says in refused(*serve, code=2)
 
 
-def test_a_misspelt_environment_name_is_met_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_environment_variable_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENCSVC_MODLE", "x")
     assert "did you mean ENCSVC_MODEL?" in refused("encoder-service", "serve", code=2)
 
@@ -205,7 +205,7 @@ def test_the_prefill_service_reports_a_taken_port_before_importing_torch(
     assert said == f"prefill-client: --listen {taken}: the address is taken\n"
 
 
-def test_the_prefill_service_tells_of_weights_that_cannot_be_read(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_prefill_service_reports_unreadable_weights(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cut"
     shutil.copytree(checkpoint, folder)
     weights = folder / "model.safetensors"
@@ -265,7 +265,7 @@ async def test_closed_and_full_outputs_print_no_traceback(server: Server, tmp_pa
     await asyncio.to_thread(lose_outputs)
 
 
-async def test_a_server_that_is_being_started_is_waited_for(config: Config, model: Model) -> None:
+async def test_a_client_waits_for_a_server_that_is_starting(config: Config, model: Model) -> None:
     free = f"127.0.0.1:{free_port()}"
     connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=100))
     await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The configuration: a field is the flag, the environment name, the default and the help line."""
+"""The configuration: each field is a flag, an environment variable, a default and a help line."""
 
 import argparse
 import re
@@ -52,7 +52,7 @@ def test_an_index_may_be_any_redis(url: str) -> None:
     assert Config(model=Path("a"), index=url).index == url
 
 
-def test_the_attention_backends_that_can_be_named_are_those_there_are() -> None:
+def test_every_attention_backend_can_be_configured() -> None:
     assert get_args(get_type_hints(Config)["attention"]) == ("auto", *BACKENDS)
 
 
@@ -68,7 +68,7 @@ def test_the_attention_backends_that_can_be_named_are_those_there_are() -> None:
         ("redis://u:pass@host?PASSWORD=pass", "redis://***@host?PASSWORD=***"),
     ],
 )
-def test_a_password_in_the_url_of_the_index_is_not_for_messages(url: str, shown: str) -> None:
+def test_a_password_in_the_index_url_is_hidden_in_messages(url: str, shown: str) -> None:
     assert Config(model=Path("a"), index=url).index_for_people == shown
 
 
@@ -76,13 +76,13 @@ def test_a_password_in_the_url_of_the_index_is_not_for_messages(url: str, shown:
     "url",
     ["redis://:p?pass@host", "redis:/:pass@host", "http://u:pass@host", "host?password=pass", "u:pass@host"],
 )
-def test_a_password_in_what_is_no_index_is_not_told_either(url: str) -> None:
+def test_a_password_in_an_invalid_index_url_is_hidden_too(url: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Config(model=Path("a"), index=url)
     assert "pass" not in str(refusal.value)
 
 
-def test_a_switch_that_stands_alone_means_yes() -> None:
+def test_a_switch_without_a_value_means_yes() -> None:
     given = parse("--store-only", "--accept-put", "--cuda-graphs", "no", "--model", "here")
     assert (given["store_only"], given["accept_put"], given["cuda_graphs"]) == ("yes", "yes", "no")
     with pytest.raises(SystemExit):
@@ -142,7 +142,7 @@ def test_a_removed_setting_is_an_error_that_says_what_replaced_it(
     assert not re.search(rf"{flag(name)}\b(?!-)", help_text())
 
 
-def test_no_setting_is_both_removed_and_there() -> None:
+def test_no_removed_setting_still_exists() -> None:
     assert "share_urls" in Config.removed
     assert not Config.removed.keys() & {each.name for each in fields(Config)}
 
@@ -151,6 +151,6 @@ def test_no_setting_is_both_removed_and_there() -> None:
     "number", [each.name for each in fields(Config) if type(each.default) in (int, float)]
 )
 @pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
-def test_no_number_is_negative_or_without_end(number: str, value: float) -> None:
+def test_numbers_must_be_positive_and_finite(number: str, value: float) -> None:
     with pytest.raises(ConfigError, match=flag(number)):
         Config(model=Path("a"), **{number: value})

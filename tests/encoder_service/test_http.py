@@ -1,4 +1,4 @@
-"""The operator's port: the page, health, and connections that say nothing."""
+"""The HTTP port: status page, health, and slow or idle connections."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ from tests.operator_view import get, numbers
 from tests.waiting import PATIENCE_S
 
 
-async def test_the_page_says_what_runs_and_links_to_the_rest(server: Server) -> None:
+async def test_the_status_page_shows_the_settings_and_links(server: Server) -> None:
     status, page = await get(server, "/")
     assert status == 200
     for text in (
@@ -40,7 +40,7 @@ async def test_the_page_says_what_runs_and_links_to_the_rest(server: Server) -> 
     assert (await numbers(server)).total("draining") == 1
 
 
-def test_a_loop_that_is_stuck_is_not_healthy() -> None:
+def test_a_stuck_event_loop_is_not_healthy() -> None:
     http = HttpPort(
         "127.0.0.1:0",
         title="t",
@@ -135,7 +135,7 @@ def test_health_is_answered_beside_slow_connections() -> None:
         assert drips.reopened > 0
 
 
-def test_a_new_connection_has_time_for_its_request_however_many_come_after_it(
+def test_a_new_connection_has_time_for_its_request_despite_newer_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("encoder_service.http.REQUEST_S", PATIENCE_S)
@@ -191,7 +191,7 @@ def test_an_endless_request_is_cut_off() -> None:
             pytest.fail("ten megabytes of request were read")
 
 
-def test_a_connection_has_its_time_however_often_it_sends_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_connection_is_closed_even_if_it_keeps_sending_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.http.CONNECTION_S", 0.5)
     with serving() as http:
         host, _, port = http.endpoint.rpartition(":")
@@ -206,7 +206,7 @@ def test_a_connection_has_its_time_however_often_it_sends_a_byte(monkeypatch: py
             pytest.fail("still open after half a minute")
 
 
-def test_connections_that_say_nothing_end_with_the_port() -> None:
+def test_idle_connections_end_with_the_port() -> None:
     with serving() as http:
         host, _, port = http.endpoint.rpartition(":")
         idle = socket.create_connection((host, int(port)), timeout=30)
@@ -224,6 +224,6 @@ async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Mo
 
 
 @pytest.mark.parametrize("listen", ["9464", "localhost:", "localhost:http"])
-def test_a_metrics_address_that_is_none_is_refused(config: Config, listen: str) -> None:
+def test_an_invalid_metrics_address_is_refused(config: Config, listen: str) -> None:
     with pytest.raises(ConfigError, match="--metrics-listen"):
         replace(config, metrics_listen=listen)

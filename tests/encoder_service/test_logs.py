@@ -1,4 +1,4 @@
-"""The log: an event is a line, whatever a stranger wrote into it."""
+"""The log: each event is one line, even with text from untrusted callers."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def test_a_message_is_one_line_without_control_characters(
     assert "gone\\n2026" in text.getvalue()
 
 
-def test_the_lines_of_a_traceback_cannot_be_taken_for_events(
+def test_a_traceback_cannot_be_mistaken_for_events(
     written: tuple[logging.Logger, io.StringIO],
 ) -> None:
     log, text = written

@@ -1,4 +1,4 @@
-"""The numbers of a real server: they count what happened."""
+"""The metrics of a real server."""
 
 import asyncio
 import shutil
@@ -21,7 +21,7 @@ from tests.servers import server_of
 from tests.waiting import soon
 
 
-async def test_images_calls_bytes_and_stages_are_counted_where_they_happen(server: Server) -> None:
+async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         images = await use(client)
     await settled(server, "calls_total", 3, status="OK")
@@ -73,7 +73,7 @@ async def test_pins_show_while_a_handle_is_held(server: Server) -> None:
     await settled(server, "store_pins", 0)
 
 
-async def test_the_number_of_series_does_not_depend_on_what_callers_say(server: Server) -> None:
+async def test_the_number_of_series_does_not_depend_on_callers(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         await use(client)
         await settled(server, "calls_total", 3)
@@ -102,7 +102,7 @@ async def test_the_export_is_what_prometheus_asks_for(server: Server) -> None:
         assert check.returncode == 0, check.stderr + check.stdout
 
 
-async def test_a_loop_that_is_held_up_shows(server: Server) -> None:
+async def test_a_blocked_event_loop_shows_in_the_lag_metric(server: Server) -> None:
     async def late() -> float:
         now = await numbers(server)
         return now.total("event_loop_lag_seconds_count") - now.total(
@@ -118,7 +118,7 @@ async def test_a_loop_that_is_held_up_shows(server: Server) -> None:
     await soon(one_more)
 
 
-async def test_a_server_whose_index_is_absent_at_start_says_so_and_encodes_alone(
+async def test_a_server_without_its_index_at_start_encodes_alone(
     config: Config, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closed_port() as port:

@@ -1,4 +1,4 @@
-"""A server without a tower: it needs no weights, keeps what is put and what peers hold, and says no to Submit."""
+"""A store-only server: it needs no weights, stores rows that clients put or peers hold, and refuses Submit."""
 
 import json
 import shutil
@@ -91,14 +91,14 @@ async def test_rows_of_any_model_are_stored_from_its_configuration_alone(tmp_pat
         await put_and_fetch(server, 2560)
 
 
-async def test_rows_of_a_model_that_is_not_here_are_stored_by_their_width() -> None:
+async def test_rows_of_a_model_without_a_folder_are_stored_by_their_width() -> None:
     settings = {"row_width": 5120, "dtype": "bfloat16"}
     with running(Path("org/a-model"), store_only="yes", accept_put="yes", **settings) as server:
         assert any("a-model" in line for line in server.lines)
         await put_and_fetch(server, 5120)
 
 
-def test_a_store_needs_a_width_from_somewhere(stores: Config, tmp_path: Path) -> None:
+def test_a_store_only_server_needs_a_row_width(stores: Config, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "text_config": {}}))
     with pytest.raises(ConfigError, match="names no hidden_size of a language model: say --row-width"):
         load_model(replace(stores, model=tmp_path))
@@ -119,7 +119,7 @@ def test_model_fingerprint_must_be_valid_and_needs_store_only(stores: Config) ->
         load_model(replace(stores, store_only="no", model_fingerprint=""))
 
 
-async def test_in_a_mixed_fleet_each_serves_what_the_other_holds(
+async def test_in_a_mixed_fleet_each_replica_serves_rows_of_the_other(
     config: Config, model: Model, stores: Config, redis_url: str
 ) -> None:
     only = {"store_only": "yes", "model": stores.model, "model_fingerprint": stores.model_fingerprint}

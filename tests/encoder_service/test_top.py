@@ -1,4 +1,4 @@
-"""`top`: what it reads of servers, and what it makes of it."""
+"""`top`: what it scrapes and how it shows it."""
 
 import io
 from math import inf
@@ -22,7 +22,7 @@ def test_a_quantile_is_interpolated_as_prometheus_does() -> None:
     assert quantile(0.5, {0.1: 0.0, inf: 0.0}) is None
 
 
-async def test_top_shows_the_living_and_the_gone(server: Server) -> None:
+async def test_top_shows_live_and_unreachable_servers(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         await use(client)
     await settled(server, "calls_total", 3)
@@ -56,6 +56,6 @@ async def test_top_shows_rates_between_frames(server: Server) -> None:
     assert replica.window.increase("encoded_images_total") == 0
 
 
-def test_a_scrape_of_what_is_no_server_says_so() -> None:
+def test_a_scrape_of_another_server_is_a_clear_error() -> None:
     with closed_port() as nobody, pytest.raises(ScrapeError, match=nobody):
         scrape(nobody)

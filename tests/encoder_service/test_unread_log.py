@@ -1,4 +1,4 @@
-"""A log that nobody reads: the server goes on, drops lines and counts them."""
+"""A log that is not read: the server continues, drops lines and counts them."""
 
 import fcntl
 import logging
@@ -64,7 +64,7 @@ async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
     handler.close()
 
 
-def test_the_end_of_a_process_writes_the_lines_that_wait(tmp_path: Path) -> None:
+def test_a_process_that_ends_writes_its_waiting_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
     handler.setFormatter(ConsoleFormatter("%(message)s"))

@@ -168,7 +168,7 @@ def test_too_little_memory_is_told_before_weights_are_read(
         (",".join(["cpu"] * (len(os.sched_getaffinity(0)) + 1)), "times, once for each core"),
     ],
 )
-def test_devices_that_cannot_be_meant_are_refused(config: Config, devices: str, says: str) -> None:
+def test_invalid_device_lists_are_refused(config: Config, devices: str, says: str) -> None:
     with pytest.raises(ConfigError, match=f"--devices .*{says}"):
         replace(config, devices=devices)
 

@@ -1,4 +1,4 @@
-"""The arena: pages have one owner, runs are preferred, and a day of random sizes leaves it usable."""
+"""The arena: each page has one owner, long runs are preferred, and random sizes do not fragment it too much."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def test_no_page_ever_has_two_owners_and_none_is_lost(steps, pages, max_runs):
 
 @given(steps=steps, pages=st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_it_refuses_only_what_its_longest_free_runs_cannot_hold(steps, pages):
+def test_allocation_fails_only_if_the_longest_free_runs_are_too_short(steps, pages):
     arena = Arena(pages)
     owned, held = set(), []
     for step in steps:

@@ -1,4 +1,4 @@
-"""The store's promises, one by one."""
+"""The store: reads, writes, eviction, pins, limits and errors."""
 
 import gc
 import os
@@ -93,7 +93,7 @@ def test_a_pinned_embedding_stays_and_a_full_store_refuses_with_a_hint(store):
     assert not store.contains(b"a")
 
 
-def test_a_writer_waits_for_a_release_but_not_longer_than_it_may(tmp_path):
+def test_a_writer_waits_for_a_release_for_at_most_wait_s(tmp_path):
     store = make_store(tmp_path, wait_s=60.0)
     pin = store.put(b"a", embedding(1, 16), (1, 1, 1))
     began = time.monotonic()
@@ -181,7 +181,7 @@ def test_stats_name_the_largest_entries_and_their_pins(store):
     assert stats.tiers[0].hits == 1
 
 
-def test_a_store_that_the_folder_cannot_hold_says_what_to_set(tmp_path):
+def test_a_store_too_large_for_its_folder_names_the_setting(tmp_path):
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(StoreSizeError, match=r"--store-host-gib.*shm_size.*emptyDir"):
         make_store(tmp_path, host_pages=2 * free // PAGE_BYTES)
@@ -194,7 +194,7 @@ def test_a_store_that_the_folder_cannot_hold_says_what_to_set(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_beyond_the_memory_limit_says_so(tmp_path, monkeypatch):
+def test_a_store_beyond_the_memory_limit_is_refused(tmp_path, monkeypatch):
     for name, text in (
         ("memory.max", "1000000\n"),
         ("memory.stat", "anon 400000\nfile 99999\nshmem 100000\n"),
@@ -206,7 +206,7 @@ def test_a_store_beyond_the_memory_limit_says_so(tmp_path, monkeypatch):
         segment.require_room(tmp_path, 500_001)
 
 
-def test_close_removes_the_segment_and_keeps_what_is_viewed(tmp_path):
+def test_close_removes_the_segment_and_keeps_views_valid(tmp_path):
     store = make_store(tmp_path)
     pin = store.put(b"a", embedding(1), (1, 1, 1))
     views = pin.rows()

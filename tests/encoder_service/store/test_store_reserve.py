@@ -1,4 +1,4 @@
-"""Space reserved for embeddings about to be computed: no other writer takes it, and asking costs no one else."""
+"""Space reserved for embeddings that are about to be computed: no other writer gets it."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ SIX, FIVE, FOUR = (pages * PAGE_ROWS for pages in (6, 5, 4))
 GRID = (1, 2, 2)
 
 
-def test_no_other_writer_takes_what_was_reserved(tmp_path: Path) -> None:
+def test_other_writers_do_not_get_reserved_space(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=10)
     assert store.reserve([SIX, FIVE]) == 1
     with pytest.raises(OverloadedError):
@@ -32,7 +32,7 @@ def test_no_other_writer_takes_what_was_reserved(tmp_path: Path) -> None:
     store.close()
 
 
-def test_with_a_device_tier_no_other_writer_takes_it_either(tmp_path: Path) -> None:
+def test_other_writers_do_not_get_reserved_space_with_a_device_tier(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=6, device_pages=4)
     assert store.reserve([FOUR, FOUR]) == 2
     with pytest.raises(OverloadedError):
@@ -42,7 +42,7 @@ def test_with_a_device_tier_no_other_writer_takes_it_either(tmp_path: Path) -> N
     store.close()
 
 
-def test_reserving_without_waiting_starts_no_waiting_time(
+def test_reserving_without_waiting_does_not_start_the_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when an image might overtake a large batch, and is put back: its own turn comes when that batch is done."""
@@ -56,7 +56,7 @@ def test_reserving_without_waiting_starts_no_waiting_time(
 
 
 @pytest.mark.parametrize("how", ["rows that never came", "a pin that was forgotten"])
-def test_space_that_appeared_in_between_restarts_the_waiting_time(
+def test_space_that_was_free_meanwhile_restarts_the_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     store = make_store(tmp_path, host_pages=10, wait_s=0.2)

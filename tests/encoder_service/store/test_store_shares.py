@@ -1,4 +1,4 @@
-"""Holders share the store: one takes what is free, and makes room with its own rows once it has the most."""
+"""Shares of holders: one may take all free pages, and loses its own rows first once it has the most."""
 
 import random
 import time
@@ -56,7 +56,7 @@ def test_a_flood_does_not_evict_a_holder_with_half_of_the_store(tmp_path: Path) 
     store.close()
 
 
-def test_one_holder_uses_the_whole_store_and_its_oldest_rows_go_first(tmp_path: Path) -> None:
+def test_one_holder_may_fill_the_store_and_loses_its_oldest_rows_first(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "b", *range(40))
     (host,) = store.stats().tiers
@@ -89,7 +89,7 @@ def test_a_flood_of_random_sizes_spares_a_holder_with_a_third(tmp_path: Path) ->
     store.close()
 
 
-def test_pinned_rows_count_as_their_holders(tmp_path: Path) -> None:
+def test_pinned_rows_count_against_their_holder(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(6))
     pins = [store.put(f"b {number}".encode(), ROWS, GRID, holder="b") for number in range(9)]
@@ -100,7 +100,7 @@ def test_pinned_rows_count_as_their_holders(tmp_path: Path) -> None:
     store.close()
 
 
-def test_rows_on_their_way_in_count_as_their_holders(tmp_path: Path) -> None:
+def test_incoming_rows_count_against_their_holder(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(6))
     put(store, "b", *range(2))
@@ -128,7 +128,7 @@ def test_rows_unused_for_ten_minutes_go_first(tmp_path: Path, monkeypatch: pytes
     store.close()
 
 
-def test_holders_beyond_the_bound_share_one_part_until_a_name_is_free(tmp_path: Path) -> None:
+def test_holders_beyond_the_limit_have_one_common_share(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=MAX_HOLDERS + 16)
     for number in range(MAX_HOLDERS):
         put(store, f"named {number}", 0)
@@ -148,7 +148,7 @@ def test_holders_beyond_the_bound_share_one_part_until_a_name_is_free(tmp_path: 
     store.close()
 
 
-def test_the_device_tier_is_shared_too_and_a_copy_is_its_holders(tmp_path: Path) -> None:
+def test_the_device_tier_has_shares_and_a_copy_keeps_its_holder(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=64, device_pages=10)
     put(store, "a", 0, 1)
     put(store, "b", *range(8))

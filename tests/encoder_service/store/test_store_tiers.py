@@ -1,4 +1,4 @@
-"""The tiers of the store: what is where, and what moves. A second CPU arena stands for the device."""
+"""The store's tiers: where rows are, and when they move. A second arena on the CPU stands in for the device."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from tests.small_store import embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
 
 
-def test_rows_go_to_the_device_and_come_to_the_host_when_someone_reads(tmp_path):
+def test_rows_go_to_the_device_and_are_copied_to_the_host_for_readers(tmp_path):
     store = make_store(tmp_path, device_pages=8)
     pin = store.put(b"a", embedding(1, 2), (1, 1, 1))
     assert pin.tier == "device"
@@ -77,7 +77,7 @@ def test_an_embedding_moves_to_the_device_after_enough_readers(tmp_path):
     store.close()
 
 
-def test_readers_of_the_host_bring_nothing_to_the_device_however_many(tmp_path):
+def test_readers_of_the_host_tier_promote_nothing(tmp_path):
     store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))

@@ -1,4 +1,4 @@
-"""The store under many threads and processes that are killed at any moment: never a wrong byte, nothing left behind."""
+"""The store under many threads and killed processes: no wrong byte is read, and no pin or file leaks."""
 
 import random
 import subprocess
@@ -53,7 +53,7 @@ def owner(tmp_path):
     process.wait()
 
 
-def test_readers_never_see_a_wrong_byte_and_killed_ones_leave_no_pin(owner, tmp_path):
+def test_readers_see_only_correct_bytes_and_killed_readers_leave_no_pin(owner, tmp_path):
     within(START_S, (tmp_path / "socket").exists)
     readers = [start("reader", tmp_path) for _ in range(READERS)]
     on_device = start("device", tmp_path)

@@ -1,4 +1,4 @@
-"""An engine over real parts, and a gate before its tower."""
+"""An engine with real components, and a gate in front of its tower."""
 
 import asyncio
 import threading
@@ -30,12 +30,12 @@ from encoder_service.vision import Tower
 from tests.waiting import START_S, soon
 
 Workplace = tuple[Work, RowStore, Metrics, Callable[[], None]]
-"""What workers have, and what ends the connections to it."""
+"""What the workers get: queue, store, metrics; and a function that closes the connections."""
 
 
 @dataclass
 class Bench:
-    """An engine, what it runs on, and what happened."""
+    """An engine, its components, and the outcomes of its jobs."""
 
     engine: Engine
     jobs: JobQueue
@@ -61,17 +61,17 @@ class Bench:
         """Stop the engine, as a server does."""
         self.jobs.close()
         await self.engine.stop()
-        await asyncio.to_thread(self.hang_up)  # then all that the workers told has been heard
+        await asyncio.to_thread(self.hang_up)  # then all reports of the workers have arrived
         self.jobs.fail_all(UnavailableError("the engine has stopped"))
 
 
 def demanded(request: str = "r") -> Claim:
-    """A claim of a prefill that waits."""
+    """Return the claim of a Fetch whose chunk is waiting."""
     return Claim(request, f"client of {request}", demanded=True)
 
 
 class Changed:
-    """A real part, some of whose methods do something else."""
+    """A real component with some of its methods replaced."""
 
     def __init__(self, part: object, **methods: Callable[..., object]) -> None:
         self._part = part
@@ -82,7 +82,7 @@ class Changed:
 
 
 def in_batches(model: Model) -> Model:
-    """Return the model with a decoder that takes every image in batches, as that of a GPU takes JPEGs."""
+    """Return the model with a decoder that decodes every image in batches, as a GPU decodes JPEGs."""
     one = model.decoder.decode
     changed = Changed(
         model.decoder,
@@ -105,7 +105,7 @@ async def running(
     decode: Callable[[Source], Tensor | EncoderError] | None = None,
     **store: int,
 ) -> AsyncIterator[Bench]:
-    """Run an engine over real parts; `encode` and `decode` stand for those of the model's tower and decoder.
+    """Run an engine with real components; `encode` and `decode` replace those of the model's tower and decoder.
 
     As many patches are prepared ahead of the tower as two batches hold, or `ahead_patches`.
     """
@@ -144,12 +144,12 @@ async def running(
 
 
 REMOTE = False
-"""Whether engines are `running` as in the process of a device, over connections to the queue and the store."""
+"""Whether `running` uses connections to the queue and the store, as in a device process."""
 
 
 @contextmanager
 def answered(jobs: JobQueue, store: Store, model: Model) -> Iterator[Workplace]:
-    """Give what the workers of a device's process have, with a session that answers it."""
+    """Yield what the workers of a device process get, with a session that answers them."""
     pairs = [Pipe() for _ in range(6)]
     (ours, theirs), *others = pairs
     device = SimpleNamespace(number=0, failures=0, control=ours, connections=[end for end, _ in others])
@@ -176,7 +176,7 @@ def _thread(name: str, work: Callable[..., None], *given: Any) -> threading.Thre
 
 
 class Gate:
-    """The real tower behind a gate; remembers the grids of every batch it was given."""
+    """The real tower behind a gate; records the grids of every batch."""
 
     def __init__(self, model: Model) -> None:
         self._encode = model.tower.encode
@@ -184,11 +184,11 @@ class Gate:
         self.batches: list[list[Grid]] = []
 
     def encode(self, patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
-        """Note the batch, wait for the gate, encode."""
+        """Record the batch, wait for the gate, encode."""
         self.batches.append(list(grids))
         assert self.open.wait(START_S)
         return self._encode(patches, grids)
 
     async def reached(self, batches: int) -> None:
-        """Wait until so many batches have come."""
+        """Wait until this many batches have arrived."""
         await soon(lambda: len(self.batches) >= batches)

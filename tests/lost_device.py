@@ -1,7 +1,7 @@
-"""A server whose device is lost at one stage, or one of whose threads dies: the real command, over a part that fails.
+"""A server that loses its device at one stage, or one of whose threads dies: the real command, with one failing part.
 
-A process of its own, forked by one that has imported torch already: a start takes a second. `main` is the body of its
-device's process, where the stage is; `LOSING` tells it.
+The server is forked from a process that has imported torch already, so a start takes a second. `main` is the target of
+its device process, which runs the stage; `LOSING` names it.
 """
 
 import multiprocessing
@@ -40,13 +40,13 @@ _lost = threading.Event()
 
 
 def lose(*_: Any) -> NoReturn:
-    """Lose the device, as a kernel that writes where it must not does."""
+    """Lose the device, like a kernel that accesses invalid memory."""
     _lost.set()
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
 class LosableDevice(Device):
-    """The CPU, but once lost it fails every call."""
+    """The CPU, which fails every call once it is lost."""
 
     def synchronize(self) -> None:
         if _lost.is_set():
@@ -54,7 +54,7 @@ class LosableDevice(Device):
 
 
 class LostEvent:
-    """The end of work at which a device was lost."""
+    """An event after work that lost the device."""
 
     synchronize = staticmethod(lose)
 
@@ -67,14 +67,14 @@ class LosingStream(CudaStream):
 
 
 class LosingDevice(LosableDevice):
-    """A device whose streams lose it."""
+    """A device that its streams lose."""
 
     def stream(self) -> CudaStream:
         return LosingStream("cpu")
 
 
 class HangingEvent:
-    """The end of work that does not end."""
+    """An event that never passes."""
 
     def synchronize(self) -> NoReturn:
         while True:
@@ -82,14 +82,14 @@ class HangingEvent:
 
 
 class HangingStream(CudaStream):
-    """A stream whose work does not end."""
+    """A stream whose work never ends."""
 
     def mark(self) -> Any:
         return HangingEvent()
 
 
 class HangingDevice(Device):
-    """A device that fails no call, and ends no work."""
+    """A device that fails no call, and whose work never ends."""
 
     can_hang = True  # type: ignore[assignment]
 
@@ -124,7 +124,7 @@ def _losing(results: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flat(model: Model) -> Model:
-    """Pixels of a shape that no stage expects: the thread that meets them dies."""
+    """Return a model whose pixels have an unexpected shape: the thread that handles them dies."""
     return _decoder(in_batches(model), decode_batch=lambda sources: [torch.empty(1)] * len(sources))
 
 
@@ -159,12 +159,12 @@ DEATHS: dict[str, tuple[type, str]] = {
 
 
 def die(*_: Any) -> NoReturn:
-    """Die of what nobody expected."""
+    """Raise an error that no code handles."""
     raise LookupError("a bug of ours")
 
 
 def main(descriptors: list[int], *, parent: int) -> None:
-    """Be the process of a device that fails."""
+    """Run a failing device process."""
     stages, _, folder = os.environ[LOSING].partition(":")
     load_model = loading.load_model
 
@@ -187,7 +187,7 @@ def main(descriptors: list[int], *, parent: int) -> None:
 
 
 def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
-    """Serve, and lose a device at its stages, or a thread: the body of a process."""
+    """Serve, losing a device at its stages, or a thread: the target of a process."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

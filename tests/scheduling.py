@@ -1,4 +1,4 @@
-"""A scheduler with room for everything, and what is asked of it in a few words."""
+"""A scheduler with ample limits, and shorthands for its calls."""
 
 from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Limits, Scheduler
 
@@ -32,7 +32,7 @@ def names(tasks) -> list[str]:
 
 
 def encode_order(scheduler, now=0.0) -> list[str]:
-    """Return the addresses in the order in which they are encoded, one image a batch."""
+    """Return the addresses in the order of encoding, one image per batch."""
     out = []
     while True:
         prepare_all(scheduler, now)

@@ -1,4 +1,4 @@
-"""The engine: the job queue, the workers on threads, and where the rows that a Fetch waits for come from."""
+"""The engine: the job queue, and a process for each device, whose threads encode its jobs."""
 
 LOST, STUCK = 70, 71
 """Exit codes of a device process whose device was lost, or hangs."""

@@ -1,4 +1,4 @@
-"""Budgets: what callers hold is bounded, shared, and released however its block ends."""
+"""Budgets are bounded and shared, and a hold is released however its block ends."""
 
 import asyncio
 from contextlib import suppress
@@ -12,7 +12,7 @@ from tests.waiting import PATIENCE_S
 
 
 def taken(budget: Budget, *holders: str) -> int:
-    """Hold one after the other until the budget refuses; return how many."""
+    """Hold 1 at a time until the budget refuses; return how many were held."""
     held = 0
     while True:
         try:
@@ -54,7 +54,7 @@ def test_a_hold_is_released_once_however_its_block_ends() -> None:
     assert not budget._holders
 
 
-def test_an_amount_above_the_whole_budget_counts_as_all_of_it() -> None:
+def test_an_amount_above_the_budget_counts_as_the_whole_budget() -> None:
     budget = Budget(10, "places")
     with budget.hold(caller("a"), 1000):
         assert budget.held == 10

@@ -1,4 +1,4 @@
-"""The store address: pinned by golden vectors, changed by every field."""
+"""Addresses: pinned by golden vectors, changed by every field."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,8 +37,8 @@ def test_golden_source_keys_never_change() -> None:
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(max_size=64), st.binary(max_size=64))
-def test_no_digest_stands_for_the_file_of_a_tenant(digest: bytes, salt: bytes, other: bytes) -> None:
-    """Who names the key of a tenant's file as a digest of its own does not get at the file."""
+def test_no_digest_names_the_file_of_a_tenant(digest: bytes, salt: bytes, other: bytes) -> None:
+    """A caller that uses the source key of a tenant's file as a digest does not get the file."""
     key = RECIPE.key(digest, salt=salt).source_key
     assert key != digest
     assert RECIPE.key(key).source_key != key
@@ -93,7 +93,7 @@ variants = st.tuples(st.integers(0, 3), st.integers(0, 3), st.binary(max_size=2)
 
 
 @given(producers, producers, names, names, variants, variants)
-def test_rows_that_were_put_share_an_address_only_if_all_is_equal(
+def test_put_rows_share_an_address_only_if_all_fields_are_equal(
     producer: Producer, other: Producer, name: Any, other_name: Any, variant: Any, other_variant: Any
 ) -> None:
     one, two = put_key(producer, name, *variant), put_key(other, other_name, *other_variant)

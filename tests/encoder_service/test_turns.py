@@ -1,11 +1,11 @@
-"""Turns: whoever asks for thousands of things at once keeps others waiting for a pass or two of the event loop."""
+"""Turns: a client with thousands of requests delays others by a pass or two of the event loop."""
 
 import asyncio
 
 from encoder_service.limits import AT_A_TIME, Turns
 
 
-async def test_a_client_with_thousands_of_turns_does_not_hold_up_another() -> None:
+async def test_a_client_with_thousands_of_turns_does_not_block_another() -> None:
     turns, order = Turns(), []
 
     async def take(client_id: str) -> None:
@@ -20,7 +20,7 @@ async def test_a_client_with_thousands_of_turns_does_not_hold_up_another() -> No
     assert max(at for at, client_id in enumerate(order) if client_id == "modest") < 5 * AT_A_TIME
 
 
-async def test_no_pass_of_the_loop_lets_more_than_a_few_go_on() -> None:
+async def test_each_pass_grants_only_a_few_turns() -> None:
     turns, gone_on = Turns(), 0
 
     async def take() -> None:
@@ -38,7 +38,7 @@ async def test_no_pass_of_the_loop_lets_more_than_a_few_go_on() -> None:
     assert max(passes) <= 2 * AT_A_TIME  # those of one pass, and those that were granted in the one before
 
 
-async def test_each_pass_has_two_pieces_of_other_clients_work() -> None:
+async def test_each_pass_runs_two_units_of_other_clients_work() -> None:
     turns, done = Turns(), 0
 
     async def work() -> None:

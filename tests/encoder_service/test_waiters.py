@@ -1,4 +1,4 @@
-"""Waiting for images that nobody has submitted: bounded, and ended by an arrival here or elsewhere."""
+"""Waits for images that are not submitted yet: bounded, and ended by an arrival here or elsewhere."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -47,7 +47,7 @@ async def test_an_arrival_wakes_only_its_own_waiters() -> None:
     where = (Location("r", "r:1", Grid(1, 2, 2)),)
     searches[address(2)](address(2), where)
     assert await asyncio.gather(tasks[1], tasks[5], tasks[2], tasks[6]) == [(), (), where, where]
-    assert sum(task.done() for task in tasks) == 4, "nobody else was woken"
+    assert sum(task.done() for task in tasks) == 4, "no other waiter was woken"
     tasks[0].cancel()
     await asyncio.sleep(0)
     assert address(0) in searches, "one more waits for it"

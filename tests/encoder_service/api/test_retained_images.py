@@ -146,7 +146,7 @@ async def test_retaining_calls_leave_room_for_fetches(config: Config, model: Mod
             call.cancel()
 
 
-async def test_when_the_keeper_that_was_asked_leaves_another_is_asked() -> None:
+async def test_if_a_retainer_leaves_the_image_is_requested_from_another() -> None:
     waiters, key = Waiters(Cluster(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
     first, second, other = Retainer(), Retainer(), Retainer()
     waiters.retain(key.address, first)

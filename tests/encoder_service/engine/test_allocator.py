@@ -1,4 +1,4 @@
-"""Memory that a thread frees is used again instead of being mapped afresh; what is loaded is left alone."""
+"""Freed memory is reused instead of being mapped anew; loaded objects are excluded from garbage collection."""
 
 import subprocess
 import sys
@@ -47,8 +47,8 @@ with out_of_collections():
     assert ran.stderr == ""  # nothing that native modules hold is reported as leaked at exit
 
 
-def test_full_collections_come_while_a_server_runs() -> None:
-    """One waits until a quarter as many objects came as the last one left, even of those that are out of it."""
+def test_full_collections_happen_while_a_server_runs() -> None:
+    """A full collection waits for a quarter as many new objects as the last one left, including frozen ones."""
     program = """
 import gc
 from encoder_service.engine.allocator import out_of_collections

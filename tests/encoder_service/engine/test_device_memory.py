@@ -1,4 +1,4 @@
-"""A device that is full: what is planned at start, and what happens when memory runs out all the same."""
+"""Device memory: the plan at start, and what happens when memory runs out anyway."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ from tests.waiting import PATIENCE_S, soon
 
 
 class SmallDevice(Device):
-    """The CPU, with memory of its own, of which so much is free; counts how often torch's cache was given back."""
+    """The CPU, posing as a device with `free` bytes of memory; counts how often torch's cache is emptied."""
 
     def __init__(self, free_gib: float = 0.0) -> None:
         super().__init__("cpu")
@@ -53,7 +53,7 @@ class SmallDevice(Device):
 async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
     model: Model,
 ) -> None:
-    """Every batch of more than two images fails, and one image always."""
+    """Every batch of more than two images fails, and so does every batch with one certain image."""
     gate, device = Gate(model), SmallDevice()
     hungry = model.tower.geometry.grid(384, 256)
     sizes: list[int] = []
@@ -85,7 +85,7 @@ async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
 async def test_activations_of_a_failed_batch_are_freed_before_the_retry(
     model: Model,
 ) -> None:
-    """An exception keeps the frames that it went through alive, and those all that they computed."""
+    """An exception keeps the frames of its traceback alive, with all their local tensors."""
     held: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
 
@@ -147,10 +147,8 @@ def test_tables_fit_their_plan(
     assert 0.8 * tower.table_bytes < held <= tower.table_bytes
 
 
-async def test_rows_of_no_more_batches_exist_than_are_planned(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first is not copied out: the device runs ahead of it until it waits."""
+async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch is not copied out: the device runs ahead until it has to wait."""
     stored, rows = threading.Event(), []
 
     def encode(*given: Any) -> list[Tensor]:
@@ -175,7 +173,7 @@ async def test_rows_of_no_more_batches_exist_than_are_planned(
             pin.release()
 
 
-async def test_a_device_that_is_too_small_is_warned_of(
+async def test_a_too_small_device_is_warned_about(
     config: Config, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     for free, warned in ((6.0, False), (0.1, True)):
@@ -209,7 +207,7 @@ def test_the_plan_matches_the_estimate_for_the_largest_forward(model: Model) -> 
     assert 1.8e9 < 65536 * activation_values(real) * 2 < 3e9
 
 
-def test_as_many_threads_decode_as_suit_the_device_or_as_were_asked_for(config: Config) -> None:
+def test_decode_threads_follow_the_setting_or_the_device(config: Config) -> None:
     assert decode_threads(config, Device("cpu")) == 2
     assert decode_threads(config, Device("cuda:1")) == 8
     assert decode_threads(replace(config, decode_threads=3), Device("cuda:1")) == 3

@@ -1,4 +1,4 @@
-"""Several devices, and processes of devices that are killed or do not start."""
+"""Several devices, and device processes that are killed or do not start."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ from tests.waiting import START_S, soon
 async def serving(
     config: Config, devices: str, **settings: float
 ) -> AsyncIterator[tuple[Server, EncoderClient, Sequence[DeviceProcess]]]:
-    """Run a server whose devices have processes of their own."""
+    """Run a server with a process for each device."""
     config = replace(config, devices=devices, **settings)
     started = start_devices(config)
     model = await asyncio.to_thread(served_model, config, started)
@@ -87,7 +87,7 @@ async def test_a_killed_process_costs_no_image_and_no_row(config: Config) -> Non
         assert not server.store._reserved_pages
 
 
-async def test_with_one_of_two_processes_killed_the_other_goes_on(config: Config) -> None:
+async def test_one_of_two_processes_continues_when_the_other_is_killed(config: Config) -> None:
     async with serving(config, "cpu,cpu") as (_, client, [first, second]):
         os.kill(first.process.pid, signal.SIGKILL)
         await soon(lambda: not first.is_up)
@@ -96,7 +96,7 @@ async def test_with_one_of_two_processes_killed_the_other_goes_on(config: Config
         await soon(lambda: first.is_up, START_S)
 
 
-async def test_a_process_that_is_started_again_as_the_server_stops_need_not_load(config: Config) -> None:
+async def test_a_process_restarted_during_shutdown_is_ended_before_it_loads(config: Config) -> None:
     async with serving(config, "cpu") as (server, _, [device]):
         assert isinstance(server.engine, Devices)
         start, stopping = device.start, server.engine._closed
@@ -113,13 +113,13 @@ async def test_a_process_that_is_started_again_as_the_server_stops_need_not_load
     assert device.process.returncode == -signal.SIGKILL, "it loaded, and ended in order"
 
 
-async def test_rows_go_into_the_device_tier_of_the_server(config: Config) -> None:
+async def test_processes_write_rows_into_the_device_tier(config: Config) -> None:
     async with serving(config, "cpu", store_device_gib=0.01) as (server, client, _):
         await fetched(client, [photo(128, 128, n) for n in range(4)])
         assert server.store.stats().tiers[0].writes == 4
 
 
-async def test_pairs_of_frames_of_a_video_are_encoded_by_a_process(config: Config, model: Model) -> None:
+async def test_a_process_encodes_frames_of_a_video(config: Config, model: Model) -> None:
     data, settings = clip("mp4", frames=20, fps=10.0), VideoSettings.from_folder(config.model)
 
     async def rows_by(client: EncoderClient) -> list[bytes]:
@@ -136,7 +136,7 @@ async def test_pairs_of_frames_of_a_video_are_encoded_by_a_process(config: Confi
         assert await rows_by(client) == expected
 
 
-def test_what_a_process_finds_wrong_is_one_line_of_the_server(config: Config, tmp_path: Path) -> None:
+def test_an_error_at_load_in_a_process_is_one_line_of_the_server(config: Config, tmp_path: Path) -> None:
     for file in config.model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
@@ -147,7 +147,7 @@ def test_what_a_process_finds_wrong_is_one_line_of_the_server(config: Config, tm
     assert "\n" not in str(refused.value)
 
 
-def test_too_little_memory_is_told_before_weights_are_read(
+def test_too_little_memory_is_reported_before_weights_are_read(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "unused_memory_bytes", lambda: 1000)
@@ -174,7 +174,7 @@ def test_invalid_device_lists_are_refused(config: Config, devices: str, says: st
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_told_for_each_of_several(config: Config) -> None:
+def test_each_missing_gpu_is_reported(config: Config) -> None:
     two = replace(config, devices="cuda:0,cuda:1")
     with pytest.raises(ConfigError, match=r"--devices cuda:0: torch .* sees 0 CUDA devices"):
         served_model(two, start_devices(two))

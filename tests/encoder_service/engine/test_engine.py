@@ -1,4 +1,4 @@
-"""The engine's threads over real parts: order, overlap, departures, culprits, and a loop that stays free."""
+"""The engine's threads with real components: order, overlap, withdrawals, failing images, a responsive event loop."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ STAGES = 4  # threads that wait for images: one for batches to decode, two for s
 
 @pytest.fixture(params=["here", "remote"], autouse=True)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with the queue itself, and with its remote side, as in the process of a device."""
+    """Run each test with the queue itself, and with its remote side, as in a device process."""
     monkeypatch.setattr(process, "ASK_S", 0.0)
     monkeypatch.setattr(engines, "REMOTE", request.param == "remote")
 
@@ -108,7 +108,7 @@ async def test_the_job_is_dropped_when_its_last_waiter_cancels(
 
 
 async def fill(bench: Bench) -> list[Pin]:
-    """Pin images until the store has no room for another; return the pins."""
+    """Pin images until the store is full; return the pins."""
     held: list[Pin] = []
     with pytest.raises(OverloadedError):  # noqa: PT012 - some of them fit
         for n in range(50):
@@ -116,7 +116,7 @@ async def fill(bench: Bench) -> list[Pin]:
     return held
 
 
-async def test_a_store_that_stays_full_of_pins_says_so_in_time(model: Model) -> None:
+async def test_a_store_full_of_pins_fails_an_image_in_time(model: Model) -> None:
     async with running(model, host_bytes=600_000) as bench:
         held = await fill(bench)
         assert held
@@ -125,7 +125,7 @@ async def test_a_store_that_stays_full_of_pins_says_so_in_time(model: Model) -> 
         (await bench.rows(photo(256, 256, 99), demanded("again"))).release()
 
 
-async def test_a_full_queue_refuses_with_a_hint_and_goes_on(model: Model) -> None:
+async def test_a_full_queue_refuses_with_a_retry_hint_and_continues(model: Model) -> None:
     gate = Gate(model)
     limits = Limits(images=3, patches=10**6, source_bytes=1 << 30, claims=100, client_share=0.99)
     async with running(model, gate.encode, limits=limits) as bench:
@@ -204,7 +204,7 @@ async def test_queued_images_end_with_an_error_at_shutdown(model: Model) -> None
         assert isinstance(results[0], Pin)
 
 
-async def test_sleeping_stages_leave_the_loop_its_turn_to_answer(model: Model) -> None:
+async def test_idle_workers_wake_after_the_answer_is_sent(model: Model) -> None:
     async with running(model) as bench:
         sleepers = bench.jobs._turn._waiters  # type: ignore[attr-defined]
         await soon(lambda: len(sleepers) == STAGES)
@@ -274,7 +274,7 @@ async def test_an_image_without_space_in_the_store_is_refused_before_encoding(
         (await bench.rows(photo(256, 256, 99), demanded("again"))).release()
 
 
-async def test_a_batch_larger_than_the_store_is_encoded_in_parts(model: Model) -> None:
+async def test_a_batch_larger_than_the_store_is_encoded_in_smaller_batches(model: Model) -> None:
     gate = Gate(model)
     async with running(model, gate.encode, host_bytes=600_000) as bench:
 
@@ -315,20 +315,20 @@ async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
 
 
 def frames_before(model: Model, digest: bytes, second: int) -> tuple[ImageKey, Source]:
-    """Name frames 0 and `second` of a video."""
+    """Return the key and source of frames 0 and `second` of a video."""
     key = model.recipe.frames_key(digest, Frames(0, second, Grid(1, 16, 16)))
     info = VideoInfo(second + 1, second + 1, 30.0, 160, 96)
     return key, Source(key.source_key, b"", Header("VIDEO", 160, 96, UPRIGHT, 3), info)
 
 
 class EndlessFrames:
-    """Decodes frames until they are no longer wanted, as a decoder does that has hours of a video before them."""
+    """Decodes until the frames are unwanted, like a decoder that must first read hours of video."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
 
     def decode(self, _source: Source, _frames: Frames, is_wanted: Callable[[], bool]) -> EncoderError:
-        """Wait until the frames are no longer wanted."""
+        """Wait until the frames are unwanted."""
         self.begun += 1
         while is_wanted():
             time.sleep(0.01)
@@ -336,7 +336,7 @@ class EndlessFrames:
         return AbandonedError("nobody wants them")
 
 
-async def test_frames_hold_the_decoder_no_longer_than_they_are_wanted(model: Model) -> None:
+async def test_unwanted_frames_release_the_decoder(model: Model) -> None:
     endless = EndlessFrames()
     decoder = cast(Decoder, Changed(model.decoder, decode_frames=endless.decode))
     async with running(replace(model, decoder=decoder)) as bench:
@@ -355,7 +355,7 @@ async def test_frames_hold_the_decoder_no_longer_than_they_are_wanted(model: Mod
     assert endless.ended == 2
 
 
-async def test_frames_far_into_a_video_are_no_hang_before_the_limit_of_decoding(model: Model) -> None:
+async def test_frames_far_into_a_video_do_not_count_as_a_hang(model: Model) -> None:
     endless = EndlessFrames()
     decoder = cast(Decoder, Changed(model.decoder, decode_frames=endless.decode))
     async with running(replace(model, decoder=decoder)) as bench:

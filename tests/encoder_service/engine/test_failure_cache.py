@@ -1,4 +1,4 @@
-"""What is remembered of images that cannot be encoded: a damaged file in all variants, one too large in that alone."""
+"""Images that cannot be encoded are remembered: damaged files for all variants, too large ones for that variant."""
 
 import pytest
 

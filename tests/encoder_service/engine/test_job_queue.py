@@ -1,4 +1,4 @@
-"""The job queue and its scheduler, in any order of events: every job ends, and its image can come again."""
+"""The job queue and its scheduler under any order of events: every job ends, and its image can be submitted again."""
 
 import asyncio
 import math
@@ -44,13 +44,13 @@ OUTCOME = UnavailableError("it ended")
 
 
 class Posts:
-    """An event loop that runs what the workers post when it is told to, in any order."""
+    """An event loop that runs posted calls on request, in any order."""
 
     def __init__(self) -> None:
         self.posted: list[partial[None]] = []
 
     def call_soon_threadsafe(self, function: Callable[..., None], *arguments: object) -> None:
-        """Keep a call for later."""
+        """Store a call for later."""
         self.posted.append(partial(function, *arguments))
 
     def call_later(self, _seconds: float, function: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Posts:
         function()
 
     def jobs(self) -> set[Job]:
-        """The jobs of which something waits to be said."""
+        """The jobs of the stored calls."""
         return {post.args[0] for post in self.posted}
 
 
@@ -99,7 +99,7 @@ def submit(
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Callers, stages and outcomes in any order, as the workers and the event loop would make them."""
+    """Callers, stages and outcomes in any order that the workers and the event loop can produce."""
 
     claims = Bundle("claims")
 
@@ -209,7 +209,7 @@ class QueueMachine(RuleBasedStateMachine):
                 assert job.task.claims or job.task.state is State.ENCODING, "somebody wants it"
 
     def teardown(self) -> None:
-        """Let everything under way end; then every image can come again, and is made."""
+        """Finish all jobs; then every image can be submitted and encoded again."""
         self.work_off()
         assert not self.queue
         assert set(self.made) == {*self.ended, *self.replaced}
@@ -300,7 +300,7 @@ def test_time_with_an_empty_queue_does_not_count_as_starved(
 
 
 def wait_for_batch(queue: JobQueue, device: int) -> list[list[Job] | GroupEncode]:
-    """Let a device wait for a batch; return where what it gets will be."""
+    """Make a device wait for a batch; return the list that will receive it."""
     taken: list[list[Job] | GroupEncode] = []
     threading.Thread(target=lambda: taken.append(queue.take_batch(10**6, device)[0]), daemon=True).start()
     until(lambda: queue._devices[device].waits)
@@ -315,7 +315,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def batch_of(queue: JobQueue, address: bytes, device: int = 0) -> Job:
-    """Return an image that a device is encoding."""
+    """Return the job of an image that a device is encoding."""
     submit(queue, address, Claim("a", "a", demanded=True))
     jobs = queue.take_to_prepare(1, 10**9, device)
     queue.prepared([(job, PATCHES) for job in jobs], None)
@@ -323,7 +323,7 @@ def batch_of(queue: JobQueue, address: bytes, device: int = 0) -> Job:
     return job
 
 
-def test_an_image_is_shared_if_all_others_wait_and_by_one_device_at_a_time() -> None:
+def test_a_group_forms_only_while_all_other_devices_wait() -> None:
     queue = new_queue(Posts(), devices=3)
     job, other = batch_of(queue, b"a" * 32), batch_of(queue, b"b" * 32, 1)
     taken = wait_for_batch(queue, 2)
@@ -340,7 +340,7 @@ def test_an_image_is_shared_if_all_others_wait_and_by_one_device_at_a_time() -> 
     until(lambda: second == [[]])
 
 
-def test_a_device_that_helps_encodes_what_it_has_later_or_in_between() -> None:
+def test_a_device_in_a_group_may_encode_its_own_images_in_between() -> None:
     queue = new_queue(Posts(), devices=2)
     job, taken = batch_of(queue, b"a" * 32), wait_for_batch(queue, 1)
     assert queue.form_group(job)
@@ -352,7 +352,7 @@ def test_a_device_that_helps_encodes_what_it_has_later_or_in_between() -> None:
     assert queue.take_overtaking([], GRID.patches, 1) == [small]
 
 
-def test_an_image_that_was_interrupted_is_not_shared_again_and_the_next_group_is_another() -> None:
+def test_an_interrupted_image_forms_no_group_and_the_next_group_has_a_new_number() -> None:
     queue = new_queue(Posts(), devices=2)
     job, taken = batch_of(queue, b"a" * 32, 1), wait_for_batch(queue, 0)
     assert queue.form_group(job, 1) == GroupEncode(0, 1, 2, GRID)
@@ -384,7 +384,7 @@ def take_single(queue: JobQueue) -> Job:
     return taken[0]
 
 
-def test_small_images_are_decoded_while_a_larger_one_than_the_window_is() -> None:
+def test_a_large_single_decode_does_not_block_small_ones() -> None:
     queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
     size = {b"large": 1000, b"large too": 1000, b"small": 100, b"small too": 50}
     for number, (name, width) in enumerate(size.items()):
@@ -392,7 +392,7 @@ def test_small_images_are_decoded_while_a_larger_one_than_the_window_is() -> Non
     large = take_single(queue)
     assert large.key.address == b"large"
     small = take_single(queue)
-    assert small.key.address == b"small", "another large one has to wait, and holds up no small one"
+    assert small.key.address == b"small", "the other large image waits, and does not block small ones"
     queue.prepared([(large, {})], None)
     assert take_single(queue).key.address == b"large too"
     queue.prepared([(small, {})], None)

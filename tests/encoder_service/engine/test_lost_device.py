@@ -1,4 +1,4 @@
-"""A device that is lost, or a thread that dies: its process is replaced, and the server's own ends to be replaced."""
+"""A lost device or a dead thread ends the device's process, which is replaced; in the server it ends the server."""
 
 import asyncio
 import re
@@ -44,7 +44,7 @@ DEVICE_PAGES = {"to host": 1000, "mover": 8, "tier-migrator dies": 8}
 
 
 async def listening(log: Path) -> str:
-    """Return where the server listens, once it does."""
+    """Wait until the server listens; return its endpoint."""
     found: list[str] = []
 
     def says() -> bool:
@@ -56,7 +56,7 @@ async def listening(log: Path) -> str:
 
 
 async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]:
-    """Ask for the images, then send them; return what is said of each: its rows, or which error."""
+    """Fetch the images, then submit them; return the outcome of each: its rows, or the error."""
     names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(images)]
     async with (
         grpc.aio.insecure_channel(endpoint) as channel,
@@ -77,7 +77,7 @@ async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]
 
 @contextmanager
 def started(what: str, checkpoint: Path, tmp_path: Path, *more: str, failed: str = "") -> Iterator[Any]:
-    """Run a server that fails at what is named, in a process; see `lost_device.LOSING`."""
+    """Run a server that fails at `what`, in a process; see `lost_device.LOSING`."""
     flags = f"--model {checkpoint} --listen 127.0.0.1:0 --devices cpu --store-host-gib 0.04"
     if pages := DEVICE_PAGES.get(what):
         flags += f" --store-device-gib {pages * (64 << 10) / (1 << 30)}"
@@ -93,7 +93,7 @@ def started(what: str, checkpoint: Path, tmp_path: Path, *more: str, failed: str
 
 @asynccontextmanager
 async def ending(what: str, checkpoint: Path, tmp_path: Path, *more: str) -> AsyncIterator[str]:
-    """Run a server that fails; it has to say so in the block, by its health, and to end then."""
+    """Run a server that fails: in the block its health must report it, and then it must end."""
     log = tmp_path / "server.log"
     with started(what, checkpoint, tmp_path, *more) as process:
         endpoint = await listening(log)
@@ -178,7 +178,7 @@ async def test_a_dead_background_thread_or_task_ends_the_process(
     assert f"the server's {kind} {name} died: ending the process" in (tmp_path / "server.log").read_text()
 
 
-async def test_a_thread_of_the_server_that_dies_ends_what_waits_and_then_the_process(
+async def test_a_dead_server_thread_fails_waiting_calls_and_ends_the_process(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     async with ending("session dies", checkpoint, tmp_path) as endpoint:
@@ -187,7 +187,7 @@ async def test_a_thread_of_the_server_that_dies_ends_what_waits_and_then_the_pro
     assert re.search(r"the server's thread device-0-\d+ died: ending the process", log), log
 
 
-async def test_an_error_that_leaves_the_device_as_it_was_is_the_images_own(model: Model) -> None:
+async def test_an_error_on_a_working_device_fails_only_the_image(model: Model) -> None:
     def refuse(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: invalid argument")
 
@@ -219,7 +219,7 @@ def test_the_cpu_is_never_lost() -> None:
 
 
 def refusing_jpegs(monkeypatch: pytest.MonkeyPatch, *, lost: bool) -> DaliJpegs:
-    """A DALI that takes itself for one on a GPU, and refuses all; torch is told what that GPU answers."""
+    """Return a DALI decoder that acts as on a GPU and refuses all images. `lost`: torch finds that GPU lost."""
 
     def refuse(_files: object) -> NoReturn:
         raise RuntimeError("[nvjpeg_decoder] error")
@@ -237,21 +237,23 @@ def refusing_jpegs(monkeypatch: pytest.MonkeyPatch, *, lost: bool) -> DaliJpegs:
 
 
 @pytest.mark.dali
-def test_images_that_dali_refuses_are_not_blamed_for_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_dali_refuses_on_a_lost_gpu_are_not_called_invalid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = Source(b"", IMAGES[0], read_header(IMAGES[0]))
     assert refusing_jpegs(monkeypatch, lost=False).decode([source]) == [None]
     with pytest.raises(torch.AcceleratorError):
         refusing_jpegs(monkeypatch, lost=True).decode([source])
 
 
-def test_an_image_is_not_blamed_for_a_gpu_that_does_not_take_its_pixels() -> None:
+def test_an_image_is_not_called_invalid_if_the_gpu_cannot_take_its_pixels() -> None:
     source = Source(b"", IMAGES[0], read_header(IMAGES[0]))
     decoder = Decoder(torch.device("cuda:99"), PillowDecoder())  # there is no such device, here or anywhere
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|compiled"):
         decoder.decode(source)
 
 
-def test_the_stores_memory_is_registered_with_the_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_is_registered_with_the_gpu_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     current, told = ["cuda:0"], []
 
     @contextmanager
@@ -274,7 +276,7 @@ def test_the_stores_memory_is_registered_with_the_gpu_that_is_used(monkeypatch: 
 
 
 @pytest.mark.gpu
-def test_waiting_for_a_batch_or_a_copy_takes_no_core() -> None:
+def test_waiting_for_a_batch_or_a_copy_uses_no_core() -> None:
     stream = Device("cuda").stream()
     square = torch.randn(8192, 8192, device="cuda")
     source, target = (
@@ -288,7 +290,7 @@ def test_waiting_for_a_batch_or_a_copy_takes_no_core() -> None:
             square @ square
 
     def waited() -> tuple[float, float]:
-        """Return how long a wait took, and what it took of a core, seconds."""
+        """Return the wall and CPU seconds of a wait."""
         with stream.use():
             work()
             began, busy = time.monotonic(), time.thread_time()

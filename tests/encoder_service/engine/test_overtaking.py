@@ -1,4 +1,4 @@
-"""What happens between the blocks of a large image: small ones that are demanded by then are encoded first."""
+"""Small images that are demanded while a large one is encoded overtake it between its blocks."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ SMALL = [photo(288, 288, number) for number in range(1, 7)]  # 324 patches each
 
 
 class Held:
-    """The real tower, held before each block until it may go on; notes in which order images were done."""
+    """The real tower, stopped before each block until released; records the order in which images complete."""
 
     def __init__(self, model: Model) -> None:
         self._encode = model.tower.encode
@@ -49,13 +49,13 @@ class Held:
 
 @pytest.fixture(params=["here", "remote"], autouse=True)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with the queue itself, and with its remote side, as in the process of a device."""
+    """Run each test with the queue itself, and with its remote side, as in a device process."""
     monkeypatch.setattr(process, "ASK_S", 0.0)
     monkeypatch.setattr(engines, "REMOTE", request.param == "remote")
 
 
 def rows_alone(model: Model, file: bytes) -> bytes:
-    """What the tower makes of an image when nothing else is there."""
+    """Return the rows of an image encoded alone."""
     [pixels] = decode_files(model.decoder, [file])
     assert isinstance(pixels, Tensor)
     grid = model.tower.geometry.grid(pixels.shape[1], pixels.shape[0])
@@ -66,7 +66,7 @@ def rows_alone(model: Model, file: bytes) -> bytes:
 async def test_small_images_overtake_a_large_one_by_less_than_its_work(
     model: Model,
 ) -> None:
-    """At most half of its 1600 patches at a time: two images of 324, then, for half of what is left, a third."""
+    """At most half of its 1600 patches at a time: two images of 324; a third still fits into half of the rest."""
     tower = Held(model)
     async with running(model, tower.encode, batch_patches=1024) as bench:
         waiting = [asyncio.create_task(bench.rows(LARGE, demanded("large")))]
@@ -84,7 +84,7 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
         pin.release()
 
 
-async def test_an_image_for_which_the_store_has_no_room_now_overtakes_nothing(model: Model) -> None:
+async def test_an_image_without_store_space_does_not_overtake(model: Model) -> None:
     tower, row_bytes = Held(model), model.tower.width * model.tower.dtype.itemsize
     of_large, of_small = (model.tower.geometry.grid(side, side) for side in (640, 288))
     tokens = model.tower.geometry.tokens

@@ -1,4 +1,4 @@
-"""Large images, which all devices encode together; and processes that end in the middle of one."""
+"""All devices encode a large image as a group, also when a process ends in the middle."""
 
 import asyncio
 import os
@@ -16,12 +16,12 @@ LARGE = 1280  # pixels square: 6400 patches
 
 
 def shared(server):
-    """Return how many images several devices have encoded together."""
+    """Return how many images were encoded by a group."""
     return server.metrics._shared._value.get()
 
 
 async def all_free(server):
-    """Wait until all devices wait for work."""
+    """Wait until all devices are idle."""
     await soon(lambda: all(each.is_free for each in server.jobs._devices), START_S)
 
 

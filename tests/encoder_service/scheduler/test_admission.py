@@ -171,7 +171,7 @@ def test_the_retry_hint_follows_the_device_and_stays_within_bounds():
     assert len(set(hints)) >= 3
 
 
-def test_the_rate_forgets_what_the_device_did_long_ago():
+def test_old_measurements_of_the_rate_fade():
     scheduler = make()
     for number, seconds in enumerate([1.0] * 30 + [0.1] * 600):
         admit(scheduler, number, patches=100)
@@ -183,7 +183,7 @@ def test_the_rate_forgets_what_the_device_did_long_ago():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3000), st.integers(1, 300_000)), max_size=60))
-def test_limits_hold_and_all_is_given_back_for_any_mixture(images):
+def test_limits_hold_and_everything_is_released_for_any_mix_of_images(images):
     scheduler = make(images=20)
     claims = []
     for number, (client, patches, source_bytes) in enumerate(images):
@@ -206,6 +206,6 @@ def test_limits_hold_and_all_is_given_back_for_any_mixture(images):
 @pytest.mark.parametrize(
     "changes", [{"images": 0}, {"patches": -1}, {"client_share": 1.0}, {"client_share": 0.0}]
 )
-def test_limits_that_make_no_sense_are_refused(changes):
+def test_invalid_limits_are_refused(changes):
     with pytest.raises(ValueError, match=r"limit|client_share"):
         limits(**changes)

@@ -1,4 +1,4 @@
-"""Batches against the scheduler's promises: what joins one, what is prepared ahead of it, what a failed one becomes."""
+"""Batches: what joins a batch, what is prepared ahead of it, what becomes of a failed batch."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from encoder_service.vision.load import BATCH_PATCHES
 from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepare_all, want
 
 
-def test_a_batch_is_the_longest_head_of_the_order_that_fits_the_budget():
+def test_a_batch_is_the_longest_prefix_of_the_order_that_fits_the_budget():
     scheduler = make()
     for number, patches in enumerate((300, 300, 500, 100)):
         want(scheduler, f"{number}", chunk=number, patches=patches)
@@ -51,7 +51,7 @@ def test_an_image_larger_than_the_budget_goes_alone():
     assert names(scheduler.next_batch(0.0, 1000)) == ["huge"]
 
 
-def test_speculative_work_runs_in_small_batches_of_its_own():
+def test_speculative_tasks_run_in_small_separate_batches():
     scheduler = make()
     want(scheduler, "demand", "a")
     for number in range(8):
@@ -61,7 +61,7 @@ def test_speculative_work_runs_in_small_batches_of_its_own():
     assert len(scheduler.next_batch(0.0, 8 * PATCHES)) == 2
 
 
-def test_only_small_demanded_images_of_no_lower_class_overtake_a_batch():
+def test_only_small_demanded_images_of_no_lower_lane_overtake_a_batch():
     scheduler = make()
     want(scheduler, "large", patches=500)
     prepare_all(scheduler)
@@ -82,7 +82,7 @@ def test_only_small_demanded_images_of_no_lower_class_overtake_a_batch():
     assert is_empty(scheduler)
 
 
-def test_prepared_guesses_do_not_keep_a_demand_from_being_prepared():
+def test_prepared_speculative_tasks_do_not_block_demanded_ones():
     scheduler = make(ahead_patches=3 * PATCHES)
     for number in range(10):
         want(scheduler, f"guess{number}", "b", demanded=False)
@@ -160,7 +160,7 @@ def test_the_decode_window_stays_bounded_when_demands_are_withdrawn():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 40), st.data())
-def test_a_failed_batch_is_split_until_exactly_the_culprits_fail(count, data):
+def test_a_failed_batch_is_split_until_exactly_the_failing_images_end(count, data):
     culprits = {str(n) for n in data.draw(st.sets(st.integers(0, count - 1), max_size=3))}
     scheduler = make()
     for number in range(count):

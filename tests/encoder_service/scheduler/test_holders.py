@@ -9,7 +9,7 @@ from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, wa
 
 
 def fill(scheduler, client, count, *, requests=1, prefix="", **kind) -> list[Claim]:
-    """Want `count` images for one holder, spread over `requests` requests."""
+    """Submit `count` images for one holder, spread over `requests` requests."""
     return [
         want(scheduler, f"{prefix or client}{n}", f"{client}-r{n % requests}", client=client, **kind)
         for n in range(count)
@@ -72,7 +72,7 @@ def test_a_holder_alone_gets_the_whole_device():
     assert order[2:] == ["a1", "a2", "a3", "a4"]
 
 
-def test_a_holder_that_returns_has_saved_up_nothing():
+def test_a_pause_earns_a_holder_no_credit():
     scheduler = make()
     want(scheduler, "early", "e", client="idle")
     fill(scheduler, "busy", 200)
@@ -84,8 +84,8 @@ def test_a_holder_that_returns_has_saved_up_nothing():
     assert 45 <= sum(name.startswith("busy") for name in order[:100]) <= 55
 
 
-def test_asking_for_one_image_at_a_time_gains_no_extra_share():
-    """What a holder had is remembered while it has nothing queued, as long as others wait."""
+def test_submitting_one_image_at_a_time_gains_no_extra_share():
+    """A holder's tag is kept while it has nothing queued, as long as others wait."""
     scheduler = make()
     fill(scheduler, "queued", 400, patches=10)
     done = {"queued": 0, "single": 0}
@@ -115,7 +115,7 @@ def test_unencoded_speculative_images_earn_no_turn_for_demanded_ones():
 
 
 def test_an_image_that_two_holders_want_counts_against_both():
-    """Otherwise one name could submit and another fetch, and be served as if it had had nothing."""
+    """Otherwise a client could submit under one name and fetch under another, and double its share."""
     scheduler = make()
     for number in range(40):
         want(scheduler, f"shared{number}", "s", client="submitter")
@@ -182,7 +182,7 @@ def test_seconds_of_decoding_count_against_their_holder():
 # Request identifiers
 
 
-def test_a_request_identifier_means_another_request_for_each_holder():
+def test_request_identifiers_are_per_holder():
     scheduler = make()
     want(scheduler, "other", "rival", client="victim", patches=2 * PATCHES)
     for number in range(50):
@@ -198,7 +198,7 @@ def test_a_request_identifier_means_another_request_for_each_holder():
 
 
 def measured(seconds: float) -> Scheduler:
-    """Return a scheduler that measured a hundred patches a second."""
+    """Return a scheduler that has measured 100 patches per second."""
     limits = Limits(images=1000, patches=10**6, source_bytes=10**9, claims=1000, seconds=seconds)
     scheduler = make(limits)
     want(scheduler, "first", client="warm")
@@ -215,7 +215,7 @@ def test_a_holder_cannot_fill_the_seconds_of_the_queue():
     assert fill(scheduler, "other", 9)
 
 
-def test_a_holder_with_nothing_queued_takes_what_is_left_of_the_seconds():
+def test_a_holder_with_nothing_queued_gets_the_remaining_seconds():
     scheduler = measured(seconds=10.0)
     want(scheduler, "large", client="greedy", patches=4 * PATCHES)
     with pytest.raises(OverloadedError, match="share of the queue"):

@@ -1,4 +1,4 @@
-"""The scheduler against its promises: order, ageing, single flight."""
+"""The scheduler: order, ageing, single flight."""
 
 from encoder_service.scheduler import (
     Claim,
@@ -32,7 +32,7 @@ def test_the_least_work_left_comes_first_then_chunk_order():
     assert encode_order(scheduler) == ["small", "big0", "big1", "big2"]
 
 
-def test_work_that_is_done_makes_its_request_smaller():
+def test_finished_work_makes_its_request_smaller():
     scheduler = make()
     for chunk in range(3):
         want(scheduler, f"a{chunk}", "a", chunk=chunk)
@@ -60,7 +60,7 @@ def test_images_ahead_of_need_do_not_leave_the_device_idle():
     assert encode_order(scheduler) == ["later"]
 
 
-def test_a_work_ranks_by_its_best_claim():
+def test_a_task_ranks_by_its_best_claim():
     scheduler = make()
     for chunk in range(4):
         want(scheduler, f"big{chunk}", "big", chunk=chunk)
@@ -69,7 +69,7 @@ def test_a_work_ranks_by_its_best_claim():
     assert encode_order(scheduler)[:2] == ["big3", "other"]
 
 
-def test_a_fetch_promotes_speculative_work_wherever_it_waits():
+def test_a_fetch_promotes_speculative_tasks_in_every_stage():
     scheduler = make()
     for name in ("a", "b", "c"):
         want(scheduler, name, name, demanded=False)
@@ -107,7 +107,7 @@ def test_a_reused_request_identifier_does_not_stay_the_oldest():
 # Single flight
 
 
-def test_many_callers_share_one_work_and_only_the_last_withdrawal_drops_it():
+def test_many_callers_share_one_task_and_only_the_last_withdrawal_drops_it():
     scheduler = make()
     claims = [want(scheduler, "a", f"r{number}") for number in range(5)]
     assert len({id(claim.task) for claim in claims}) == 1

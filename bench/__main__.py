@@ -1,7 +1,7 @@
-"""Runs the benchmarks that this machine can, prints a table for each, and keeps what it found.
+"""Runs the benchmarks that this machine can run, prints a table for each, and keeps the results.
 
 Results go to bench/results/DATE-HARDWARE.json; the tables in docs/benchmarks.md and README.md are rewritten from the
-newest results of every machine. A benchmark that fails, or takes too long, is reported as such and ends nothing.
+newest results of every machine. A benchmark that fails or takes too long is reported, and the others still run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from bench.harness.results import (
 )
 from bench.harness.runner import LOGS, not_run, run
 
-LIMIT_S = 19 * 60.0  # of the twenty minutes that it may take
+LIMIT_S = 19 * 60.0  # all benchmarks may take twenty minutes
 WORTH_STARTING_S = 15.0
 SHOWN_FILES = 5
 
@@ -42,27 +42,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="smoke test: tiny sizes, kept out of the pages")
     parser.add_argument("--dirty", action="store_true", help="measure code that is not committed")
-    parser.add_argument(
-        "--pages-only", action="store_true", help="rewrite the pages from the results there are"
-    )
-    given = parser.parse_args(arguments)
-    # Benchmarks run in sessions of their own: to end without ending them would leave them running.
+    parser.add_argument("--pages-only", action="store_true", help="rewrite the pages from the stored results")
+    args = parser.parse_args(arguments)
+    # Benchmarks run in their own sessions: exit by an exception, so that they are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: list[Result] = []
-    if given.pages_only:
+    if args.pages_only:
         rewrite(newest())
-    elif (changed := changed_files()) and not (given.dirty or given.quick):
+    elif (changed := changed_files()) and not (args.dirty or args.quick):
         print(refusal(changed), file=sys.stderr)
         return 2
     else:
-        chosen = [each for each in benchmarks() if not given.only or each.name in given.only]
-        results = measure(chosen, quick=given.quick)
+        chosen = [each for each in benchmarks() if not args.only or each.name in args.only]
+        results = measure(chosen, quick=args.quick)
     print(to_measure_again(of_unknown_commits(newest())), end="")
     return int(any(result.status.startswith(("failed", "timed out")) for result in results))
 
 
 def refusal(changed: Sequence[str]) -> str:
-    """Return why code that is not committed is not measured."""
+    """Return the message for code that is not committed."""
     more = [f"and {len(changed) - SHOWN_FILES} more"] if len(changed) > SHOWN_FILES else []
     files = ", ".join([*changed[:SHOWN_FILES], *more])
     return (
@@ -72,16 +70,16 @@ def refusal(changed: Sequence[str]) -> str:
 
 
 def to_measure_again(results: Sequence[Result]) -> str:
-    """Return a list of the results whose code this repository does not have; nothing where there are none."""
+    """Return a message that lists results whose commits are missing here; empty if there are none."""
     if not results:
         return ""
     lines = [f"  {r.benchmark} on {r.hardware} ({r.measured_on}): {r.versions['commit']}" for r in results]
-    heads = "Measure these again: their commits are not in this repository's history."
-    return "\n".join(["", heads, *lines, ""])
+    title = "Measure these again: their commits are not in this repository's history."
+    return "\n".join(["", title, *lines, ""])
 
 
 def measure(chosen: Sequence[Benchmark], *, quick: bool) -> list[Result]:
-    """Run benchmarks one by one, keeping each result at once; print progress, then the tables."""
+    """Run benchmarks one by one and keep each result at once; print progress, then the tables."""
     machine, began = hardware(), monotonic()
     path = path_of(machine, quick=quick)
     print(f"{machine}; output of each benchmark in {LOGS.relative_to(ROOT)}/", flush=True)
@@ -94,7 +92,7 @@ def measure(chosen: Sequence[Benchmark], *, quick: bool) -> list[Result]:
         print(f"{result.seconds:.0f} s, {result.status}", flush=True)
         keep(path, result)
         if not quick:
-            rewrite(newest())  # at once: a run that is cut short leaves pages that its results agree with
+            rewrite(newest())  # at once: a run that is interrupted leaves pages that match its results
         results.append(result)
     for benchmark, result in zip(chosen, results, strict=True):
         print(f"\n{benchmark.asks}\n{caption(result)}\n\n{table_of(benchmark, result)}")

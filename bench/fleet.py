@@ -16,9 +16,8 @@ from time import monotonic
 import numpy as np
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.calls import ms_of
-from bench.harness.tables import table
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Replica
 from encoder_service.cluster.redis import RedisSettings, namespace
@@ -230,13 +229,13 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, default=6, help="prompts of 32 images of each of three clients"
     )
-    given = parser.parse_args()
-    figures = index_figures(given.rounds)
-    if not given.index_only:
+    args = parser.parse_args()
+    figures = index_figures(args.rounds)
+    if not args.index_only:
         with three_replicas() as replicas:
-            figures |= asyncio.run(count_encodes(replicas, given.prompts))
+            figures |= asyncio.run(count_encodes(replicas, args.prompts))
             figures |= asyncio.run(kill_one(replicas))
-    print_figures(figures, given)
+    print_figures(figures, args)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench.harness.benchmark import Benchmark, command_line
+from bench.harness.benchmark import Benchmark, command_line, markdown, shown
 from bench.harness.results import ROOT, Result, keep, path_of
-from bench.harness.tables import markdown, shown
 
 # Part → its share of the time, the most important first.
 PARTS = {
@@ -140,23 +139,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="put what is in these files, of one machine and day, into bench/results/, and end",
     )
-    given = parser.parse_args(arguments)
-    if given.keep:
-        return _keep(given.keep)
-    if not given.dry_run and (why := _no_cuda()):
+    args = parser.parse_args(arguments)
+    if args.keep:
+        return _keep(args.keep)
+    if not args.dry_run and (why := _no_cuda()):
         print(f"bench.gpu: {why}; --dry-run walks every part on the CPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as scratch:
-        out: Path = given.out or Path(scratch)
+        out: Path = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        budget_s = given.budget_s
+        budget_s = args.budget_s
         if budget_s is None:
-            budget_s = DRY_BUDGET_S if given.dry_run else BUDGET_S
-        PROCESSES.set_forkserver_preload(PRELOADED_DRY if given.dry_run else PRELOADED)
-        _run(given.part, out, time.monotonic() + budget_s, dry=given.dry_run)
+            budget_s = DRY_BUDGET_S if args.dry_run else BUDGET_S
+        PROCESSES.set_forkserver_preload(PRELOADED_DRY if args.dry_run else PRELOADED)
+        _run(args.part, out, time.monotonic() + budget_s, dry=args.dry_run)
         lines = read(out / "gpu.jsonl")
         (out / "summary.txt").write_text(said := summary(lines))
-    print(json.dumps({"lines": lines}) if given.json else said, flush=True)
+    print(json.dumps({"lines": lines}) if args.json else said, flush=True)
     return int(any(_has_failed(line) for line in lines))
 
 

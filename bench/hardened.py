@@ -31,10 +31,9 @@ import psutil
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.budget import Budget
 from bench.harness.calls import submit_and_fetch
-from bench.harness.tables import table
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient

@@ -24,9 +24,8 @@ import psutil
 import torch
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.calls import ms_of, submit_and_fetch
-from bench.harness.tables import table
 from prefill_client import Chunk, EncoderClient, FetchedRows, Layout, RowRequest, Trace, plan, read
 from prefill_reference.chat import Chat, Prefilled
 from prefill_reference.engine import Embedded, Engine, Prompt
@@ -245,18 +244,18 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="quiet ones (default %(default)s)")
     parser.add_argument("--trace", type=Path, help="write the trace of the fastest overlapped run here")
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = asyncio.run(run(Path(folder), given.rounds, given.trace))
+        rounds = asyncio.run(run(Path(folder), args.rounds, args.trace))
     rows = [
         (r.encode, r.prefill, r.first_chunk_encode, r.ideal, r.overlap, r.serial, r.others_cores)
         for r in rounds
     ]
     heads = ("encode", "prefill", "first", "ideal", "overlap", "serial", "others, cores")
     table("Rounds, ms", heads, rows)
-    print_figures(summary(rounds), given)
+    print_figures(summary(rounds), args)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from bench.harness.tables import Table, table
+from bench.harness.benchmark import Benchmark, Figure, Table, command_line, print_figures, table
 from bench.simulation.simulator import UNLIMITED, Load
 from bench.simulation.trials import (
     BIG_IMAGES,
@@ -201,14 +200,14 @@ SECTIONS: tuple[Callable[[], Section], ...] = (
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--cost-only", action="store_true", help="only the cost of the calls")
-    given = parser.parse_args()
+    args = parser.parse_args()
     figures: dict[str, Any] = {}
     tables: list[Table] = []
-    for section in (cost_section,) if given.cost_only else SECTIONS:
+    for section in (cost_section,) if args.cost_only else SECTIONS:
         found, shown = section()
         figures |= {name: round(value, 4) for name, value in found.items()}
         tables += shown
-    print_figures({**figures, "tables": tables}, given)
+    print_figures({**figures, "tables": tables}, args)
 
 
 if __name__ == "__main__":

@@ -382,9 +382,9 @@ def _p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100)[98]
 
 
-async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:
+async def measure(folder: Path, args: Namespace, budget: Budget) -> Figures:
     """Run all sections against one server process, the overload against one with a shallow tower."""
-    overload_s: float = given.overload_s
+    overload_s: float = args.overload_s
     small = checkpoint(folder / "small", SHALLOW)
     path = checkpoint(folder / "deep", affordable_depth(small, budget))
     model = load_model(Config(model=path, devices="cpu"))
@@ -395,8 +395,8 @@ async def measure(folder: Path, given: Namespace, budget: Budget) -> Figures:
         "batch_patches": BATCH * (SIDE // 16) ** 2,
     }
     with running(path, **settings) as server:
-        figures |= await overhead_section(server.endpoint, model, given.rounds, budget)
-        images = images_of_load(given.images, figures["served_batch_ms"] / 1e3, budget)
+        figures |= await overhead_section(server.endpoint, model, args.rounds, budget)
+        images = images_of_load(args.images, figures["served_batch_ms"] / 1e3, budget)
         figures |= await load_section(server, images)
     with running(small, **settings) as server:
         figures |= await latency_section(server.endpoint, budget)
@@ -422,11 +422,11 @@ def main() -> None:
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, help="for all but the overload (default %(default)s)"
     )
-    given = parser.parse_args()
-    budget = Budget(given.budget_s)
+    args = parser.parse_args()
+    budget = Budget(args.budget_s)
     with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(measure(Path(folder), given, budget))
-    print_figures({**figures, "left_out": budget.left_out}, given)
+        figures = asyncio.run(measure(Path(folder), args, budget))
+    print_figures({**figures, "left_out": budget.left_out}, args)
 
 
 if __name__ == "__main__":

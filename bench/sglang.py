@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,8 +33,8 @@ from bench.harness.budget import Budget
 from bench.harness.calls import ms_of, submit_and_fetch
 from bench.vllm import TEXT, TEXT_LAYERS
 from prefill_client import EncoderClient
+from testing.engine_environments import SGLANG_PYTHON, run_module
 from testing.photos import data_url, photo
-from testing.sglang_environment import PYTHON
 
 if TYPE_CHECKING:
     from testing.sglang_engine import SglangEngine
@@ -94,7 +93,7 @@ BENCHMARK = Benchmark(
     ),
     limit_s=600,
     quick=("--rounds", "1"),
-    why_not=lambda: "" if PYTHON.exists() else "no .venv-sglang: make test-sglang",
+    why_not=lambda: "" if SGLANG_PYTHON.exists() else "no .venv-sglang: make test-sglang",
 )
 # Started two at a time. The first two are all that hits are measured with.
 ENGINES = ("encoder", "language", "own", "packages", "chunk")
@@ -114,24 +113,14 @@ def main() -> None:
         "--budget-s", type=float, default=BUDGET_S, help="for all rounds (default %(default)s)"
     )
     parser.add_argument("--here", action="store_true", help="in this interpreter, which has SGLang")
-    given = parser.parse_args()
-    if not given.here:
-        sys.exit(_elsewhere())
+    args = parser.parse_args()
+    if not args.here:
+        sys.exit(run_module(SGLANG_PYTHON, "bench.sglang", "--here", *sys.argv[1:], variables={}))
     # Engines run in sessions of their own: to end without ending them would leave them running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    budget = Budget(given.budget_s)
-    told = _measure(given.rounds, given.only, budget)
-    print_figures({**told, "left_out": budget.left_out}, given)
-
-
-def _elsewhere() -> int:
-    if not PYTHON.exists():
-        sys.stderr.write("bench.sglang needs .venv-sglang: make test-sglang\n")
-        return 2
-    service = Path(sys.executable).with_name("encoder-service")
-    environment = {"ENCODER_SERVICE": str(service), **os.environ}
-    command: list[str | Path] = [PYTHON, "-m", "bench.sglang", "--here", *sys.argv[1:]]
-    return subprocess.run(command, env=environment, check=False).returncode
+    budget = Budget(args.budget_s)
+    told = _measure(args.rounds, args.only, budget)
+    print_figures({**told, "left_out": budget.left_out}, args)
 
 
 def _measure(rounds: int, ways: Collection[str], budget: Budget) -> dict[str, Any]:

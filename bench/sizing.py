@@ -7,8 +7,7 @@ Arithmetic from the model's own config (the FLOP counter, the geometry), no meas
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from bench.harness.tables import table
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry
 from encoder_contract.processor import ProcessorSettings
@@ -90,18 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=8.0,
         help="parameters of the language model (default %(default)s)",
     )
-    given = parser.parse_args(arguments)
-    spec, geometry = _model(given.model)
-    costs = [cost(size, spec, geometry, given.sustained_tflops, given.llm_billions) for size in SIZES]
-    title = f"{spec.model_type}: rows of {spec.width}, {given.sustained_tflops:g} TFLOP/s sustained"
+    args = parser.parse_args(arguments)
+    spec, geometry = _model(args.model)
+    costs = [cost(size, spec, geometry, args.sustained_tflops, args.llm_billions) for size in SIZES]
+    title = f"{spec.model_type}: rows of {spec.width}, {args.sustained_tflops:g} TFLOP/s sustained"
     table(title, HEADS, costs)
     decoding_gib = decoding_bytes(DECODE_PIXELS, Config.max_image_pixels) / GIB
     print(
-        f"\nEncoder devices: for each that prefills a model of {given.llm_billions:g} billion parameters, both at the\n"
+        f"\nEncoder devices: for each that prefills a model of {args.llm_billions:g} billion parameters, both at the\n"
         "same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
         f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings."
     )
-    print_figures({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, given)
+    print_figures({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, args)
 
 
 if __name__ == "__main__":

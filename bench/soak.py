@@ -22,8 +22,7 @@ import numpy as np
 import psutil
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from bench.harness.tables import table
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from testing.chaos import EVENTS, Chaos
 from testing.checkpoints import SMALL_IMAGES, write_checkpoint
 from testing.redis_servers import redis_server

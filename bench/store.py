@@ -222,18 +222,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="repetitions of what copies an embedding")
     parser.add_argument("--images", type=int, default=50_000, help="images of the simulated day")
     parser.add_argument("--no-server", action="store_true", help="leave out what needs a server")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     figures = {
-        **lookup_figures(given.entries),
-        **memory_figures(given.rounds),
-        **framing_figures(given.rounds),
-        **fragmentation_figures(8, given.images),
+        **lookup_figures(args.entries),
+        **memory_figures(args.rounds),
+        **framing_figures(args.rounds),
+        **fragmentation_figures(8, args.images),
     }
-    if not given.no_server:
-        figures |= asyncio.run(hit_figures(given.rounds))
-        figures |= asyncio.run(put_figures(given.rounds))
-    print_figures(figures, given)
+    if not args.no_server:
+        figures |= asyncio.run(hit_figures(args.rounds))
+        figures |= asyncio.run(put_figures(args.rounds))
+    print_figures(figures, args)
 
 
 if __name__ == "__main__":

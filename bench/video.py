@@ -250,11 +250,11 @@ def main() -> None:
     parser.add_argument(
         "--shrink", type=int, default=1, help="clips are so many times shorter (default %(default)s)"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
-        print_figures(run(Path(folder), given.rounds, given.shrink), given)
+        print_figures(run(Path(folder), args.rounds, args.shrink), args)
 
 
 if __name__ == "__main__":

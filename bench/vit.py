@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.budget import DEFAULT_S, Budget
 from bench.harness.results import hardware
-from bench.harness.tables import table
 from bench.harness.towers import CASES, case_grids, full_checkpoint, load_ours, work
 from encoder_contract.geometry import Grid
 from encoder_service.vision import Tower
@@ -93,19 +92,19 @@ def main() -> None:
     parser.add_argument(
         "--budget-s", type=float, default=DEFAULT_S, help="for all of it (default %(default)s)"
     )
-    given = parser.parse_args()
-    print_figures(measure(given), given)
+    args = parser.parse_args()
+    print_figures(measure(args), args)
 
 
-def measure(given: Namespace) -> dict[str, Any]:
+def measure(args: Namespace) -> dict[str, Any]:
     """Return all figures that there is time for."""
-    budget = Budget(given.budget_s)
+    budget = Budget(args.budget_s)
     folder = full_checkpoint("qwen3_vl")
     tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
     threads = torch.get_num_threads()
     print(f"{hardware()}: {threads} threads, torch {torch.__version__}, {tower.dtype}, {tower.attention}")
     pace = pace_of(tower, reference)
-    result: dict[str, Any] = {"threads": threads, **cases(tower, reference, given, budget, pace)}
+    result: dict[str, Any] = {"threads": threads, **cases(tower, reference, args, budget, pace)}
     result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
     del tower, reference
     return {**result, **error_ratios(budget), "left_out": budget.left_out}
@@ -134,12 +133,12 @@ class Timing:
 
 
 def cases(
-    tower: Tower, reference: ReferenceTower, given: Namespace, budget: Budget, pace: float
+    tower: Tower, reference: ReferenceTower, args: Namespace, budget: Budget, pace: float
 ) -> dict[str, Any]:
     """Measure the cases that there is time for, and print them."""
     peak = product_peak()
-    round_s = {name: pace * work(tower, name) for name in given.cases}
-    rounds, chosen = budget.choose(round_s, given.rounds, first=WITH_TARGETS, share=SHARE_OF_CASES)
+    round_s = {name: pace * work(tower, name) for name in args.cases}
+    rounds, chosen = budget.choose(round_s, args.rounds, first=WITH_TARGETS, share=SHARE_OF_CASES)
     result: dict[str, Any] = {"product_tflops": peak / 1e12, "rounds": rounds, "cases": {}}
     rows: list[list[str | float]] = []
     for name in chosen:

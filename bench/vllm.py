@@ -8,7 +8,6 @@ ratios mean little.
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +17,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES, run_module
 from testing.photos import photo
-from testing.vllm_environment import ENVIRONMENT, PYTHON
 
 if TYPE_CHECKING:
     from testing.vllm_engine import Engine
@@ -72,7 +71,7 @@ BENCHMARK = Benchmark(
     ),
     limit_s=360,
     quick=("--rounds", "1"),
-    why_not=lambda: "" if PYTHON.exists() else "no .venv-vllm: make test-vllm",
+    why_not=lambda: "" if VLLM_PYTHON.exists() else "no .venv-vllm: make test-vllm",
 )
 SIDE_PIXELS = 512  # 256 tokens an image
 IMAGES, CHAT_ROUNDS = 16, 8
@@ -102,20 +101,10 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; medians are told")
     parser.add_argument("--here", action="store_true", help="in this interpreter, which has vLLM")
-    given = parser.parse_args()
-    if not given.here:
-        sys.exit(_elsewhere())
-    print_figures(_measure(given.rounds), given)
-
-
-def _elsewhere() -> int:
-    if not PYTHON.exists():
-        sys.stderr.write("bench.vllm needs .venv-vllm: make test-vllm\n")
-        return 2
-    service = Path(sys.executable).with_name("encoder-service")
-    environment = {"ENCODER_SERVICE": str(service), **os.environ, **ENVIRONMENT}
-    command: list[str | Path] = [PYTHON, "-m", "bench.vllm", "--here", *sys.argv[1:]]
-    return subprocess.run(command, env=environment, check=False).returncode
+    args = parser.parse_args()
+    if not args.here:
+        sys.exit(run_module(VLLM_PYTHON, "bench.vllm", "--here", *sys.argv[1:], variables=VLLM_VARIABLES))
+    print_figures(_measure(args.rounds), args)
 
 
 def _measure(rounds: int) -> dict[str, Any]:

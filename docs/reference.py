@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
-from bench.harness.tables import markdown
+from bench.harness.benchmark import markdown
 from encoder_contract.settings import Settings, flag
 from encoder_service.app import Server
 from encoder_service.config import Config

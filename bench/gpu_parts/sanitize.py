@@ -108,5 +108,5 @@ if __name__ == "__main__":
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", type=Path, required=True, help="a folder with a small checkpoint")
-    given = parser.parse_args()
-    work(given.device, given.model)
+    args = parser.parse_args()
+    work(args.device, args.model)

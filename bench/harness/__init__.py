@@ -1,1 +1,1 @@
-"""What runs benchmarks, keeps their results, and writes the tables."""
+"""Runs benchmarks, keeps their results, and writes the tables."""

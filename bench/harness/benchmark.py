@@ -1,28 +1,48 @@
-"""What a benchmark declares, the flags and the output that all of them share, and which there are."""
+"""Declares a benchmark and its figures, and holds the flags and the output that all benchmarks share."""
 
 import argparse
 import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import bench
 from bench.harness.results import ROOT
-from bench.harness.tables import shown
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+Table = dict[str, Any]
+"""Title, heads and rows of a table that a benchmark prints and a page shows."""
+
+
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> Table:
+    """Print a Markdown table, numbers with three significant digits; return it for a page to show."""
+    cells = [[x if isinstance(x, str) else shown(x) for x in row] for row in rows]
+    print(f"\n{title}\n")
+    print(markdown(heads, cells))
+    return {"title": title, "heads": list(heads), "rows": cells}
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def shown(number: float) -> str:
+    """Return a number with three significant digits."""
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A row of a table: `key` is a name in the benchmark's JSON line, dotted where that is nested.
+    """A row of a table: `key` is a name in the benchmark's JSON line, dotted if it is nested.
 
-    `target` is a bound such as "<= 2"; `compare` is what others published for it, and where; `summary` is what the
-    README's table says of it, where it is in that table.
+    `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. `summary` is
+    the row's text in the README's table; a figure without one is not in that table.
     """
 
     key: str
@@ -34,7 +54,7 @@ class Figure:
     summary: str = ""
 
     def met(self, value: float) -> bool:
-        """Whether a value keeps the target; there must be one."""
+        """Return whether a value meets the target; there must be one."""
         sign, bound = self.target.split()
         return value <= float(bound) if sign == "<=" else value >= float(bound)
 
@@ -43,7 +63,7 @@ class Figure:
 class Benchmark:
     """A benchmark, run as `python -m bench.NAME ARGUMENTS --json`: its module declares it as `BENCHMARK`.
 
-    `why_not` says why it cannot run here; `shown_as` makes the table of one whose results are no list of figures.
+    `why_not` returns why it cannot run here. `shown_as` makes the table of a benchmark whose results are no figures.
     """
 
     name: str
@@ -60,14 +80,16 @@ class Benchmark:
         return ["-m", f"bench.{self.name}", *(self.quick if quick else self.arguments), "--json"]
 
 
-def command_line(what: str | None) -> argparse.ArgumentParser:
-    """Return a benchmark's parser, with the flag that all of them take."""
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flag that all benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     return parser
 
 
-def print_figures(figures: Mapping[str, Any], given: argparse.Namespace) -> None:
+def print_figures(figures: Mapping[str, Any], args: argparse.Namespace) -> None:
     """Print the numbers among the figures, and with `--json` all figures as the last line."""
     numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
     width = max(map(len, numbers), default=0)
@@ -77,15 +99,15 @@ def print_figures(figures: Mapping[str, Any], given: argparse.Namespace) -> None
         print(f"{name:<{width}} {shown(value):>12}")
     if left_out := figures.get("left_out"):
         print(f"left out, no time: {', '.join(left_out)}")
-    if given.json:
+    if args.json:
         print(json.dumps(figures))
 
 
 @cache
 def benchmarks() -> tuple[Benchmark, ...]:
-    """Return the benchmarks, which the modules of bench/ declare, in the order of their page.
+    """Return the benchmarks that the modules of bench/ declare, in the order of their page.
 
-    It begins with what a release must know: when the time runs out, the last ones are left.
+    The page begins with the questions that a release must answer: when the time runs out, the last ones are left out.
     """
     names = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.ispkg]
     found: list[Benchmark] = [

@@ -1,14 +1,14 @@
-"""The time budget of a benchmark: it measures one round, then chooses as many rounds and cases as it has time for."""
+"""The time budget of a benchmark, which measures one round and then chooses the rounds and cases that fit."""
 
 from collections.abc import Mapping, Sequence
 from time import monotonic
 
-# A benchmark may take ten minutes on any machine. What is running when this is used up still ends.
+# A benchmark may take ten minutes on any machine. The measurement that runs when the budget is used up still ends.
 DEFAULT_S = 420.0
 
 
 class Budget:
-    """Seconds from now; `left_out` names what there was no time for."""
+    """A number of seconds from now; `left_out` names the measurements that did not fit."""
 
     def __init__(self, seconds: float = DEFAULT_S) -> None:
         self._until = monotonic() + seconds
@@ -16,18 +16,18 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; negative when more were used."""
+        """The remaining seconds; negative when the budget is exceeded."""
         return self._until - monotonic()
 
     def affords(self, what: str, seconds: float) -> bool:
-        """Return whether there is time for something that takes `seconds`; if not, note that it is left out."""
+        """Return whether `seconds` are left for a measurement; if not, add it to `left_out`."""
         if seconds <= self.left_s:
             return True
         self.left_out.append(what)
         return False
 
     def count(self, what: str, wanted: int, one_s: float, *, share: float = 1.0, least: int = 1) -> int:
-        """Return how many of `wanted` fit into a share of the time left, when each takes `one_s`."""
+        """Return how many of `wanted` fit into a share of the remaining time, if each takes `one_s`."""
         affordable = max(min(least, wanted), min(wanted, int(self.left_s * share / one_s)))
         if affordable < wanted:
             self.left_out.append(f"{wanted - affordable} of {wanted} {what}")
@@ -36,10 +36,10 @@ class Budget:
     def choose(
         self, round_s: Mapping[str, float], wanted: int, *, first: Sequence[str], share: float
     ) -> tuple[int, list[str]]:
-        """Return how many rounds of which cases fit into a share of the time left.
+        """Return the number of rounds, and the cases, that fit into a share of the remaining time.
 
-        `round_s` is the time of one round of each case; each case needs one round more to warm up. Rounds are dropped
-        only to fit the cases named `first`; other cases that do not fit are left out.
+        `round_s` is the time of one round of each case; each case needs one more round to warm up. Cases that do not
+        fit are left out, except for those named in `first`: rounds are dropped to fit them.
         """
         order = sorted(round_s, key=lambda case: case not in first)
         for rounds in range(wanted, 0, -1):

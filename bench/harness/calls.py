@@ -1,4 +1,4 @@
-"""Calls of a client as benchmarks time them: submitted, fetched to the last row, an error raised."""
+"""Calls of a client as benchmarks time them: they read every row and raise the first error."""
 
 import time
 from collections.abc import Awaitable, Sequence
@@ -9,7 +9,7 @@ from prefill_client import EncoderClient, RowRequest
 
 
 async def fetch_all(client: EncoderClient, digests: Sequence[bytes], **options: Any) -> None:
-    """Fetch the rows of images until the last of them are here; raise the error of one that has none."""
+    """Fetch all rows of images; raise the first error."""
     async with client.fetch([RowRequest(digest) for digest in digests], **options) as stream:
         async for rows in stream:
             if rows.error is not None:

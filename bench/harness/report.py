@@ -1,4 +1,4 @@
-"""The report: tables made of results, and the pages that quote them, rewritten between markers."""
+"""Makes tables of results, and rewrites the pages that quote them between markers."""
 
 import math
 import re
@@ -6,20 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness.benchmark import Benchmark, Figure, benchmark_of, benchmarks
+from bench.harness.benchmark import Benchmark, Figure, benchmark_of, benchmarks, markdown
 from bench.harness.results import DIRTY, ROOT, Result
-from bench.harness.tables import markdown
 
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
-BUSY = 0.5  # of the cores; with more other work at the start, the times are too long
-# `bench:NAME` is the table of a benchmark's figures, `bench:NAME.tables` those that it made itself.
+BUSY = 0.5  # load per core; with more at the start, other work makes the times too long
+# `bench:NAME` is the table of a benchmark's figures, `bench:NAME.tables` the tables that it printed.
 _MARKED = re.compile(r"(<!-- bench:(\w+)(\.tables)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def tables_of(benchmark: Benchmark, results: Iterable[Result], *, own: bool = False) -> str:
-    """Return what every machine measured, as Markdown, or how its benchmark failed.
+    """Return the table of each machine's result, as Markdown, or how the benchmark failed there.
 
-    With `own`, the tables that the benchmark made itself.
+    With `own`, return the tables that the benchmark printed.
     """
     found = [result for result in results if result.benchmark == benchmark.name]
     if not found:
@@ -29,7 +28,7 @@ def tables_of(benchmark: Benchmark, results: Iterable[Result], *, own: bool = Fa
 
 
 def caption(result: Result) -> str:
-    """Return one line: machine, day, commit, command, and what a reader must know of the circumstances."""
+    """Return a line with machine, day, commit and command, and with what makes the figures less comparable."""
     parts = [f"**{result.hardware}**", _when(result), f"`{result.command}`"]
     parts += [f"{result.seconds:.0f} s"] if result.seconds else []
     parts += [f"on a busy machine (load {result.load:.1f} a core)"] if result.load > BUSY else []
@@ -59,7 +58,7 @@ def table_of(benchmark: Benchmark, result: Result) -> str:
 
 
 def own_tables_of(benchmark: Benchmark, result: Result) -> str:
-    """Return the tables that a benchmark printed, each under its title."""
+    """Return the tables that a benchmark printed, under their titles."""
     if result.status != "ok":
         return table_of(benchmark, result)
     tables = result.figures.get("tables", [])
@@ -67,7 +66,7 @@ def own_tables_of(benchmark: Benchmark, result: Result) -> str:
 
 
 def row_of(figure: Figure, figures: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return the cells of a figure: what it is, its value, its target (marked if missed), what others published."""
+    """Return the cells of a figure: text, value, target (marked if missed), published value."""
     value = looked_up(figure.key, figures)
     target = _shown_target(figure) + (_missed(value, figure) if value is not None else "")
     return figure.what, _shown(value, figure), target, figure.compare
@@ -82,7 +81,7 @@ def _missed(value: float, figure: Figure) -> str:
 
 
 def looked_up(key: str, figures: Mapping[str, Any]) -> float | None:
-    """Return the number under a dotted key; None where it is missing or no number."""
+    """Return the number under a dotted key; None if it is missing or no number."""
     found: Any = figures
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -126,7 +125,7 @@ def summarised() -> list[tuple[str, Figure]]:
 
 
 def rewrite(results: Sequence[Result], pages: Iterable[Path] = PAGES) -> list[Path]:
-    """Replace what lies between the markers of the pages; return the pages that changed."""
+    """Replace the text between the markers of the pages; return the pages that changed."""
     changed = []
     for page in pages:
         old = page.read_text()

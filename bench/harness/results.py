@@ -1,4 +1,4 @@
-"""Result files: what was measured, when, on what, with which versions and command; one file for a day and a machine."""
+"""Result files, one for a day and a machine: figures with their machine, day, versions and command."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results"
 NOT_RUN = "not run"
-DIRTY = "-dirty"  # behind the commit of a result whose code was not all committed
+DIRTY = "-dirty"  # suffix of the commit of a result whose code had uncommitted changes
 PACKAGES = ("torch", "transformers", "numpy", "grpcio", "blake3", "pillow", "redis", "nvidia-dali-cuda130")
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one benchmark. `status` is "ok", or says that and how it failed; `error` says why."""
+    """The outcome of one benchmark. `status` is "ok" or how it failed; `error` is the reason."""
 
     benchmark: str
     hardware: str
@@ -31,15 +31,15 @@ class Result:
     measured_on: str
     seconds: float = 0.0
     load: float = 0.0
-    """Processes per core that wanted to run when it began. Over 0.5, other work made the times longer."""
+    """The load per core when it began. Over 0.5, other work made the times longer."""
     figures: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
 
 def hardware() -> str:
-    """Return this machine in words: processor, cores, memory, GPU."""
-    import torch  # takes seconds, and keeping a result does not need it
+    """Return a description of this machine: processor, cores, memory, GPU."""
+    import torch  # takes seconds; not needed to keep a result
 
     info = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
@@ -53,13 +53,13 @@ def hardware() -> str:
 
 
 def _bfloat16(info: str) -> str:
-    """Return the instructions that multiply bfloat16: a tower's time on a CPU depends on them more than on all else."""
+    """Return the bfloat16 instructions of the CPU, on which a tower's time depends most."""
     kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bf16"}
     return next((kind for name, kind in kinds.items() if name in info.split()), "no bf16")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a number depends on, the code's own commit among them."""
+    """Return the versions that a figure depends on, with our own commit."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for name in PACKAGES:
         try:
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the code that runs, marked where it differs from it; "unknown" without git."""
+    """Return the commit of the code that runs, marked if files differ from it; "unknown" without git."""
     commit = _git("rev-parse", "--short", "HEAD")
     if commit is None:
         return "unknown"
@@ -78,13 +78,13 @@ def _commit() -> str:
 
 
 def changed_files() -> list[str]:
-    """Return the files that differ from the commit and may change a figure: all but pages and results."""
+    """Return the files with uncommitted changes, except pages and results, which change no figure."""
     changed = _git("status", "--porcelain", "--", ".", ":(exclude)*.md", ":(exclude)bench/results") or ""
     return [line[2:].strip() for line in changed.splitlines()]
 
 
 def of_unknown_commits(results: Sequence[Result]) -> list[Result]:
-    """Return the results whose commit is not in this repository's history; none where git cannot say."""
+    """Return the results whose commit is not in this repository's history; none without git."""
     if _git("rev-parse", "HEAD") is None:
         return []
     commits = [(result, result.versions.get("commit", "")) for result in results]
@@ -96,7 +96,7 @@ def of_unknown_commits(results: Sequence[Result]) -> list[Result]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git says; None where it fails or is not installed."""
+    """Return the output of git; None if it fails or is not installed."""
     git = shutil.which("git")
     if git is None:
         return None
@@ -105,20 +105,20 @@ def _git(*arguments: str) -> str | None:
 
 
 def load() -> float:
-    """Return how many processes wanted each core during the last minute."""
+    """Return the load per core during the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def path_of(machine: str, *, quick: bool, folder: Path = FOLDER) -> Path:
-    """Return the file of today's results on a machine."""
+    """Return the path of today's results on a machine."""
     name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
     return folder / f"{date.today().isoformat()}-{name}{'-quick' if quick else ''}.json"
 
 
 def keep(path: Path, result: Result) -> None:
-    """Put a result into its file, beside those of other benchmarks; an older one of the same benchmark goes.
+    """Write a result into its file, in the place of an older one of the same benchmark.
 
-    A benchmark that was not run does not replace a result.
+    The result of a benchmark that was not run replaces none.
     """
     content = json.loads(path.read_text()) if path.exists() else {}
     if result.status == NOT_RUN and result.benchmark in content.get("benchmarks", {}):
@@ -131,7 +131,7 @@ def keep(path: Path, result: Result) -> None:
 
 
 def newest(folder: Path = FOLDER) -> list[Result]:
-    """Return, for each benchmark and machine, the newest result that is no quick look."""
+    """Return the newest result of each benchmark on each machine, without quick runs."""
     found: dict[tuple[str, str], Result] = {}
     for path in sorted(folder.glob("*.json")):
         if path.stem.endswith("-quick"):

@@ -1,4 +1,4 @@
-"""Runs one benchmark in a process of its own, for a limited time, and returns its result."""
+"""Runs one benchmark in a separate process, for a limited time, and returns its result."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from bench.harness.benchmark import Benchmark
 from bench.harness.results import NOT_RUN, ROOT, Result, load, versions
 
 LOGS = ROOT / ".bench"
-END_S = 10.0  # a benchmark that ran out of time may take so long to end its servers
+END_S = 10.0  # for a benchmark that ran out of time to stop its servers
 
 
 def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Result:
@@ -45,13 +45,13 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
 
 
 def not_run(benchmark: Benchmark, machine: str, why: str) -> Result:
-    """Return the result of a benchmark that was left out."""
+    """Return the result of a benchmark that was not run."""
     command = shlex.join(["python", *benchmark.command(quick=False)])
     return Result(benchmark.name, machine, NOT_RUN, command, date.today().isoformat(), error=why)
 
 
 def _status(command: list[str], output: int, limit_s: float) -> str:
-    # In a session of its own, so that stopping a benchmark also stops its servers and workers.
+    # In its own session, so that stopping a benchmark also stops its servers and workers.
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -70,13 +70,13 @@ def _status(command: list[str], output: int, limit_s: float) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End all processes of a benchmark's session; servers get time to drain."""
+    """Stop all processes of a benchmark's session; servers get time to drain."""
     for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, 1.0)):
         if not _signalled(process.pid, number):
             return
         deadline = monotonic() + patience_s
         while monotonic() < deadline:
-            process.poll()  # it counts as alive until it is waited for
+            process.poll()  # a process that nobody waits for still counts as alive
             if not _signalled(process.pid, 0):
                 return
             sleep(0.05)
@@ -92,7 +92,7 @@ def _signalled(group: int, number: int) -> bool:
 
 
 def figures_in(log: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object in a log's last line, or why there is none."""
+    """Return the JSON object in a log's last line, and an error if there is none."""
     try:
         figures = json.loads(last_line(log))
     except json.JSONDecodeError:

@@ -24,7 +24,7 @@ CASES = {
 
 
 def full_checkpoint(model_type: str) -> Path:
-    """Return the folder of a checkpoint of the published tower, written once per machine."""
+    """Return the folder of a checkpoint of the published tower; it is written once per machine."""
     folder = Path(tempfile.gettempdir()) / "encoder-service-bench" / model_type
     if not (folder / "model.safetensors").is_file() or not (folder / "tokenizer.json").is_file():
         print(f"writing {folder} ...", flush=True)
@@ -33,7 +33,7 @@ def full_checkpoint(model_type: str) -> Path:
 
 
 def load_ours(folder: Path, dtype: str, **options: Any) -> Tower:
-    """Return our tower of a folder, on the CPU."""
+    """Load our tower from a folder, on the CPU."""
     processor = ProcessorSettings.from_folder(folder)
     return load_tower(folder, device="cpu", dtype=dtype, processor=processor, **options)
 

@@ -183,13 +183,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50_000, help="in all (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each target")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    given = parser.parse_args()
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     began = time.monotonic()
-    verdict = fuzz(given.targets, given.cases, given.seed)
+    verdict = fuzz(args.targets, args.cases, args.seed)
     for failure in verdict.failures[:20]:
         print(failure)
-    print(json.dumps(verdict.figures() | {"seed": given.seed, "seconds": round(time.monotonic() - began, 1)}))
+    print(json.dumps(verdict.figures() | {"seed": args.seed, "seconds": round(time.monotonic() - began, 1)}))
     return 0 if verdict.is_good else 1
 
 

@@ -12,11 +12,10 @@ import bench.__main__
 from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _run, main, to_measure_again
 from bench.hardened import BENCHMARK as HARDENED
 from bench.harness import results
-from bench.harness.benchmark import Figure, benchmarks
+from bench.harness.benchmark import Figure, benchmarks, markdown
 from bench.harness.report import PAGES, caption, looked_up, rewrite, row_of, summary, table_of
 from bench.harness.results import NOT_RUN, ROOT, Result, keep, newest, of_unknown_commits, path_of
 from bench.harness.runner import END_S, run
-from bench.harness.tables import markdown
 from bench.sizing import BENCHMARK as SIZING
 from testing.attacks import ATTACKS
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from testing.answers import data_url
+from testing.engine_environments import SGLANG_FOLDER
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine, serving
-from testing.sglang_environment import FOLDER
 from tests.sglang.conftest import (
     AT_ONCE,
     UNREADABLE,
@@ -26,7 +26,7 @@ from tests.vllm.restartable import Restartable
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[SglangEngine]:
     """An engine of that release."""
-    newest = FOLDER / "newest"
+    newest = SGLANG_FOLDER / "newest"
     if not newest.exists():
         pytest.skip("make test-sglang installs it")
     with serving(checkpoint, environment=variables(service.endpoint, newest)) as engine:

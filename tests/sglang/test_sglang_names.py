@@ -8,7 +8,7 @@ import pytest
 import sglang
 
 from prefill_client.sglang.release import check_release
-from testing.sglang_environment import FOLDER
+from testing.engine_environments import SGLANG_FOLDER
 from testing.source_names import Names, Read, missing_names
 
 QWEN = "multimodal/processors/qwen_vl.py"
@@ -70,10 +70,10 @@ def releases() -> dict[str, Read]:
     installed = Path(sglang.__file__).parent
     found: dict[str, Read] = {
         folder.name: lambda path, folder=folder: (folder / "sglang/srt" / path).read_text()
-        for folder in (installed.parent, FOLDER / "newest")
+        for folder in (installed.parent, SGLANG_FOLDER / "newest")
         if folder.exists()
     }
-    for wheel in sorted((FOLDER / "wheels").glob("*.whl")):
+    for wheel in sorted((SGLANG_FOLDER / "wheels").glob("*.whl")):
         archive = zipfile.ZipFile(wheel)
         found[wheel.name.split("-")[1]] = lambda path, archive=archive: archive.read(
             f"sglang/srt/{path}"
@@ -96,7 +96,7 @@ def test_a_release_has_the_source_text_that_we_rely_on(release: str) -> None:
 
 
 def test_all_releases_in_pyproject_are_checked() -> None:
-    if not FOLDER.exists():
+    if not SGLANG_FOLDER.exists():
         pytest.skip("make test-sglang installs them")
     assert {*RELEASES} >= {"site-packages", "newest", "0.5.22"}
     for release in (version("sglang"), "0.5.22", "0.5.23"):

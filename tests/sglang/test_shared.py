@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine
-from testing.vllm_environment import ENVIRONMENT
-from testing.vllm_environment import PYTHON as VLLM
 from tests.sglang.conftest import PROMPTS, Own, assert_equal
 from tests.sglang.counters import by_own_tower, server_of
 from tests.sglang.gateways import fed
@@ -20,7 +19,7 @@ from tests.vllm.restartable import Restartable
 def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
     engine: SglangEngine, service: Restartable, checkpoint: Path, own: Own, tmp_path: Path
 ) -> None:
-    python = Path(os.environ.get("VLLM_PYTHON", VLLM))
+    python = Path(os.environ.get("VLLM_PYTHON", VLLM_PYTHON))
     if not python.exists():
         pytest.skip("make test-vllm installs vLLM")
     images = [photo(200, 150, 5000), photo(128, 128, 5001, "PNG")]
@@ -41,7 +40,7 @@ def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
     before = server_of(service).encodes()
     ended = subprocess.run(
         [python, "-m", "tests.sglang.ask_vllm", checkpoint, service.endpoint, *files],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **VLLM_VARIABLES},
         capture_output=True,
         text=True,
         check=False,

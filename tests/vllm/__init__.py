@@ -2,6 +2,6 @@
 
 import os
 
-from testing.vllm_environment import ENVIRONMENT
+from testing.engine_environments import VLLM_VARIABLES
 
-os.environ.update(ENVIRONMENT)
+os.environ.update(VLLM_VARIABLES)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from testing.vllm_environment import ENVIRONMENT
+from testing.engine_environments import VLLM_VARIABLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PLACE = re.compile(r"(?<=<!-- vllm -->\n).*?(?=<!-- /vllm -->)", re.DOTALL)
@@ -57,7 +57,7 @@ def write(rows: Iterable[str], versions: str) -> None:
 
 def main() -> None:
     """Compare every family, and write the table."""
-    os.environ.update(ENVIRONMENT)  # before vLLM is imported
+    os.environ.update(VLLM_VARIABLES)  # before vLLM is imported
     from testing.vllm_families import SMALL
 
     rows = []

@@ -1,4 +1,4 @@
-"""What an LLM engine was asked and what it answered, so that two answers can be compared."""
+"""Prompts for an LLM engine, and its answers, which can be compared."""
 
 import base64
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ Part = str | bytes
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request ended with."""
+    """The tokens of an answer, the top log-probabilities of each step, and why it ended."""
 
     tokens: tuple[int, ...]
     top: tuple[dict[int, float], ...]
     reason: str
 
     def distance(self, other: "Answer") -> float:
-        """The largest difference of a log-probability that both have among their five; infinite for other tokens."""
+        """Return the largest difference between log-probabilities that both have; infinite for other tokens."""
         if self.tokens != other.tokens:
             return float("inf")
         steps = zip(self.top, other.top, strict=True)
@@ -26,5 +26,5 @@ class Answer:
 
 
 def data_url(data: bytes) -> str:
-    """An image file in a URL."""
+    """Return an image as a data URL."""
     return "data:image/png;base64," + base64.b64encode(data).decode()

@@ -1,8 +1,8 @@
-"""Certificates for trials and tests: an authority of this machine, and what it signs. `make certs` writes a set.
+"""Certificates for trials and tests, signed by a new authority. `make certs` writes a set.
 
     python -m testing.certificates FOLDER      # ca.pem, server.pem, client.pem and their keys
 
-Not for production: nobody can withdraw one of these, and the key of the authority lies beside them.
+Not for production: these certificates cannot be revoked.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 DAYS = 30
-# This machine, the replicas of `make fleet`, and what the compose file and the manifests call the service.
+# This machine, the replicas of `make fleet`, and the service's names in the compose file and the manifests.
 HOSTS = (
     "localhost",
     "127.0.0.1",
@@ -32,14 +32,14 @@ HOSTS = (
 
 
 class Issued(NamedTuple):
-    """The files of one certificate, as settings take them."""
+    """The paths of a certificate and its key, as settings."""
 
     cert: str
     key: str
 
 
 class Authority:
-    """An authority that signs whatever it is asked to."""
+    """A certificate authority."""
 
     def __init__(self, name: str = "encoder-service trial") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -49,12 +49,12 @@ class Authority:
         self._cert = builder.sign(self._key, hashes.SHA256())
 
     def write(self, path: Path) -> str:
-        """Write the certificate by which the others are checked; return the path."""
+        """Write the certificate of the authority; return the path."""
         path.write_bytes(self._cert.public_bytes(Encoding.PEM))
         return str(path)
 
     def issue(self, folder: Path, name: str, hosts: Sequence[str] = ()) -> Issued:
-        """Write `name.pem` and `name-key.pem`: for a server at `hosts`, or a client that is called `name`."""
+        """Write `name.pem` and `name-key.pem`, for a server at `hosts` or, without hosts, for the client `name`."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_named(name), self._name, key.public_key())
         builder = builder.add_extension(
@@ -90,7 +90,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file of this user alone, at once: whoever reads it meanwhile reads the old one or the new one."""
+    """Replace a file atomically, readable by this user only: a reader gets the old content or the new."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -99,7 +99,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def main() -> None:
-    """Write a set and say how it is used."""
+    """Write a set of certificates and print how to use it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder

@@ -1,4 +1,4 @@
-"""Seeded videos that OpenCV writes, their true frames, and changes to containers that it cannot write."""
+"""Seeded videos, their frames as OpenCV reads them, and variants of MP4 that OpenCV cannot write."""
 
 import os
 import struct
@@ -27,7 +27,7 @@ def clip(
     seed: int = 0,
     codec: str = "",
 ) -> bytes:
-    """Return the file of a video: a photo that moves, so that no two frames are equal."""
+    """Return a video of a moving photo; no two frames are equal."""
     picture = pixels(width, height, seed)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / f"clip.{container}")
@@ -57,7 +57,7 @@ def true_frames(file: bytes) -> Iterator[NDArray[np.uint8]]:
 
 
 def rotated(mp4: bytes, degrees: int) -> bytes:
-    """Return an MP4 whose frames are to be turned clockwise by 90, 180 or 270 degrees."""
+    """Return an MP4 with a rotation matrix: its frames are shown rotated clockwise by 90, 180 or 270 degrees."""
     matrix = {90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[degrees]
 
     def turn(header: bytes) -> bytes:
@@ -70,7 +70,7 @@ def rotated(mp4: bytes, degrees: int) -> bytes:
 
 
 def of_variable_rate(mp4: bytes) -> bytes:
-    """Return an MP4 whose frames are shown for one, two and three times as long in turn."""
+    """Return an MP4 whose frames are shown for one, two and three frame times in turn."""
 
     def vary(times: bytes) -> bytes:
         count, delta = struct.unpack_from(">II", times, 8)
@@ -81,7 +81,7 @@ def of_variable_rate(mp4: bytes) -> bytes:
 
 
 def with_index_first(mp4: bytes) -> bytes:
-    """Return an MP4 whose index is before its frames, as in files for the web: one that is cut can still be read."""
+    """Return an MP4 whose index precedes its frames, as in files for the web: a truncated one can still be read."""
     boxes: dict[bytes, bytes] = {}
     at = 0
     while at < len(mp4):
@@ -101,7 +101,7 @@ def with_index_first(mp4: bytes) -> bytes:
 
 
 def _with_box(data: bytes, path: tuple[bytes, ...], change: Callable[[bytes], bytes]) -> bytes:
-    """Return MP4 boxes with the content of the first at `path` changed; what lies behind it moves."""
+    """Return MP4 boxes with the content of the first box at `path` changed; the following boxes move."""
     at = 0
     while at + 8 <= len(data):
         size, kind = struct.unpack_from(">I4s", data, at)

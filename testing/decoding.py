@@ -1,4 +1,4 @@
-"""Files decoded as the server decodes them, without a server: header, limits, then a batch or one by one."""
+"""Decodes files as the server does, without a server: header, limits, then in a batch or one by one."""
 
 import sys
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def pillow_decoder() -> Decoder:
 
 
 def source_of(file: bytes, max_image_pixels: int = 100_000_000) -> Source:
-    """Return a file with its header. Raises `InvalidImageError` for one that the server refuses by its header."""
+    """Return a file with its header. Raises `InvalidImageError` if the server would refuse the header."""
     header = read_rare_header(file, RARE_FORMATS) if format_of(file) is None else read_header(file)
     if isinstance(header, EncoderError):
         raise header
@@ -30,7 +30,7 @@ def source_of(file: bytes, max_image_pixels: int = 100_000_000) -> Source:
 def decode_files(
     decoder: Decoder, files: Sequence[bytes], max_image_pixels: int = 100_000_000
 ) -> list[Tensor | EncoderError]:
-    """Return, in order, the pixels of each file or the error of that file alone."""
+    """Return the pixels or the error of each file, in order."""
     sources = [_source_or_error(file, max_image_pixels) for file in files]
     chosen = [source for source in sources if isinstance(source, Source) and decoder.can_batch(source)]
     batched = iter(decoder.decode_batch(chosen))

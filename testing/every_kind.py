@@ -1,4 +1,4 @@
-"""One file of every format, mode and compression that Pillow writes and reads, those with a transparent colour too."""
+"""Files of every format, mode, compression and transparency that Pillow writes and reads."""
 
 import io
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ _MODES = (
     "1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "I;16",
     "I;16L", "I;16B",
 )  # fmt: skip
-# How the picture is converted to a mode that it cannot be converted to at once.
+# The intermediate mode, for modes to which Pillow does not convert RGB directly.
 _BY_WAY_OF = {"La": "LA", "RGBa": "RGBA", "PA": "P", "I;16L": "I;16", "I;16B": "I;16"}
 _COMPRESSIONS = (
     "raw", "packbits", "tiff_ccitt", "group3", "group4", "tiff_lzw", "lzma", "zstd", "webp", "jpeg", "tiff_jpeg",
     "tiff_adobe_deflate", "tiff_deflate", "tiff_sgilog", "tiff_sgilog24", "tiff_raw_16", "thunderscan",
 )  # fmt: skip
 _PREDICTOR = 317  # a tag of TIFF
-# Of a grey, a palette's entry, all its entries, and a colour.
+# A grey value or palette entry, another one, an alpha value for each palette entry, and a colour.
 _TRANSPARENCY = [{"transparency": value} for value in (1, 8, bytes(range(256)), _TRANSPARENT)]
 _OPTIONS: dict[str, list[dict[str, Any]]] = {
     "JPEG": [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}, {"restart_marker_rows": 1}],
@@ -42,14 +42,14 @@ _OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def files() -> Iterator[tuple[str, bytes]]:
-    """Yield what each file is, and the file; none that Pillow cannot write or load."""
+    """Yield a description and the bytes of each file that Pillow can write and load."""
     for kind in (*FORMATS, *RARE_FORMATS):
         for mode in _MODES:
             for options in _OPTIONS.get(kind, [{}]):
                 try:
                     image = encoded(_in_mode(mode), kind, **options)
                     _load(image)
-                except Exception:  # noqa: BLE001 - Pillow says in many ways that it does not do this
+                except Exception:  # noqa: BLE001 - Pillow raises many errors for what it does not support
                     continue
                 yield f"{kind} {mode} {options}", image
     bare = encoded(_PICTURE, "JPEG2000", no_jp2=True)

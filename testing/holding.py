@@ -1,4 +1,4 @@
-"""What a replica holds that has no store: embeddings in name only."""
+"""A replica of the cluster without a store: it holds addresses, and no rows."""
 
 from typing import cast
 
@@ -17,14 +17,14 @@ class Holding(dict[bytes, Grid]):
     """Addresses and their grids, as a store lists them."""
 
     def grids(self) -> "Holding":
-        """Return what is held."""
+        """Return the held addresses with their grids."""
         return self
 
 
 def cluster_of(
     settings: RedisSettings, held: Holding | None = None, on_call: OnCall = lambda *_: None
 ) -> RedisCluster:
-    """Return the cluster of a replica without a store, which asks no peer for rows."""
+    """Return the cluster of a replica without a store, which never fetches rows from peers."""
     recipe, geometry = Recipe(b"m" * 32, b"p" * 32, "float32"), Geometry(16, 2, 65536, 1 << 24)
     peers = Peers(recipe, 8, torch.float32, geometry)
     store = cast(Store, Holding() if held is None else held)

@@ -1,8 +1,8 @@
 """`encoder-service` under a wall clock that jumps: an hour forward at SIGUSR2, an hour back at SIGHUP.
 
-Run as a program in place of the command. It stands between Python's code and the clock, so it needs no right to set the
-machine's, which others use. Two parties keep the true clock: libraries in C, such as OpenSSL when it looks at the dates
-of a certificate; and gRPC, whose half in Python hands moments to its half in C: both must have the same clock.
+Run it as a program in place of the command. It replaces the clock of Python code only, so it needs no right to set the
+machine's clock. Two parties keep the true clock: libraries in C, such as OpenSSL when it checks the dates of a
+certificate; and gRPC, whose Python half passes times to its C half, so that both must have the same clock.
 """
 
 import datetime
@@ -16,7 +16,7 @@ _TRUE = "grpc"
 
 
 class WallClock:
-    """The true time and what it is off by, a whole number of seconds."""
+    """The true time plus `off_s`, a whole number of seconds."""
 
     def __init__(self) -> None:
         self._time, self._time_ns = time.time, time.time_ns
@@ -35,7 +35,7 @@ class WallClock:
         self.off_s += seconds
 
     def install(self) -> None:
-        """Become the clock of everything that is imported from here on."""
+        """Replace the clock of every module that is imported from now on."""
         clock = self
 
         class Shifted(datetime.datetime):
@@ -47,8 +47,8 @@ class WallClock:
         datetime.datetime = Shifted  # type: ignore[misc]
 
     def _seen_s(self) -> int:
-        asker = sys._getframe(2).f_globals.get("__name__", "")
-        return 0 if asker.partition(".")[0] == _TRUE else self.off_s
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        return 0 if caller.partition(".")[0] == _TRUE else self.off_s
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""A gRPC caller that speaks HTTP/2 by hand: partial messages, closed windows, what no gRPC library would send."""
+"""A gRPC caller that speaks HTTP/2 by hand: it can send partial messages and keep windows closed."""
 
 import asyncio
 import struct
@@ -11,12 +11,12 @@ import h2.events
 import h2.exceptions
 import h2.settings
 
-# A window that stays closed for a second may be meant to; one that a whole message needs opens, on any machine.
+# A window may stay closed on purpose for a second. The window for a whole message opens, on any machine.
 PARTIAL_S, WHOLE_S = 1.0, 30.0
 
 
 class RawConnection:
-    """One HTTP/2 connection. Answers to the server's settings and pings go out; windows are opened only on `open`."""
+    """One HTTP/2 connection. It answers settings and pings, and never enlarges the windows that `open` sets."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, window: int) -> None:
         self._reader, self._writer = reader, writer
@@ -33,9 +33,9 @@ class RawConnection:
 
     @classmethod
     async def open(cls, endpoint: str, window: int = 65535, source: str | None = None) -> Self:
-        """Connect, from the address `source` if one is given.
+        """Connect, from the address `source` if there is one.
 
-        `window` is what the server may send on each stream before it is told of more room.
+        `window` is the number of bytes that the server may send on each stream.
         """
         host, _, port = endpoint.rpartition(":")
         local = (source, 0) if source else None
@@ -53,7 +53,7 @@ class RawConnection:
     async def call(
         self, path: str, message: bytes | None = None, *, headers: tuple[tuple[str, str], ...] = ()
     ) -> int:
-        """Begin a call, with a whole message if one is given, and return its stream."""
+        """Start a call, with a whole message if there is one, and return its stream."""
         stream = self._h2.get_next_available_stream_id()
         pairs = [
             (":method", "POST"),
@@ -74,7 +74,7 @@ class RawConnection:
     async def send(
         self, stream: int, data: bytes, *, end: bool = False, patience_s: float = PARTIAL_S
     ) -> int:
-        """Send bytes as far as the server's windows allow; return how many went out when none opens for so long."""
+        """Send bytes as the server's windows allow; return how many were sent when none opens for `patience_s`."""
         sent = 0
         while sent < len(data) and not self.closed.is_set():
             if stream in self.reset or "grpc-status" in self.trailers.get(stream, {}):
@@ -100,7 +100,7 @@ class RawConnection:
         self._flush()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._task is not None:
             self._task.cancel()
         self._writer.close()
@@ -108,7 +108,7 @@ class RawConnection:
             await self._writer.wait_closed()
 
     async def _listen(self) -> None:
-        # A server that has said goodbye may still send pings, which h2 takes for a breach of the protocol.
+        # After GOAWAY a server may still send pings, which h2 takes for a protocol error.
         with suppress(OSError, h2.exceptions.ProtocolError):
             while data := await self._reader.read(1 << 16):
                 for event in self._h2.receive_data(data):
@@ -129,5 +129,5 @@ class RawConnection:
 
 
 def framed(message: bytes, *, compressed: bool = False) -> bytes:
-    """Return the message with gRPC's five bytes before it."""
+    """Return the message with gRPC's prefix of five bytes."""
     return struct.pack(">BI", compressed, len(message)) + message

@@ -1,4 +1,4 @@
-"""The reference model: `transformers` running a whole prompt in one go in float32, pixels in."""
+"""The reference model: `transformers` runs a whole prompt, from pixels, in one forward in float32."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from testing.reference_tower import processed
 
 
 class OneShot:
-    """A checkpoint folder in `transformers`, shown the pixels that the server sees: made by the same rooms."""
+    """A checkpoint in `transformers`, fed with the server's own pixels and patches."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
@@ -41,6 +41,6 @@ class OneShot:
         return logits
 
     def pixel_values(self, images: Sequence[bytes], grids: Sequence[Grid]) -> Tensor:
-        """Return the images as the Hugging Face processor hands them over, from our patches."""
+        """Return the images in the format of the Hugging Face processor, from our patches."""
         pixels = [p for p in decode_files(self.decoder, images) if not isinstance(p, EncoderError)]
         return processed(to_patches(pixels, grids, PlainResize(self.settings.geometry)), self.settings)

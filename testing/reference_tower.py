@@ -1,4 +1,4 @@
-"""The truth: `transformers`' own vision tower of a checkpoint folder, fed as its image processor would feed it."""
+"""The reference tower: `transformers`' vision tower, fed in the format of its image processor."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from encoder_contract.processor import ProcessorSettings
 
 
 class ReferenceTower:
-    """The vision tower of `transformers`, with rows laid out as ours: [main | DeepStack level 0 | ...]."""
+    """The vision tower of `transformers`, with rows in our layout: [main | DeepStack level 0 | ...]."""
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
-        """Load it with its fastest attention for the device ("sdpa": flash attention is a package of its own)."""
+        """Load it with "sdpa", its fastest attention without further packages."""
         transformers.utils.logging.disable_progress_bar()
         model = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa"
@@ -31,25 +31,25 @@ class ReferenceTower:
         return self._processor.geometry
 
     def pixels(self, patches: Sequence[Tensor]) -> Tensor:
-        """What the processor hands over."""
+        """Return patches in the format of the image processor."""
         return processed(patches, self._processor).to(self.device)
 
     def rows(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """All images in one batch: rows [tokens of all images, width]."""
+        """Encode all images in one batch; return rows [tokens of all images, width]."""
         output = self.forward(pixels.to(self.dtype), torch.tensor(grids, device=self.device))
         levels = getattr(output, "deepstack_features", None) or []
         return torch.cat([output.pooler_output, *levels], dim=1)
 
     @torch.inference_mode()
     def forward(self, pixels: Tensor, grids: Tensor) -> Any:
-        """Run the module as it is."""
+        """Run the module without changes."""
         return self.module(pixels, grid_thw=grids)
 
 
 def processed(patches: Sequence[Tensor], settings: ProcessorSettings) -> Tensor:
-    """Return our patches as the Hugging Face processor hands them over, [patches, 3 × 2 × p × p].
+    """Return our patches in the format of the Hugging Face processor, [patches, 3 × 2 × p × p].
 
-    They are rescaled, normalised, float32, with a still image's frame twice, or with two frames.
+    They are rescaled, normalised and float32; a still image has its frame twice.
     """
     area = settings.geometry.patch_size**2
     joined = torch.cat(list(patches))
@@ -59,7 +59,7 @@ def processed(patches: Sequence[Tensor], settings: ProcessorSettings) -> Tensor:
 
 
 def random_patches(grids: Sequence[Grid], patch_values: int, seed: int = 0) -> list[Tensor]:
-    """Seeded uint8 patches for each grid."""
+    """Return seeded uint8 patches for each grid."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(0, 256, (grid.patches, patch_values), dtype=torch.uint8, generator=generator)
@@ -68,7 +68,7 @@ def random_patches(grids: Sequence[Grid], patch_values: int, seed: int = 0) -> l
 
 
 def row_errors(rows: Tensor, truth: Tensor) -> Tensor:
-    """Relative error of each row: the norm of the difference over the norm of the true row."""
+    """Return the relative error of each row: the norm of the difference over the norm of the true row."""
     rows, truth = rows.double().cpu(), truth.double().cpu()
     errors: Tensor = (rows - truth).norm(dim=1) / truth.norm(dim=1)
     return errors

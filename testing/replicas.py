@@ -1,4 +1,4 @@
-"""A fleet of real processes: replicas on addresses and ports of their own, killed, replaced and counted."""
+"""Runs fleets of real replicas, each with its own loopback address."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +10,8 @@ from encoder_service.metrics import Scrape
 from testing.processes import free_port
 from testing.server_process import ServerProcess
 
-# Small machines run all replicas of a fleet: one thread each keeps them from fighting over cores. A busy machine is no
-# fault of the index either.
+# All replicas of a fleet share a small machine: with one thread each they do not compete for cores. The index gets more
+# time than in production, since a busy machine delays it.
 SETTINGS = {
     "threads": 1,
     "decode_threads": 1,
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 class ReplicaProcess:
-    """One replica, by default on an address of its own, as on a machine of its own; `start` it, also again."""
+    """A replica with its own address, as if on its own machine. `start` starts it, also after it has ended."""
 
     def __init__(self, model: Path, number: int, **settings: Any) -> None:
         self.endpoint = f"127.0.0.{number + 2}:{free_port()}"
@@ -32,28 +32,28 @@ class ReplicaProcess:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """The port on which it listens."""
         return int(self.endpoint.rpartition(":")[2])
 
     @property
     def process(self) -> ServerProcess:
-        """Its process."""
-        assert self._server is not None, "it was not started"
+        """Its current process."""
+        assert self._server is not None, "it was never started"
         return self._server
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether its process is running."""
         return self._server is not None and self._server.process.poll() is None
 
     def start(self, **settings: Any) -> None:
-        """Start it and wait until it listens; `settings` win over those it was made with."""
-        given = {**SETTINGS, "listen": self.endpoint, **self._settings, **settings}
-        self._server = ServerProcess(self._model, **given)
+        """Start it and wait until it listens. `settings` override those of the constructor."""
+        merged = {**SETTINGS, "listen": self.endpoint, **self._settings, **settings}
+        self._server = ServerProcess(self._model, **merged)
         self._server.wait_until_it_listens()
 
     def kill(self) -> None:
-        """As kill -9."""
+        """Send SIGKILL."""
         if self._server is not None:
             self._server.kill()
 
@@ -62,12 +62,12 @@ class ReplicaProcess:
         return self.process.metrics()
 
     def encodes(self) -> int:
-        """Images it has encoded and kept since it was started."""
+        """Return how many images its current process has encoded and kept."""
         return self.process.encodes()
 
 
 def start_all(replicas: Sequence[ReplicaProcess]) -> None:
-    """Start those that do not run, side by side."""
+    """Start the replicas that are not running, in parallel."""
     missing = [replica for replica in replicas if not replica.is_alive]
     with ThreadPoolExecutor(len(missing) or 1) as pool:
         list(pool.map(ReplicaProcess.start, missing))

@@ -1,4 +1,4 @@
-"""Reads from a library's source whether it has the names that we touch, without running it."""
+"""Checks in a library's source, without running it, that the names exist that we use."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
@@ -7,12 +7,12 @@ Read = Callable[[str], str]
 """Returns the source of a file of the library."""
 
 Names = tuple[str, str, str, str]
-"""File, class (or none), function (or none), the names it must have: parameters of a function, else fields, methods or
-attributes of the class, else names of the module."""
+"""File, class or "", function or "", and the names that must exist: parameters of the function, else members of the
+class, else names of the module."""
 
 
 def missing_names(read: Read, names: Iterable[Names]) -> list[str]:
-    """Return what a release lacks."""
+    """Return the names that a release lacks."""
     missing = []
     for path, in_class, function, wanted in names:
         tree: ast.AST = ast.parse(read(path))
@@ -24,7 +24,7 @@ def missing_names(read: Read, names: Iterable[Names]) -> list[str]:
 
 
 def _definitions(tree: ast.AST) -> Iterator[str]:
-    """Yield what a module or class defines or imports, and what its methods assign to `self`."""
+    """Yield the names that a module or class defines or imports, and the attributes that its methods assign."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name

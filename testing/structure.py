@@ -1,9 +1,9 @@
-"""The size of the code, and the files that one image passes: a measure, with no goals.
+"""Measures the size of the code and the files that one image passes. There are no goals.
 
     python -m testing.structure            # prints a table and the path of an image
     python -m testing.structure --json
 
-Sizes are read from the source. The path is traced on a real server that encodes one image.
+The path is traced on a real server that encodes one image.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COUNTED = (
     "demo",
     "tests",
 )
-# Runs on a timer, with or without an image: it would be counted now and then.
+# It runs on a timer, so that a trace of an image has it only sometimes.
 ON_A_TIMER = "http.py"
 
 
@@ -45,7 +45,7 @@ def modules(folder: Path) -> list[Path]:
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Return files and lines of each folder."""
+    """Return the number of files and lines of each folder."""
     return {
         name: (len(paths), sum(len(path.read_text().splitlines()) for path in paths))
         for name in COUNTED
@@ -83,7 +83,7 @@ async def trace_image(folder: Path) -> list[str]:
     )
     trace = Trace()
     model = load_model(config)
-    threading.settrace(trace)  # before the stages start: threads take it over then
+    threading.settrace(trace)  # before the stages start: it applies to new threads
     server = Server(config, model)
     await server.start()
     try:

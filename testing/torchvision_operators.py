@@ -1,7 +1,7 @@
 """Makes torchvision's wheel from PyPI importable beside PyTorch's build for the CPU: run it in their environment.
 
-That wheel expects two operators that only its CUDA build has. Nothing of ours uses them. Where PyTorch's own index is
-within reach, its wheel for the CPU is installed instead, and this changes nothing.
+That wheel expects two operators that only its CUDA build has, and that we do not use. If PyTorch's own index can be
+reached, its wheel for the CPU is installed instead, and this changes nothing.
 """
 
 import sysconfig
@@ -34,13 +34,13 @@ sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def add_torchvision_operators(site: Path) -> None:
-    """Let torchvision be imported where `site`, a folder of packages, is on the path."""
+    """Make torchvision importable from `site`, a folder of packages."""
     (site / "_torchvision_operators.py").write_text(OPERATORS)
     (site / "torchvision_operators.pth").write_text("import _torchvision_operators\n")
 
 
 def main() -> None:
-    """Do so for the interpreter that runs this, if its torchvision is that of a CUDA build and its torch is not."""
+    """Do so for this interpreter, if its torchvision is a CUDA build and its torch is not."""
     if "+cpu" in version("torch") and "+cpu" not in version("torchvision"):
         add_torchvision_operators(Path(sysconfig.get_path("purelib")))
 

@@ -1,4 +1,4 @@
-"""A port at which nobody listens."""
+"""A port that refuses connections."""
 
 import socket
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def closed_port() -> Iterator[str]:
-    """Give an address at which nobody listens, and keep everybody else from it: connecting to it is refused."""
+    """Yield an address that refuses connections; the port is bound, so that no other process can listen on it."""
     with socket.socket() as kept:
         kept.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{kept.getsockname()[1]}"

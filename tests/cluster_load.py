@@ -1,4 +1,4 @@
-"""Load on a fleet of processes, and what a healthy one makes of it."""
+"""Load on a fleet of processes, and checks of a healthy fleet."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ from testing.replicas import ReplicaProcess
 from testing.traffic import Supply, Traffic
 from tests.waiting import soon
 
-# Each test sends images that no other sent.
+# Each test sends new images.
 seeds = itertools.count(1)
 
 
@@ -41,7 +41,7 @@ def traffic(replicas: Sequence[ReplicaProcess], **options: Any) -> Traffic:
 
 
 async def steady(replicas: Sequence[ReplicaProcess], prompts: int = 15) -> None:
-    """New images, and each is encoded once: what a healthy fleet does, and one that has recovered."""
+    """Check that the fleet is healthy: it encodes each new image once, without errors."""
     before = await encodes(replicas)
     async with traffic(replicas) as load:
         await load.more(prompts)

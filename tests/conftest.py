@@ -1,7 +1,6 @@
-"""Fixtures: a seeded checkpoint folder, a real server on free ports, replicas that meet in Redis or a Redis Cluster.
+"""Fixtures: a seeded checkpoint, a real server on free ports, replicas with an index in Redis or a Redis Cluster.
 
-Every run of pytest imports this file, so what takes long to import (torch alone: three seconds) is imported by the
-fixtures that need it.
+Every run of pytest imports this file, so fixtures import what takes long to import (torch alone takes three seconds).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 TORCH_THREADS = 2
 
-# Whose tests start a server or a process: by what a test file imports, and by the fixtures that a test asks for.
+# Tests start a server or a process if their file imports one of these modules, or if they use one of these fixtures.
 STARTING_MODULES = {
     "subprocess",
     "testing.redis_servers",
@@ -50,10 +49,10 @@ STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start a server or a process, and skip those of DALI where it is not installed.
+    """Mark tests that start a server or a process, and skip DALI's where it is not installed.
 
-    Their files and the slow ones come first, as they take longest: the quick ones fill the time in which one worker
-    waits for the other.
+    Files with such tests and with slow ones come first, since they take longest: the quick files then keep all workers
+    busy to the end.
     """
     long = set()
     for item in items:
@@ -74,21 +73,21 @@ def has_dali() -> bool:
 
 
 def starts_processes(test: pytest.Function) -> bool:
-    """Whether a test starts a server or a process, or shares its file with one that does."""
+    """Return whether a test, or another one in its file, starts a server or a process."""
     imported = vars(test.module).values()
     modules = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in imported}
     return bool(modules & STARTING_MODULES) or bool(STARTING_FIXTURES & {*test.fixturenames})
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """Set the limits of examples before a test file that has some is imported: its decorators read them."""
+    """Load our hypothesis profile before a test file with examples is imported: its decorators read the settings."""
     if b"hypothesis" in module_path.read_bytes():
         limit_no_example()
 
 
 @cache
 def limit_no_example() -> None:
-    """Give examples no time limit: a machine that stalls for a quarter of a second breaks no promise of ours."""
+    """Give examples no time limit: a busy machine may stall for a quarter of a second."""
     from hypothesis import HealthCheck, settings
 
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -96,41 +95,41 @@ def limit_no_example() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Limit the threads of torch where a test file imported it: the towers are small."""
+    """Limit the threads of torch if a test file has imported it: the towers are small."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(TORCH_THREADS)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave out the hypothesis plugin's report of a run without examples, which imports hypothesis (a second)."""
+    """Skip the hypothesis plugin's report in runs without examples: it would import hypothesis (a second)."""
     if "hypothesis" not in sys.modules:
         session.config.pluginmanager.unregister(name="hypothesispytest")
 
 
 @pytest.fixture(scope="session")
 def kept_checkpoint(pytestconfig: pytest.Config) -> Callable[..., Path]:
-    """Return a function that gives the folder `write_checkpoint` fills, from an earlier run if there was one.
+    """Return a function that returns a folder written by `write_checkpoint`, perhaps in an earlier run.
 
-    Its arguments are those of `write_checkpoint`, less the folder. A test must not change what it gets.
+    Its arguments are those of `write_checkpoint` without the folder. A test must not change the folder.
     """
     return partial(checkpoint_cache.kept_checkpoint, pytestconfig.cache.mkdir("checkpoints"))
 
 
 @pytest.fixture(scope="session")
 def kept_family(pytestconfig: pytest.Config) -> Callable[..., Path]:
-    """Return a function that gives the folder `write_family_checkpoint` fills, as `kept_checkpoint` does."""
+    """Return the same function for `write_family_checkpoint`."""
     return partial(checkpoint_cache.kept_family, pytestconfig.cache.mkdir("checkpoints"))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(kept_checkpoint: Callable[..., Path]) -> Path:
-    """A small Qwen3-VL checkpoint folder with seeded weights, which a test must not change."""
+    """A small Qwen3-VL checkpoint with seeded weights. A test must not change it."""
     return kept_checkpoint()
 
 
 @pytest.fixture(scope="session")
 def config(checkpoint: Path) -> Config:
-    """A configuration whose every bound fits a test."""
+    """A configuration with bounds that suit tests."""
     from encoder_service.config import Config
     from tests.small_store import STORE_GIB
 
@@ -157,7 +156,7 @@ def model(config: Config) -> Iterator[Model]:
 
 @pytest.fixture
 def gate(model: Model) -> Gate:
-    """The gate of this test's server."""
+    """The gate in front of the decoder of this test's server."""
     from tests.gate import Gate
 
     return Gate(model.decoder)
@@ -183,7 +182,7 @@ async def client(server: Server) -> AsyncIterator[EncoderClient]:
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """A Redis: the one that the project brings, whatever this machine has."""
+    """A Redis of the project's packages."""
     from testing.redis_servers import redis_server
 
     with redis_server() as server:
@@ -201,13 +200,13 @@ def cluster_url() -> Iterator[str]:
 
 @pytest.fixture(params=["redis", "cluster"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """What keeps the index."""
+    """Where the index is kept."""
     return request.param
 
 
 @pytest.fixture
 async def join(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
-    """Return a function that makes a replica join the fleet of this test."""
+    """Return a function that lets a replica join the fleet of this test."""
     from encoder_service.cluster.redis import namespace
     from testing.holding import cluster_of
     from tests.index_replicas import MODEL, TTL_MS, as_replica, numbers, redis_settings

@@ -1,4 +1,4 @@
-"""How deploy/ starts an LLM engine beside the service, read."""
+"""Reads how deploy/ starts an LLM engine beside the service."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ class DeployedEngine:
         self.text = (folder / "docker-compose.yml").read_text()
         self.compose: dict[str, Any] = yaml.safe_load(self.text)
         self.services: dict[str, dict[str, Any]] = self.compose["services"]
-        # Those of deploy/docker-compose.yml that it has, too.
+        # Services that are taken from deploy/docker-compose.yml.
         self.extended = {name: each["extends"] for name, each in self.services.items() if "extends" in each}
         self.example = dict(
             line.split("=", 1)
@@ -30,17 +30,17 @@ class DeployedEngine:
         self.overlays = sorted((DEPLOY / "kubernetes/overlays").glob(f"{name}-*/kustomization.yaml"))
 
     def filled(self, value: object) -> str:
-        """A value of the compose file with the example's variables, as compose fills them in."""
+        """Return a value of the compose file with the example's variables filled in."""
         return VARIABLE.sub(lambda match: self.example.get(match[1]) or match[2] or "", str(value))
 
     def environment(self, service: str, prefix: str = "") -> dict[str, str]:
-        """The variables of a service in the compose file that begin with `prefix`."""
+        """Return the variables of a service in the compose file that begin with `prefix`."""
         given = self.services[service]["environment"]
         return {name: self.filled(value) for name, value in given.items() if name.startswith(prefix)}
 
     @property
     def pod(self) -> dict[str, Any]:
-        """What the Kubernetes manifest says of its pod."""
+        """The specification of its pod in Kubernetes."""
         return dict(self.manifests["deployment"]["spec"]["template"]["spec"])
 
     @property
@@ -49,7 +49,7 @@ class DeployedEngine:
         return {each["name"]: each for each in self.pod["containers"]}
 
     def served_name(self, overlay: Path) -> str:
-        """What an overlay puts into the environment of the engine's container."""
+        """Return the name under which an overlay serves the model."""
         (patch,) = yaml.safe_load(overlay.read_text())["patches"]
         (change,) = yaml.safe_load(patch["patch"])
         assert change["path"] == "/spec/template/spec/containers/0/env/0/value"

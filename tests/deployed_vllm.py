@@ -1,4 +1,4 @@
-"""How deploy/ and docs/vllm.md start vLLM, read: by the tests of deploy/, and by those that have vLLM."""
+"""Reads how deploy/ and docs/vllm.md start vLLM, for the tests of deploy/ and of vLLM."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ VLLM = DeployedEngine("vllm")
 
 
 def command_lines() -> dict[str, list[str]]:
-    """The arguments of `vllm`, by the file that says them."""
+    """Return the arguments of `vllm`, by the file that has them."""
     service, container = VLLM.services["vllm"], VLLM.containers["vllm"]
     assert [service["entrypoint"], container["command"]] == [["vllm"], ["vllm"]]
     found = {"docker-compose.yml": [VLLM.filled(each) for each in service["command"]]}

@@ -1,4 +1,4 @@
-"""A host of images that takes its time."""
+"""A host that sends an image slowly."""
 
 import socket
 import threading
@@ -10,7 +10,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
 
 @contextmanager
 def dripping_host(pieces: Sequence[bytes]) -> Iterator[str]:
-    """A host that accepts everybody and sends each a piece every 20 ms."""
+    """Run a host that sends a piece every 20 ms on each connection; yield its address."""
     stop = threading.Event()
 
     def drip(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A host of images that sends as fast as it can, without an end."""
+"""A host that sends an endless response."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def flooding_host(head: bytes, piece: bytes) -> Iterator[str]:
-    """A host that answers everybody with `head` and then with `piece` over and over, until they hang up."""
+    """Run a host that sends `head`, then `piece` again and again until the client hangs up; yield its address."""
     flood = piece * (65536 // len(piece))
 
     def answer(connection: socket.socket) -> None:

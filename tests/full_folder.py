@@ -1,7 +1,7 @@
-"""A file system of a few megabytes that only one program sees, filled up: what a full disk or /dev/shm is to a server.
+"""A small, nearly full file system that only one program sees, as a full disk or /dev/shm of a server.
 
-Run as a program, it mounts one over a folder, in the user's own namespaces, fills it but for what is to be free, and
-becomes the command that follows.
+Run as a program, this mounts the file system over a folder in new namespaces, fills it up to the wanted free space, and
+executes a command.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ NAMESPACES = ["unshare", "--map-root-user", "--user", "--mount"]
 
 
 def in_full_folder(folder: Path, size_mib: int, free_mib: int, command: list[str]) -> list[str]:
-    """Return the command that runs `command` with `folder` so small and so full; skip a test that cannot have one."""
+    """Return a command that runs `command` with such a `folder`; skip the test where namespaces are not allowed."""
     if not shutil.which("unshare") or subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
         pytest.skip("user namespaces are not allowed here")
     ours = [sys.executable, __file__, str(folder), str(size_mib), str(free_mib)]
@@ -25,7 +25,7 @@ def in_full_folder(folder: Path, size_mib: int, free_mib: int, command: list[str
 
 
 def main(folder: Path, size_mib: int, free_mib: int, command: list[str]) -> None:
-    """Mount, fill, and become the command."""
+    """Mount, fill, and execute the command."""
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"size={size_mib}m".encode()
     if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options):

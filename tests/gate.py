@@ -1,4 +1,4 @@
-"""A real decoder that tests can hold up."""
+"""A real decoder that tests can block."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from tests.waiting import START_S
 
 
 class Gate:
-    """A real decoder behind a gate: while the gate is closed, decoding waits, as it would behind a busy machine."""
+    """A real decoder behind a gate: while the gate is closed, decoding waits, as on a busy machine."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -24,18 +24,18 @@ class Gate:
         self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
         self.device_bytes = decoder.device_bytes
         self.frames: list[Frames] = []
-        """The pairs of frames that were asked for, in order."""
+        """The requested pairs of frames, in order."""
 
     def can_batch(self, source: Source) -> bool:
-        """Say what the decoder says."""
+        """Forward to the decoder."""
         return self._decoder.can_batch(source)
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
-        """Return what the decoder returns."""
+        """Forward to the decoder."""
         return self._decoder.read_header(file, formats)
 
     def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
-        """Return what the decoder returns."""
+        """Forward to the decoder."""
         return self._decoder.open_video(key, file)
 
     def decode_frames(
@@ -43,17 +43,17 @@ class Gate:
     ) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
         self.frames.append(frames)
-        assert self._open.wait(START_S), "nobody opened the gate"
+        assert self._open.wait(START_S), "the gate stayed closed"
         return self._decoder.decode_frames(source, frames, is_wanted)
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""
-        assert self._open.wait(START_S), "nobody opened the gate"
+        assert self._open.wait(START_S), "the gate stayed closed"
         return self._decoder.decode_batch(sources)
 
     def decode(self, source: Source) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
-        assert self._open.wait(START_S), "nobody opened the gate"
+        assert self._open.wait(START_S), "the gate stayed closed"
         return self._decoder.decode(source)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A web server of images whose next answers a test sets; it counts its requests."""
+"""A web server whose next answers a test sets, and which records its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
 
-BODY = b"not an image, but whoever loads it does not look"
+BODY = b"not an image, but the loader does not look"
 
 
 class Host:
-    """A web server whose next answers a test sets; it notes each request's headers."""
+    """A web server whose next answers a test sets. It records the headers of each request."""
 
     def __init__(self) -> None:
         self.headers = "Cache-Control: max-age=3600"
         self.body = BODY
         self.etag = ""
         self.moved: dict[str, str] = {}
-        """Paths and where they have moved to; `moved_headers` go with that answer."""
+        """Redirected paths and their targets; these answers have `moved_headers`."""
         self.moved_headers = "Cache-Control: max-age=3600"
         self.requests: list[bytes] = []
         self.answering = asyncio.Event()
@@ -60,7 +60,7 @@ class Host:
 
 @asynccontextmanager
 async def image_host() -> AsyncIterator[Host]:
-    """Run one."""
+    """Run a host."""
     host = Host()
     async with await asyncio.start_server(host.answer, "127.0.0.1", 0) as server:
         host.name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

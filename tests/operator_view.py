@@ -1,4 +1,4 @@
-"""What an operator sees of a server in this process: its port, its numbers."""
+"""The operator's view of a server in this process: its HTTP port and its metrics."""
 
 import asyncio
 import urllib.error
@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE_S, soon
 
 
 async def get(server: Server, path: str) -> tuple[int, str]:
-    """GET a path of the operator's port, without holding the server's loop."""
+    """GET a path of the operator's port, without blocking the server's loop."""
     url = f"http://{server.watch.endpoint}{path}"
 
     def ask() -> tuple[int, str]:
@@ -31,7 +31,7 @@ async def numbers(server: Server) -> Scrape:
 
 
 async def use(client: EncoderClient) -> list[bytes]:
-    """Two images and a broken one, submitted and fetched inline, then again by handle."""
+    """Submit two images and a broken one, and fetch them inline, then again by handle."""
     torn = photo(300, 200, 3)
     images = [photo(320, 200, 1), photo(200, 331, 2), torn[: len(torn) // 2]]
     await client.submit(images, request_id="chat-1")
@@ -46,7 +46,7 @@ async def use(client: EncoderClient) -> list[bytes]:
 
 
 async def settled(server: Server, name: str, value: float, **labels: str) -> Scrape:
-    """Wait until a series has a value: what ends a call is counted behind the client's back."""
+    """Wait until a series has a value: the end of a call is counted after the client has its answer."""
     seen: list[Scrape] = []
 
     async def holds() -> bool:
@@ -58,7 +58,7 @@ async def settled(server: Server, name: str, value: float, **labels: str) -> Scr
 
 
 async def fetches_wait_for(server: Server, images: int) -> None:
-    """Wait until so many images are on their way and a Fetch waits for each of them."""
+    """Wait until `images` images are queued or running, each with a waiting Fetch."""
 
     def waited_for() -> int:
         counts = server.jobs.snapshot().images

@@ -1,7 +1,7 @@
-"""Run seeded cases of every target and count what they find.
+"""Runs seeded cases of every target and counts failures.
 
-Parsers run in this process, calls against a real server of a tiny model, sixteen at a time. A failure is printed with
-the command that repeats it. At the end the server must answer, be idle, and have no more open files than before.
+Parsers run in this process, calls on a real server of a tiny model, sixteen at a time. A failure is printed with the
+command that repeats it. At the end the server must answer, be idle, and have no more open files than before.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from testing.fuzz import calls, parsers
 from testing.server_process import ServerProcess, running
 
 TARGETS = (*parsers.PARSERS, *calls.CASES)
-# Of all cases; a call costs as much as a hundred parses.
+# Shares of all cases; a call costs as much as a hundred parses.
 SHARES = {
     "header": 0.28,
     "frames": 0.2,
@@ -38,9 +38,9 @@ SHARES = {
 }
 AT_A_TIME = 16
 IDLE_S = 60.0
-# What the server does while it is idle: connections of the probe itself, a pool's last thread.
+# For an idle server: connections of the probe, the last thread of a pool.
 SPARE_FILES = 4
-# So small that every bound is reached; images are resized to 16 patches: the files are the work, not the tower.
+# So small that every bound is reached. Images are resized to 16 patches, so that the tower costs little.
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.02,
     "source_gib": 0.01,
@@ -52,7 +52,7 @@ PREPROCESSOR = {"size": {"shortest_edge": 1024, "longest_edge": 4096}}
 
 @dataclass
 class Verdict:
-    """What was run, and what it found."""
+    """The cases that ran, and their failures."""
 
     cases: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Verdict:
     leaked: dict[str, int] = field(default_factory=dict)
 
     def failed(self, name: str, seed: int, error: BaseException) -> None:
-        """Note a failure and how to repeat it."""
+        """Add a failure with the command that repeats it."""
         if isinstance(error, TimeoutError):
             self.hangs += 1
         else:
@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was found."""
+        """Whether nothing failed or leaked."""
         return not self.failures and not any(self.leaked.values())
 
     def figures(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ def fuzz_parsers(names: list[str], cases: dict[str, int], seed: int, verdict: Ve
         for number in range(seed, seed + cases[name]):
             try:
                 parsers.run(name, number)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+            except Exception as error:  # noqa: BLE001 - any error is a finding
                 verdict.failed(name, number, error)
             verdict.cases[name] += 1
             if verdict.cases[name] % 1000 == 0:
@@ -99,12 +99,12 @@ def fuzz_parsers(names: list[str], cases: dict[str, int], seed: int, verdict: Ve
 
 
 async def fuzz_calls(names: list[str], cases: dict[str, int], seed: int, verdict: Verdict) -> None:
-    """Run the cases of calls against a server, and look at what it is left with."""
+    """Run the cases of calls on a server, and check what it still holds."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
         with running(model, **SETTINGS) as server:
             async with grpc.aio.insecure_channel(server.endpoint) as channel:
-                # Pools are full, and processes for videos started.
+                # This fills pools and starts the processes for videos.
                 warm = [name for name in names if name in (names[0], "videos")]
                 await _calls(warm, dict.fromkeys(names, AT_A_TIME), seed, channel, Verdict())
                 before = await _idle_files(server)
@@ -133,7 +133,7 @@ async def _calls(
             name, number = work.pop()
             try:
                 await calls.run(name, channel, number)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+            except Exception as error:  # noqa: BLE001 - any error is a finding
                 verdict.failed(name, number, error)
             verdict.cases[name] += 1
             if verdict.cases[name] % 100 == 0:
@@ -143,10 +143,7 @@ async def _calls(
 
 
 async def _idle_files(server: ServerProcess) -> int:
-    """Return how many files a server has open, but for the videos that it keeps, once it is idle.
-
-    No call is open then, and nothing is pinned or queued.
-    """
+    """Wait until a server is idle, and return how many files it has open, without the videos that it keeps."""
     deadline = time.monotonic() + IDLE_S
     while time.monotonic() < deadline:
         now = server.metrics()
@@ -167,7 +164,7 @@ def _progress(verdict: Verdict) -> None:
 
 
 def fuzz(targets: list[str], cases: int, seed: int) -> Verdict:
-    """Run so many cases in all, shared among the targets, from `seed` on."""
+    """Run `cases` cases in all, divided among the targets, from `seed` on."""
     verdict = Verdict()
     total = sum(SHARES[name] for name in targets)
     shares = {name: max(1, round(cases * SHARES[name] / total)) for name in targets}
@@ -178,7 +175,7 @@ def fuzz(targets: list[str], cases: int, seed: int) -> Verdict:
 
 
 def main() -> int:
-    """Run, print what was found, and as the last line one JSON object; return the exit code."""
+    """Run the command line: print failures, then one JSON object; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m testing.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=50_000, help="in all (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each target")

@@ -1,4 +1,4 @@
-"""What a call may end in, whatever was sent: nothing that blames the server."""
+"""Checks the end of a call: no input may end in a status or error that blames the server."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from encoder_contract.v1 import encoder_pb2 as pb
 SERVICE = "/encoder_contract.v1.EncoderService"
 BLAMING = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS})
 INTERNAL = grpc.StatusCode.INTERNAL.value[0]
-# An image's error that says so blames neither side: bytes may change on the way.
+# This error of an image blames neither side: bytes may change on the way.
 DAMAGED = "the rows arrived damaged"
 
 
 async def check(call: Any, errors: Sequence[pb.ImageError]) -> None:
     """Raise `AssertionError` for a status, or an image's error, that blames the server."""
     status, details = await call.code(), await call.details()
-    of_client = details == "Internal error from Core"  # what gRPC's client says of a write after the end
+    of_client = details == "Internal error from Core"  # gRPC's own client, for a write after the end
     assert status not in BLAMING or of_client, f"the call ended with {status.name}: {details}"
     for error in errors:
         blames = error.code == INTERNAL and not error.message.startswith(DAMAGED)

@@ -1,6 +1,6 @@
-"""Cases for a live server: Submits, Fetches and Puts whose steps are drawn, sensible or not, and damaged files.
+"""Cases for a live server: Submits, Fetches and Puts of random steps, valid or not, and damaged files.
 
-Whatever is sent, a call ends in a status that blames its sender, or in order; the server stays, and keeps nothing.
+Each call must succeed or end in a status that blames its sender; the server must survive and hold nothing.
 """
 
 import asyncio
@@ -20,14 +20,15 @@ from testing.fuzz.mutation import mutated
 from testing.fuzz.puts import put
 from testing.photos import damaged, photo
 
-# On a machine that is busy with other things; a case takes some milliseconds.
+# For a busy machine; a case takes some milliseconds.
 PATIENCE_S = 60.0
 
-Case = Callable[[Any, int, random.Random], Coroutine[Any, Any, None]]  # on a channel, of bytes as they are
+Case = Callable[[Any, int, random.Random], Coroutine[Any, Any, None]]
+"""Runs on a channel, with a seed and its random numbers; messages are bytes."""
 
 
 async def submit(channel: Any, _seed: int, draw: random.Random) -> None:
-    """A Submit of any messages in any order, ended in any way."""
+    """A Submit of random messages, ended at random."""
     call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
     files = [draw.choice(_FILES) for _ in range(draw.randrange(1, 6))]
     answers: list[pb.SubmitResponse] = []
@@ -44,7 +45,7 @@ async def submit(channel: Any, _seed: int, draw: random.Random) -> None:
 
 
 def _submit_messages(draw: random.Random, files: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield what a caller should send, with messages left out, twice, in another order, and damaged."""
+    """Yield a caller's messages; some are left out, repeated, reordered or damaged."""
     caller = pb.Caller(request_id=draw.choice(("", "fuzz", "x" * 200)), priority=draw.choice((0, 0, 8, 99)))
     steps = [pb.SubmitRequest(open=caller)]
     names = [_name(draw, index, file) for index, file in enumerate(files)]
@@ -62,7 +63,7 @@ def _submit_messages(draw: random.Random, files: Sequence[bytes]) -> Iterator[by
 
 
 def _name(draw: random.Random, index: int, file: bytes) -> pb.ImageName:
-    """Return a name that is right, or not, in each of its fields."""
+    """Return a name whose fields are right or wrong at random."""
     name = pb.ImageName(index=index, digest=content_digest(file))
     if draw.random() < 0.1:
         name.index = draw.choice((0, index + 1, 2**32 - 1))
@@ -84,7 +85,7 @@ def _variant(draw: random.Random) -> pb.Variant:
 
 
 async def fetch(channel: Any, _seed: int, draw: random.Random) -> None:
-    """A Fetch of images that are held or not, of rows that exist or not, over any transport, left at any time."""
+    """A Fetch of held or unknown images, of existing or other rows, by any transport, cancelled at random."""
     numbers = (0, 0, 0, 1, 2, 2**31, 2**32 - 1)
     images = [
         pb.FetchImage(
@@ -118,7 +119,7 @@ async def fetch(channel: Any, _seed: int, draw: random.Random) -> None:
 
 
 async def images(channel: Any, seed: int, _draw: random.Random) -> None:
-    """A damaged file is submitted and fetched: rows, or one error that blames it."""
+    """A damaged file is submitted and fetched: it ends in rows or in one error that blames the file."""
     file = damaged(seed)
     digest = content_digest(file)
     call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
@@ -143,7 +144,7 @@ async def images(channel: Any, seed: int, _draw: random.Random) -> None:
 
 
 async def videos(channel: Any, _seed: int, draw: random.Random) -> None:
-    """A damaged video is probed, and pairs of its frames are fetched: rows, or one error that blames it for each."""
+    """A damaged video is probed, and pairs of its frames are fetched: each ends in rows or one error."""
     file = mutated(draw, draw.choice(_videos()))
     digest, grid = content_digest(file), pb.Grid(t=1, h=4, w=4)
     call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
@@ -205,7 +206,7 @@ def _videos() -> list[bytes]:
 
 
 async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
-    """A message of many sub-messages, most of them empty, in the place of images."""
+    """A message of many sub-messages instead of images, most of them empty."""
     count = draw.choice((0, 1, 511, 512, 513, 5_000, 50_000))
     images = b"\x0a\x00" * count
     path, raw = draw.choice(
@@ -227,6 +228,6 @@ _FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(dam
 
 
 async def run(name: str, channel: grpc.aio.Channel, seed: int) -> None:
-    """Run one case. Raises what it finds: a status or an image's error that blames the server, or that it hangs."""
+    """Run one case. Raises `AssertionError` if a status or error blames the server, `TimeoutError` if it hangs."""
     async with asyncio.timeout(PATIENCE_S):
         await CASES[name](channel, seed, random.Random(seed))

@@ -1,4 +1,4 @@
-"""Seeded faults in any bytes."""
+"""Seeded faults in bytes."""
 
 import random
 
@@ -6,7 +6,7 @@ _BYTES = (0, 1, 0x7F, 0x80, 0xFF)
 
 
 def mutated(draw: random.Random, data: bytes) -> bytes:
-    """Return `data` with some bytes changed, cut off, lost, doubled or inserted; one time in eight as it was."""
+    """Return `data` with bytes changed, cut off, removed, doubled or inserted; one time in eight unchanged."""
     changed = bytearray(data)
     for _ in range(draw.choice((0, 1, 1, 1, 2, 2, 4, 8))):
         at, length = draw.randrange(len(changed) + 1), draw.choice((1, 1, 2, 8, 64))

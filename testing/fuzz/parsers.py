@@ -1,4 +1,4 @@
-"""Cases for what parses in memory: headers of images, frames of rows, requests, URLs. A case that returns is well."""
+"""Cases for parsers: image headers, frames of rows, requests, URLs. A case passes if it returns."""
 
 import random
 import time
@@ -23,19 +23,19 @@ from prefill_client.media.download import MAX_FRESH_S, fresh_s
 from testing.fuzz.mutation import mutated
 from testing.photos import damaged
 
-# Of the processor, not of the clock, which a busy machine stretches. A sound file's header takes well under 1 ms.
+# CPU time: a busy machine does not lengthen it. The header of a valid file takes well under 1 ms.
 MAX_CASE_S = 2.0
 
 Parser = Callable[[int, random.Random], object]
 
 
 def header(seed: int, _draw: random.Random) -> None:
-    """A damaged image file ends in a header or in the image's error."""
+    """A damaged image file has a header or is invalid."""
     _ends_in(lambda: read_header(damaged(seed)), InvalidImageError)
 
 
 def frames(_seed: int, draw: random.Random) -> None:
-    """A damaged message of rows is read, or refused, as protobuf's own class does."""
+    """Our parser and protobuf's agree on a damaged message of rows."""
     sound = frame(draw.randrange(1 << 32), [memoryview(draw.randbytes(draw.choice((0, 1, 40, 300))))])
     message = mutated(draw, sound)
     try:
@@ -51,7 +51,7 @@ def frames(_seed: int, draw: random.Random) -> None:
 
 
 def requests(_seed: int, draw: random.Random) -> None:
-    """A damaged request is one, or is refused as one that is none."""
+    """A damaged request is parsed or invalid."""
     name = pb.ImageName(index=draw.randrange(9), digest=draw.randbytes(32), grid=pb.Grid(t=1, h=4, w=4))
     submits = (
         pb.SubmitRequest(
@@ -72,7 +72,7 @@ def requests(_seed: int, draw: random.Random) -> None:
 
 
 def urls(_seed: int, draw: random.Random) -> None:
-    """A damaged URL is one that reads the same when it is written and read again, or is refused."""
+    """A damaged URL is refused, or parses to the same again when it is written."""
     sound = draw.choice(
         (
             "http://user@cdn.example.org:8080/a/b.jpg?size=3#top",
@@ -96,7 +96,7 @@ PARSERS: dict[str, Parser] = {each.__name__: each for each in (header, frames, r
 
 
 def run(name: str, seed: int) -> None:
-    """Run one case. Raises whatever it finds, also that it took too long."""
+    """Run one case. Raises the error that it finds, or `TimeoutError` if it takes too long."""
     began = time.thread_time()
     PARSERS[name](seed, random.Random(seed))
     took_s = time.thread_time() - began

@@ -1,7 +1,7 @@
-"""Puts whose steps are drawn, sensible or not, of images that other Puts name meanwhile; then what is held is read.
+"""Puts of random steps, valid or not, of images that other Puts name at the same time; then the images are fetched.
 
-A sound Put is answered by the state machine of the contract: each name by HELD, YOURS, WAIT or an error, rows of an
-image that is YOURS by HELD. Whatever else is sent, rows are those of their image, or there are none.
+A valid Put is answered as the contract says: each name by HELD, YOURS, WAIT or an error, and the rows of a YOURS image
+by HELD. After any other Put, an image has its own rows or none.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ _LAST = (pb.HOLDING_HELD, pb.HOLDING_WAIT, pb.HOLDING_FAILED)
 
 
 async def put(channel: Any, seed: int, draw: random.Random) -> None:
-    """A Put that keeps to the contract, or of any messages in any order, ended in any way; then its images are read."""
+    """A Put that is valid, or of random messages, ended at random; then its images are fetched."""
     described = pb.DescribeResponse.FromString(
         await channel.unary_unary(f"{SERVICE}/Describe")(pb.DescribeRequest().SerializeToString())
     )
     row_bytes = described.width * (2 if described.dtype == "bfloat16" else 4)
-    # What a damaged message says of an image is not what that image is: those have names of their own.
+    # A damaged message describes an image wrongly, so the images of invalid Puts have other names.
     sound = draw.random() < 0.5
     keys = [
         b"fuzz %d" % draw.randrange(_NAMES) + (b"" if sound else b" of %d" % seed)
@@ -52,14 +52,14 @@ async def put(channel: Any, seed: int, draw: random.Random) -> None:
     ]
     call = _Put(channel.stream_stream(f"{SERVICE}/Put")(), draw, names, rows)
     with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-        await (call.keep_to_the_contract() if sound else call.do_anything())
+        await (call.run_valid() if sound else call.run_random())
     await call.end()
     for key, right in rows.items():
         await _read(channel, key, right)
 
 
 class _Put:
-    """One call, the images that it names, and the rows that it has for each key."""
+    """One call, the images that it names, and their rows by key."""
 
     def __init__(
         self, call: Any, draw: random.Random, names: list[pb.PutName], rows: dict[bytes, bytes]
@@ -70,8 +70,8 @@ class _Put:
         self._rows = rows
         self._errors: list[pb.ImageError] = []
 
-    async def keep_to_the_contract(self) -> None:
-        """Name images, put the rows of some that are ours, give others up, or leave."""
+    async def run_valid(self) -> None:
+        """Name images, put or abandon the rows of some that are ours, or leave."""
         names, answers = self._names, self._answers()
         for message in (
             pb.PutRequest(open=pb.PutOpen(producer=PRODUCER)),
@@ -84,15 +84,15 @@ class _Put:
         assert all(named[name.index].holding in _LAST for name in names if name not in ours)
         assert len({name.engine_key.key for name in ours}) == len(ours), "an image is one caller's to compute"
         for name in ours[: self._draw.choice((0, 1, 9, 9))]:
-            given_up = self._draw.random() < 0.2
-            await self._send(name, self._rows[name.engine_key.key], given_up=given_up)
+            abandoned = self._draw.random() < 0.2
+            await self._send(name, self._rows[name.engine_key.key], abandoned=abandoned)
             state = await anext(answers)
             assert state.index == name.index
             kept = state.holding == pb.HOLDING_HELD
-            assert kept != given_up or state.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], state
+            assert kept != abandoned or state.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], state
 
-    async def do_anything(self) -> None:
-        """Send any messages in any order."""
+    async def run_random(self) -> None:
+        """Send random messages."""
         messages = _messages(self._draw, self._names, self._rows)
         for message in islice(messages, self._draw.choice((1, 2, 100, 100))):
             await self._call.write(message)
@@ -102,14 +102,14 @@ class _Put:
                 pass
 
     async def end(self) -> None:
-        """End the call; nothing that it or one of its images ended with may blame the server."""
+        """End the call and check that neither its status nor an image's error blames the server."""
         self._call.cancel()
         await check(self._call, self._errors)
 
-    async def _send(self, name: pb.PutName, data: bytes, *, given_up: bool) -> None:
-        for begin in range(0, 0 if given_up else len(data), _PIECE_BYTES):
+    async def _send(self, name: pb.PutName, data: bytes, *, abandoned: bool) -> None:
+        for begin in range(0, 0 if abandoned else len(data), _PIECE_BYTES):
             await self._call.write(frame(name.index, [memoryview(data)[begin : begin + _PIECE_BYTES]]))
-        end = pb.PutEnd(index=name.index, checksum=checksum([memoryview(data)]), abandoned=given_up)
+        end = pb.PutEnd(index=name.index, checksum=checksum([memoryview(data)]), abandoned=abandoned)
         await self._call.write(pb.PutRequest(end=end).SerializeToString())
 
     async def _answers(self) -> AsyncIterator[pb.PutState]:
@@ -121,7 +121,7 @@ class _Put:
 
 
 def _messages(draw: random.Random, names: list[pb.PutName], rows: dict[bytes, bytes]) -> Iterator[bytes]:
-    """Yield what a caller should send, with messages left out, twice, in another order, and damaged."""
+    """Yield a caller's messages; some are left out, repeated, reordered or damaged."""
     for name in names:
         _distort(draw, name)
     opened = pb.PutOpen(producer=PRODUCER)
@@ -160,7 +160,7 @@ def _distort(draw: random.Random, name: pb.PutName) -> None:
 
 
 async def _read(channel: Any, key: bytes, right: bytes) -> None:
-    """Fetch an image: its rows are right, or there are none."""
+    """Fetch an image and check that its rows are right or absent."""
     image = pb.FetchImage(engine_key=pb.EngineKey(scheme="fuzz", key=key))
     call: Any = channel.unary_stream(f"{SERVICE}/Fetch")(
         pb.FetchRequest(images=[image], producer=PRODUCER).SerializeToString()
@@ -174,7 +174,7 @@ async def _read(channel: Any, key: bytes, right: bytes) -> None:
             elif message.HasField("error"):
                 errors.append(message.error)
     await check(call, errors)
-    assert data in (b"", right), "rows that nobody put for this image"
+    assert data in (b"", right), "these rows were not put for this image"
 
 
 def _rows_of(key: bytes, size: int) -> bytes:

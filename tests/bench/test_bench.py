@@ -1,4 +1,4 @@
-"""`make bench`: a benchmark that fails ends nothing, results are kept, and pages are rewritten from them."""
+"""`make bench`: it survives failing benchmarks, keeps results, and rewrites the pages from them."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ BROKEN = replace(SIZING, arguments=("--no-such-flag",))
 GOOD = Result("store", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
 
 
-def test_a_benchmark_that_fails_or_takes_too_long_is_a_result() -> None:
+def test_a_benchmark_that_fails_or_times_out_has_a_result() -> None:
     failed = run(BROKEN, "a machine", quick=False, limit_s=110)
     assert failed.status == "failed with exit code 2"
     assert "unrecognized arguments: --no-such-flag" in failed.error
@@ -34,7 +34,7 @@ def test_a_benchmark_that_fails_or_takes_too_long_is_a_result() -> None:
     assert late.status.startswith("timed out after")
 
 
-def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None:
+def test_a_result_has_figures_versions_and_command() -> None:
     result = run(SIZING, "a machine", quick=False, limit_s=110)
     assert result.status == "ok", result.error
     assert result.command == "python -m bench.sizing --json"
@@ -42,8 +42,8 @@ def test_a_benchmark_that_works_gives_its_figures_versions_and_command() -> None
     assert all(looked_up(figure.key, result.figures) is not None for figure in SIZING.figures)
 
 
-def test_a_gpu_run_takes_under_twenty_minutes_and_no_part_ten() -> None:
-    """A benchmark's limit ends it when it hangs; the limit of the whole run ends all, and the last are left out."""
+def test_a_run_takes_under_twenty_minutes_and_no_benchmark_over_ten() -> None:
+    """A benchmark that hangs ends at its limit; benchmarks that do not fit into the run are left out."""
     assert LIMIT_S + END_S < 20 * 60
     assert _run(SIZING, "a machine", quick=False, left_s=WORTH_STARTING_S - 1).status == NOT_RUN
     assert max(result.seconds for result in newest()) < 10 * 60
@@ -51,7 +51,7 @@ def test_a_gpu_run_takes_under_twenty_minutes_and_no_part_ten() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of its own with one commit, which the harness takes for ours."""
+    """A repository with one commit, which the harness takes for ours."""
     git(tmp_path, "init", "--quiet")
     for name in ("page.md", "code.py", "bench/results/one.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_code_that_is_not_committed_is_not_measured_unless_told(
+def test_uncommitted_code_is_measured_only_with_dirty_or_quick(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[bool] = []
@@ -81,7 +81,7 @@ def test_code_that_is_not_committed_is_not_measured_unless_told(
 
     monkeypatch.setattr(bench.__main__, "measure", measure)
     assert main(["--only", "sizing"]) == 0
-    (repository / "page.md").write_text("b\n")  # what a run itself writes
+    (repository / "page.md").write_text("b\n")  # a run writes these itself
     (repository / "bench/results/one.json").write_text("b\n")
     assert main(["--only", "sizing"]) == 0
     (repository / "code.py").write_text("b\n")
@@ -102,7 +102,7 @@ def test_a_result_names_its_commit_and_uncommitted_changes(repository: Path) -> 
     assert caption(GOOD).startswith("**a machine** · 2026-01-02 · `python")
 
 
-def test_results_of_commits_that_are_not_in_the_history_are_listed(repository: Path) -> None:
+def test_results_of_commits_outside_the_history_are_listed(repository: Path) -> None:
     commit = git(repository, "rev-parse", "--short", "HEAD")
     known, lost, unsaid = (
         replace(GOOD, benchmark=name, versions={"commit": name} if name else {})
@@ -113,7 +113,7 @@ def test_results_of_commits_that_are_not_in_the_history_are_listed(repository: P
     assert to_measure_again([]) == ""
 
 
-def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path: Path) -> None:
+def test_a_day_has_one_file_and_the_newest_result_of_each_benchmark_counts(tmp_path: Path) -> None:
     path = path_of("A (machine), 2 cores", quick=False, folder=tmp_path)
     assert path.name.endswith("-a-machine-2-cores.json")
     (tmp_path / "2020-01-01-a-machine.json").write_text(
@@ -134,7 +134,7 @@ def test_results_of_a_day_lie_in_one_file_and_the_newest_of_each_counts(tmp_path
     }
 
 
-def test_every_module_of_the_benchmarks_declares_one_under_its_own_name() -> None:
+def test_every_module_declares_a_benchmark_under_its_own_name() -> None:
     modules = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__", "__main__"}
     assert {each.name for each in benchmarks()} == modules
 
@@ -147,7 +147,7 @@ def test_a_missed_target_is_shown_as_missed(target: str, shown: str) -> None:
     assert row_of(Figure("a.b", "says", "ms", target), {"a": {"b": 1.25}}) == ("says", "1.25 ms", shown, "")
 
 
-def test_a_figure_that_is_not_reported_is_said_to_be_missing() -> None:
+def test_a_missing_figure_is_shown_as_not_reported() -> None:
     for figures in ({}, {"a": "text"}, {"a": float("nan")}, {"a": {"b": 1}}):
         assert row_of(Figure("a", "says"), figures)[1] == "not reported"
 
@@ -168,7 +168,7 @@ def test_pages_change_only_between_markers(tmp_path: Path) -> None:
     assert rewrite([GOOD], [page]) == [], "the same results change nothing"
 
 
-def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_path: Path) -> None:
+def test_a_page_shows_the_tables_that_a_benchmark_printed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- bench:store.tables -->\nold\n<!-- /bench -->\n")
     tables = [{"title": title, "heads": ["a"], "rows": [["1"]]} for title in ("First", "Second")]
@@ -180,17 +180,17 @@ def test_a_page_shows_the_tables_that_a_benchmark_made_under_their_titles(tmp_pa
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_pages_are_what_the_results_say(page: Path, tmp_path: Path) -> None:
+def test_the_pages_match_the_results(page: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(page, tmp_path))
     assert rewrite(newest(), [copy]) == [], "run `python -m bench --pages-only`"
 
 
-def test_every_attacker_has_its_figures() -> None:
+def test_every_attack_has_its_figures() -> None:
     shown = {figure.key for figure in HARDENED.figures}
     assert {f"{what}_{name}" for name in ATTACKS for what in ("p99_ratio", "failed")} <= shown
 
 
-def test_the_summary_has_the_newest_of_each_figure_and_marks_missed_targets() -> None:
+def test_the_summary_has_the_newest_figures_and_marks_missed_targets() -> None:
     newer = replace(GOOD, hardware="another, AMX", measured_on="2026-01-03", figures={"hit_shm_ms": 2.5})
     failed = replace(GOOD, measured_on="2026-01-04", status="failed")
     head, _, *rows = summary([newer, GOOD, failed]).splitlines()

@@ -1,11 +1,11 @@
-"""A benchmark's time: rounds and cases are chosen to fit, targets first, and what is left out is named."""
+"""A benchmark's time budget: rounds and cases that fit are chosen, those with targets first; the rest is listed."""
 
 import pytest
 
 from bench.harness.budget import Budget
 
 
-def test_with_time_for_all_nothing_is_left_out() -> None:
+def test_nothing_is_left_out_if_everything_fits() -> None:
     budget = Budget(100)
     assert budget.choose({"a": 1, "b": 2}, 3, first=["b"], share=1.0) == (3, ["a", "b"])
     assert budget.affords("tables", 50)
@@ -13,7 +13,7 @@ def test_with_time_for_all_nothing_is_left_out() -> None:
     assert budget.left_out == []
 
 
-def test_cases_without_targets_go_before_rounds_do() -> None:
+def test_cases_without_targets_are_dropped_before_rounds() -> None:
     budget = Budget(100)
     assert budget.choose({"small": 1, "large": 15, "named": 20}, 3, first=["named"], share=1.0) == (
         3,
@@ -22,13 +22,13 @@ def test_cases_without_targets_go_before_rounds_do() -> None:
     assert budget.left_out == ["case large"]
 
 
-def test_rounds_go_when_a_case_with_a_target_does_not_fit() -> None:
+def test_rounds_are_dropped_to_fit_a_case_with_a_target() -> None:
     budget = Budget(100)
     assert budget.choose({"a": 1, "named": 40}, 3, first=["named"], share=1.0) == (1, ["a", "named"])
     assert budget.left_out == ["2 of 3 rounds"]
 
 
-def test_a_machine_that_is_too_slow_for_any_case_says_so() -> None:
+def test_a_case_with_a_target_that_never_fits_is_listed() -> None:
     budget = Budget(10)
     assert budget.choose({"named": 40}, 3, first=["named"], share=1.0)[1] == []
     assert "case named" in budget.left_out
@@ -37,5 +37,5 @@ def test_a_machine_that_is_too_slow_for_any_case_says_so() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(100, 5), (25, 2), (1, 1)])
-def test_rounds_are_as_many_as_fit_and_one_at_least(seconds: float, rounds: int) -> None:
+def test_at_least_one_round_is_chosen(seconds: float, rounds: int) -> None:
     assert Budget(seconds).count("rounds", 5, 10) == rounds

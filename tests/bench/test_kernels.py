@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for a GPU that need not be here: how it is launched in production, and well."""
+"""Every Triton kernel compiles, as it is launched in production, for a GPU that need not be here."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
-# Compiling is much work for a busy machine, and its time counts for the test that comes first.
+# Compiling takes long on a busy machine, and counts for the first test.
 pytestmark = pytest.mark.timeout(600)
 
 Kernels = list[dict[str, Any]]
@@ -18,7 +18,7 @@ Kernels = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """What the compiler for sm_90 says."""
+    """The properties of each kernel, compiled for sm_90."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "bench.gpu_parts.kernels", "--json"]
@@ -28,7 +28,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return found
 
 
-def test_kernels_compile_for_hopper_without_spills_in_whole_words(compiled: Kernels) -> None:
+def test_kernels_compile_for_hopper_without_spills_and_access_whole_words(compiled: Kernels) -> None:
     names = [kernel["kernel"] for kernel in compiled]
     assert len(names) == len({*names}) >= 9
     for kernel in compiled:
@@ -37,7 +37,7 @@ def test_kernels_compile_for_hopper_without_spills_in_whole_words(compiled: Kern
         assert kernel["widest_access_bytes"] >= 4, kernel
 
 
-def test_kernels_between_products_and_a_resize_along_columns_read_wide(compiled: Kernels) -> None:
-    """Along rows of pixels, three bytes each, one is gathered after the other."""
+def test_pointwise_kernels_and_the_resize_along_columns_access_8_bytes_or_more(compiled: Kernels) -> None:
+    """The resize along rows gathers pixels of three bytes one by one."""
     for kernel in compiled:
         assert kernel["widest_access_bytes"] >= 8 or kernel["kernel"] == "resize along rows", kernel

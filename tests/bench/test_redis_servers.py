@@ -1,4 +1,4 @@
-"""What tests and benchmarks run on: the Redis that the project brings, not one that happens to be installed."""
+"""Tests and benchmarks run on the Redis of the project's packages, not on an installed one."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.pages import ROOT
 
 @pytest.fixture
 def other_redis(tmp_path: Path) -> Path:
-    """A program that is called as Redis is, and fails at once."""
+    """A program named redis-server that fails at once."""
     program = tmp_path / "redis-server"
     program.write_text("#!/bin/sh\necho I am another one >&2\nexit 1\n")
     program.chmod(0o755)
@@ -28,13 +28,13 @@ def test_an_installed_redis_is_not_used(other_redis: Path, monkeypatch: pytest.M
         assert client.info("server")["redis_version"].startswith("6.2")
 
 
-def test_a_variable_names_another(other_redis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_chooses_another_redis(other_redis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_REDIS_SERVER", str(other_redis))
     with pytest.raises(StartError, match="I am another one"), redis_server():
         pass
 
 
-def test_a_server_or_cluster_that_does_not_start_says_why() -> None:
+def test_the_error_of_a_failed_start_has_the_output_of_redis() -> None:
     with (
         pytest.raises(StartError, match=r"no-such-option(.|\n)*Bad directive"),
         redis_server("--no-such-option", "1"),
@@ -48,7 +48,7 @@ def test_a_server_or_cluster_that_does_not_start_says_why() -> None:
         pass
 
 
-def test_the_checks_of_every_change_see_only_a_bare_machine(
+def test_ci_sees_no_installed_tools_and_no_variables_of_the_caller(
     other_redis: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(other_redis.parent), prepend=os.pathsep)

@@ -1,4 +1,4 @@
-"""The simulated tables of the pages: what the scheduler of this commit computes."""
+"""The simulated tables of the pages match the scheduler of this commit."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from bench.scheduler import fleet_table
 
 
 @pytest.mark.slow
-def test_the_stored_tables_are_what_the_code_computes() -> None:
-    """One row of them, which has both policies; the simulation is seeded, so it is the same on every machine."""
+def test_the_stored_table_matches_a_new_simulation() -> None:
+    """One row, which has both policies, is enough: the simulation is seeded, so every machine computes the same."""
     computed = fleet_table([1])
     results = [result for result in newest() if result.benchmark == "scheduler"]
     assert results

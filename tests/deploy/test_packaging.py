@@ -1,4 +1,4 @@
-"""The wheel: built from the tree, installed elsewhere, complete, and serving from there."""
+"""The wheel: built from the tree, installed elsewhere, complete and able to serve."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PACKAGES = {
     "prefill_reference": ROOT,
     "encoder_contract": ROOT / "proto",
 }
-# A copy: a build in the tree itself would leave things behind, and take along what it left last time.
+# Copied: a build in the tree would leave files behind, and pack those of the last build.
 SOURCES = (
     *("pyproject.toml", "MANIFEST.in", "Makefile", "constraints.txt", "requirements-vllm.txt"),
     *("requirements-sglang.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md"),
@@ -30,7 +30,7 @@ SOURCES = (
     *("bench", "demo", "deploy", "docs", "examples", "testing", "tests"),
 )
 NOT_OURS = ("__pycache__", "*.egg-info", "node_modules", ".env", "*.log")
-WAIT_S = 200  # building and installing it takes five
+WAIT_S = 200  # building and installing the wheel takes five
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel installed, and nothing else of ours."""
+    """A folder with the wheel installed and nothing else of ours."""
     folder = tmp_path_factory.mktemp("site")
     pip("install", "--target", folder, wheel)
     return folder
@@ -70,7 +70,7 @@ def pip(*arguments: str | Path) -> None:
 
 
 def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the installed wheel, away from the tree; what it has to complain of shows beside a failure."""
+    """Run a command of the installed wheel outside the tree; its errors go to the output of the test."""
     return subprocess.run(
         command,
         cwd=site,
@@ -83,7 +83,7 @@ def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[s
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Before the tree, which this interpreter may know too."""
+    """Return an environment in which the wheel precedes the tree, which this interpreter may know too."""
     return {**os.environ, "PYTHONPATH": str(site)}
 
 
@@ -97,7 +97,7 @@ def test_every_file_names_this_release() -> None:
     assert len([found for found in named.values() if found]) >= 4
 
 
-def test_the_source_distribution_has_all_and_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_source_distribution_is_complete_and_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     tree = wheel.parent.parent
     tracked = {str(path.relative_to(tree)) for name in SOURCES for path in files_of(tree / name)}
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
@@ -117,16 +117,16 @@ def files_of(path: Path) -> list[Path]:
     return [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
 
 
-def test_the_line_of_the_readme_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """As it is typed, where `make wheel` left it; what it depends on is installed already."""
+def test_the_command_of_the_readme_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """As typed, in the folder where `make wheel` left it; its dependencies are installed already."""
     (line,) = re.findall(r"^pip (install \S*dist/.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     (tmp_path / "dist").mkdir()
     shutil.copy(wheel, tmp_path / "dist")
     settings = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_TARGET": str(tmp_path / "site")}
     command = [sys.executable, "-m", "pip", "--quiet", *shlex.split(line)]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, **settings}, check=True, timeout=WAIT_S)
-    told = installed(tmp_path / "site", tmp_path / "site/bin/encoder-service", "--version")
-    assert told.stdout == f"encoder-service {__version__}\n"
+    version = installed(tmp_path / "site", tmp_path / "site/bin/encoder-service", "--version")
+    assert version.stdout == f"encoder-service {__version__}\n"
 
 
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the compose file starts, started by hand: a chat is answered, and its numbers are read back through PromQL."""
+"""The services of the compose file, started without Docker: they answer a chat, and PromQL reads its metrics."""
 
 import base64
 import json
@@ -25,18 +25,18 @@ from tests.deploy.test_prometheus import EXPRESSIONS
 from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S
 
-# One that ends is noticed at once; of one that does not, this is for a machine on which twenty others compute.
+# For a very busy machine; a service that exits is noticed at once.
 START_S = 300.0
 
 
 class Started:
-    """What the compose file starts, started by hand: the same commands and environments, on free ports of this host."""
+    """The services of the compose file: the same commands and environments, on free ports of this host."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ports = {name: free_port() for name in ("6379", "50051", "9464", "8000", "9090")}
-        # Longest first: what a container sees, and where that is here.
+        # Values in a container and on this host, longest first.
         self._here = [
             ("http://127.0.0.1:9464", f"http://127.0.0.1:{self.ports['9464']}"),
             ("http://127.0.0.1:8000", f"http://127.0.0.1:{self.ports['8000']}"),
@@ -51,7 +51,7 @@ class Started:
         ]
 
     def here(self, value: str) -> str:
-        """A value of the compose file as it is on this host."""
+        """Return a value of the compose file as it is on this host."""
         value = filled(value, {**EXAMPLE, "STORE_HOST_GIB": str(STORE_GIB)})
         for there, here in self._here:
             if there in value:
@@ -71,9 +71,9 @@ class Started:
             )
         deadline = time.monotonic() + START_S
         while not self._healthy(service):
-            assert self._processes[service].poll() is None, self.said(service)
-            assert time.monotonic() < deadline, self.said(service)
-            time.sleep(0.5)  # each look is a process of its own
+            assert self._processes[service].poll() is None, self.output(service)
+            assert time.monotonic() < deadline, self.output(service)
+            time.sleep(0.5)  # each health check is a process
 
     def _healthy(self, service: str) -> bool:
         """Run the service's own health check, with the tools of this host."""
@@ -98,12 +98,12 @@ class Started:
         for rules in config["rule_files"]:
             shutil.copy(DEPLOY / "prometheus" / rules, self._folder)
 
-    def said(self, service: str) -> str:
-        """All that a service has printed."""
+    def output(self, service: str) -> str:
+        """Return the output of a service."""
         return (self._folder / f"{service}.log").read_text()
 
     def stop(self) -> dict[str, int]:
-        """End everything, the last first; return how each ended."""
+        """Stop all services, the last first; return their exit codes."""
         codes = {}
         for service, process in reversed(self._processes.items()):
             process.terminate()
@@ -115,7 +115,7 @@ class Started:
         return codes
 
 
-# The environment of the image: nothing of this shell's.
+# The environment of the image, without that of this shell.
 BARE = {
     "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
     "HOME": "/nonexistent",
@@ -147,7 +147,9 @@ def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     finally:
         codes = stack.stop()
     failed = [service for service, code in codes.items() if code != 0]
-    assert not failed, "\n".join(f"{service}: {codes[service]}\n{stack.said(service)}" for service in failed)
+    assert not failed, "\n".join(
+        f"{service}: {codes[service]}\n{stack.output(service)}" for service in failed
+    )
 
 
 def chat(started: Started, *images: bytes) -> str:
@@ -175,7 +177,9 @@ def test_a_chat_is_counted_and_a_known_image_is_encoded_once(started: Started) -
     until = time.monotonic() + PATIENCE_S
     while True:
         now = scrape(f"127.0.0.1:{started.ports['9464']}", PATIENCE_S)
-        if now.total("index_call_seconds_count", call="publish", outcome="ok") >= 1:  # behind the answers
+        if (
+            now.total("index_call_seconds_count", call="publish", outcome="ok") >= 1
+        ):  # published after the answers
             break
         assert time.monotonic() < until, "nothing is published"
         time.sleep(0.1)

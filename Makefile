@@ -30,7 +30,7 @@ QUIETLY   := 2> >(grep -v -e 'is ignored: it is' -e 'WARNING: Retrying' >&2)
 
 export PYTHONUNBUFFERED = 1
 export TOKENIZERS_PARALLELISM = false
-# glibc maps and unmaps every block of 32 MiB or more afresh (seven times slower) unless told not to.
+# By default, glibc maps and unmaps every block of 32 MiB or more anew, which is seven times slower.
 export MALLOC_MMAP_THRESHOLD_ = 1073741824
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 export MALLOC_ARENA_MAX = 1
@@ -59,7 +59,7 @@ endif
 .PHONY: setup
 setup: $(VENV)/.done-$(GPU) ## Install everything into .venv (GPU=1 for a CUDA build)
 
-# Where the environment of a developer is, the demo uses it.
+# The demo uses the developer's environment if it exists.
 $(VENV)/.done-demo: pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@date +%s > $(VENV)/.began
@@ -76,7 +76,7 @@ wheel: ## Build the wheel, to install on other machines, into dist/
 	@ls dist/*.whl
 
 .PHONY: demo
-demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat over 8 images, end to end (IMAGES=folder for yours, VIDEO=1: about a video)
+demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat about 8 images, end to end (IMAGES=folder for your images; VIDEO=1: about a video)
 	@$(if $(VIDEO),$(PY) -c 'import cv2' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[video]' $(QUIETLY),:)
 	@$(if $(VIDEO),$(PY) -m demo.video)
 	@$(if $(VIDEO),,$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)'))
@@ -87,7 +87,7 @@ test: setup ## Run the tests (no GPU, Redis server or network needed)
 	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families'
 
 .PHONY: test-quick
-test-quick: setup ## Run the tests that need neither a server nor much computing (a minute)
+test-quick: setup ## Run the tests that need no server and little computing (a minute)
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families and not process and not slow'
 
 $(VENV)/.done-dali: $(VENV)/.done-$(GPU)
@@ -164,23 +164,23 @@ check: setup ## Check style, types, stubs, contract and manifests, as CI does be
 	@$(PY) deploy/licences.py --check
 
 .PHONY: docs
-docs: setup ## Build the documentation site into .docs/site; a link or name that leads nowhere fails
+docs: setup ## Build the documentation site into .docs/site; broken links and names are errors
 	@$(PY) -m docs.site && echo "open .docs/site/index.html"
 
 .PHONY: pictures
-pictures: setup ## Make the pictures in docs/img anew (needs Debian's prometheus and chromium)
+pictures: setup ## Draw the pictures in docs/img again (needs Debian's prometheus and chromium)
 	@$(PY) -m docs.pictures
 
 .PHONY: licences
-licences: setup ## List the licences of all that the images have (make check refuses those not allowed)
+licences: setup ## List the licences of all packages in the images (make check refuses those that are not allowed)
 	@$(PY) deploy/licences.py
 
 .PHONY: audit
-audit: setup ## Look known vulnerabilities up of all that is installed here (needs PyPI's or OSV's service)
+audit: setup ## Look up known vulnerabilities of all installed packages (queries PyPI or OSV)
 	@$(VENV)/bin/pip-audit --strict --skip-editable
 
 .PHONY: bom
-bom: setup ## Write a bill of materials of all that is installed here (CycloneDX; OUT=file)
+bom: setup ## Write a bill of materials of all installed packages (CycloneDX; OUT=file)
 	@$(VENV)/bin/cyclonedx-py environment $(VENV) --output-reproducible --output-file '$(or $(OUT),bom.json)'
 
 .PHONY: format
@@ -198,15 +198,15 @@ serve: setup ## Run a server (MODEL=folder of a Hugging Face checkpoint)
 	@$(VENV)/bin/encoder-service serve --model '$(MODEL)'
 
 .PHONY: fleet
-fleet: setup ## Run N=3 replicas and a Redis here until Ctrl-C (MODEL=folder for yours)
+fleet: setup ## Run N=3 replicas and a Redis until Ctrl-C (MODEL=folder for your checkpoint)
 	@$(PY) -m demo.local_cluster --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
 
 .PHONY: certs
-certs: setup ## Write certificates for a trial of TLS into .certs (never for production)
+certs: setup ## Write certificates for trying TLS into .certs (never for production)
 	@$(PY) -m testing.certificates .certs
 
 .PHONY: bench
-bench: setup ## Run the benchmarks this machine can, under 20 minutes (ONLY=names for some; DIRTY=1: uncommitted code)
+bench: setup ## Run the benchmarks that this machine can run, under 20 minutes (ONLY=names for some; DIRTY=1: uncommitted code)
 	@$(PY) -m bench $(if $(ONLY),--only $(ONLY)) $(if $(DIRTY),--dirty)
 
 .PHONY: fuzz
@@ -215,7 +215,7 @@ fuzz: setup ## Send damaged bytes to every parser and a live server (N=50000 cas
 	@$(PY) -m testing.fuzz --cases $(N) --seed $(SEED)
 
 .PHONY: soak
-soak: setup ## Clients among attackers, restarts and faults (MINUTES=20 of them, SEED=0), and a verdict
+soak: setup ## Run clients among attackers, restarts and faults (MINUTES=20, SEED=0), and print a verdict
 	@$(PY) -m bench.soak --minutes $(MINUTES) --seed $(SEED) --json
 
 .PHONY: gpu-check
@@ -223,7 +223,7 @@ gpu-check: ## Check and time every GPU path, on a CUDA machine with torch (PART=
 	@PY=$${GPU_PYTHON:-$(PY)}; PYTHONPATH=.:proto:$$PYTHONPATH $$PY -m bench.gpu $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)')
 
 .PHONY: gpu-wheels
-gpu-wheels: setup ## Gather the wheels that such a machine lacks (OUT=folder)
+gpu-wheels: setup ## Collect the wheels that a CUDA machine with torch lacks for gpu-check (OUT=folder)
 	@$(PY) -m bench.gpu_parts.wheels '$(or $(OUT),.bench/wheels)'
 
 .PHONY: clean

@@ -15,7 +15,6 @@ from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.resize import PlainResize, Resize, to_patches
-from encoder_service.vision.load import make_resize
 from testing.decoding import decode_files, pillow_decoder
 from testing.photos import photo
 
@@ -149,8 +148,11 @@ def _decoded(probe: Probe, decode: Decode, files: list[bytes]) -> dict[str, Any]
 
 def _resizes(probe: Probe) -> Iterator[Resize]:
     """Yield the plain resize, and the kernels if a server here would use them, as it should on a GPU."""
-    plain, chosen = PlainResize(GEOMETRY), make_resize(GEOMETRY, probe.device)
+    plain = PlainResize(GEOMETRY)
     yield plain
+    from encoder_service.vision.load import make_resize  # not at the top: decoders need no safetensors
+
+    chosen = make_resize(GEOMETRY, probe.device)
     if chosen.name != plain.name:
         yield chosen
     elif probe.device.type == "cuda":

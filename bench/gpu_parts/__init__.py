@@ -1,1 +1,1 @@
-"""The parts of `bench.gpu`: each is a module with a `run(probe)`, and imports only what it measures."""
+"""The parts of `bench.gpu`. Each part is a module with a `run(probe)` that imports only what it measures."""

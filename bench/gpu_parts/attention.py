@@ -1,4 +1,4 @@
-"""The attention backends of the server: the trial, error and speed of each."""
+"""Measures the server's attention backends: whether each passes its trial, its error and its speed."""
 
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ from encoder_service.vision.attention import BACKENDS, FIXED, build, why_not
 from encoder_service.vision.layers import Attention, Segments
 
 HEADS, HEAD_SIZES = 16, (72, 80)  # of the towers of Qwen3-VL and Qwen2.5-VL
-# Patches of a small photo, 1280×720, 960×1280, 1920×1080 and 2560×1440; then of eight small photos packed together.
+# Patches of one image: a small photo, 1280×720, 960×1280, 1920×1080, 2560×1440. Last: eight small photos in one batch.
 CASES = ((1024,), (3520,), (4800,), (8160,), (14400,), (1024,) * 8)
 DRY_CASES = ((64,), (32, 16))
 
 
 @torch.inference_mode()
 def run(probe: Probe) -> None:
-    """Note the trial of every backend, then its error and time in every case."""
+    """Note the result of every backend's trial, then its error and time in each case."""
     for name in BACKENDS:
         for head_size in HEAD_SIZES[: 1 if probe.dry else None]:
             label = {"backend": name, "head_size": head_size}
@@ -38,17 +38,21 @@ def run(probe: Probe) -> None:
 def _case(probe: Probe, attend: Attention, head_size: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     rows, scale = sum(lengths), head_size**-0.5
     packed = torch.randn(rows, 3, HEADS, head_size, device=probe.device).bfloat16()
-    query, key, value = packed.unbind(1)  # strided, as the towers make them
+    query, key, value = packed.unbind(1)  # strided, as in the towers
     segments = Segments.of(list(lengths), probe.device)
     mixed = attend(query, key, value, segments, scale)
-    error = (mixed[-lengths[-1] :].float() - _truth(query, key, value, lengths[-1], scale)).abs().max().item()
+    error = (
+        (mixed[-lengths[-1] :].float() - _reference(query, key, value, lengths[-1], scale)).abs().max().item()
+    )
     spent = probe.ms(lambda: attend(query, key, value, segments, scale), 10)
-    flop = sum(4 * length**2 for length in lengths) * HEADS * 72  # what widening adds is no work of ours
+    flop = (
+        sum(4 * length**2 for length in lengths) * HEADS * 72
+    )  # without the work that padding 72 to 80 adds
     return {**spent, "tflops": flop / spent["ms"] / 1e9, "max_error": error}
 
 
-def _truth(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
-    """Return the last segment in float32, one head at a time, since all scores together take gigabytes."""
+def _reference(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
+    """Return the last segment's attention in float32, one head at a time: the scores of all heads take gigabytes."""
     heads = [
         functional.softmax((q.float() @ k.float().T) * scale, -1) @ v.float()
         for q, k, v in zip(*(part[-length:].unbind(1) for part in (query, key, value)), strict=True)

@@ -1,4 +1,4 @@
-"""How many patches a batch should have: the same images cut into batches of several sizes."""
+"""Times the same images in batches of several sizes, to choose the patch budget of a batch."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ DRY_CASES = {"4x256": (Grid(1, 16, 16), 4)}
 
 @torch.inference_mode()
 def run(probe: Probe) -> None:
-    """Note the time until the first batch is through, and until all are, for every budget and case."""
+    """Note the time of the first batch and of all batches, for each budget and case."""
     folder = one_checkpoint(probe)
     for budget in DRY_BUDGETS if probe.dry else BUDGETS:
         tower = load(probe, folder, attention="auto", graphs=not probe.dry, batch_patches=budget)

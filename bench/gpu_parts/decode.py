@@ -1,4 +1,4 @@
-"""JPEG decoders and the resize to patches: milliseconds until the device is done, for one photo or many."""
+"""Times JPEG decoders and the resize to patches, for one photo and for several, until the device is done."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,60 +27,60 @@ CASES = {
 }
 DRY_CASES = {"2x64": (64, 64, 2)}
 THREADS = (2, 8, 16)
-SMOOTH_CHROMA = ":fancy_upsampling=1"  # as libjpeg, and DALI as we ask it
-DIFFERENT = 4  # photos; a case of more repeats them
+SMOOTH_CHROMA = ":fancy_upsampling=1"  # as in libjpeg and in our DALI pipeline
+DISTINCT_PHOTOS = 4  # a case with more files repeats them
 GEOMETRY = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
 
 Decode = Callable[[list[bytes]], object]
 
 
 def run(probe: Probe) -> None:
-    """Note every decoder in every case, then every resize."""
+    """Note the time of every decoder in every case, then of every resize."""
     cases = DRY_CASES if probe.dry else CASES
     files = {name: _files(*case) for name, case in cases.items()}
     for label, decode in _decoders(probe):
         for name, batch in files.items():
-            probe.attempt({**label, "case": name}, partial(_decoded, probe, decode, batch))
+            probe.attempt({**label, "case": name}, partial(_time_decode, probe, decode, batch))
     for resize in _resizes(probe):
         for name, case in cases.items():
-            probe.attempt({"resize": resize.name, "case": name}, partial(_resized, probe, resize, *case))
+            probe.attempt({"resize": resize.name, "case": name}, partial(_time_resize, probe, resize, *case))
 
 
 def _files(width: int, height: int, count: int) -> list[bytes]:
-    made = [photo(width, height, seed) for seed in range(min(count, DIFFERENT))]
+    made = [photo(width, height, seed) for seed in range(min(count, DISTINCT_PHOTOS))]
     return list(islice(cycle(made), count))
 
 
 def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
-    """Yield the server's decoders and alternatives to them; note those that are not installed."""
+    """Yield the server's decoders and the alternatives; note the ones that are not installed."""
     on_gpu = probe.device.type == "cuda"
     for threads in THREADS[: 1 if probe.dry else None]:
         for device in ("cuda:0", "cpu") if on_gpu else ("cpu",):
             label = {"decoder": "dali", "on": device.replace("cuda:0", "gpu"), "threads": threads}
             try:
                 place = torch.device(device)
-                yield label, _whole(Decoder(place, PillowDecoder(), DaliJpegs(place, threads)))
+                yield label, _raising(Decoder(place, PillowDecoder(), DaliJpegs(place, threads)))
             except ValueError as error:
                 _note_missing(probe, label, error)
-        yield {"decoder": "pillow", "on": "cpu", "threads": threads}, _on_threads(threads)
+        yield {"decoder": "pillow", "on": "cpu", "threads": threads}, _pillow_on_threads(threads)
     yield from _nvimgcodec(probe)
     if on_gpu:
         yield from _torchvision(probe)
 
 
 def _note_missing(probe: Probe, label: Mapping[str, Any], error: Exception) -> None:
-    """Note a decoder that is not installed: on a GPU that is a failure, in a dry run it is not."""
+    """Note a decoder that is not installed. On a GPU this is a failure, in a dry run it is not."""
     probe.note(**label, **{"missing" if probe.dry else "failed": str(error)})
 
 
-def _on_threads(threads: int) -> Decode:
-    """Decode by Pillow, each file on one of so many threads, as the server's workers do."""
-    one, pool = _whole(pillow_decoder()), ThreadPoolExecutor(threads)
+def _pillow_on_threads(threads: int) -> Decode:
+    """Return a call that decodes files with Pillow on `threads` threads, like the server's workers."""
+    one, pool = _raising(pillow_decoder()), ThreadPoolExecutor(threads)
     return lambda files: list(pool.map(one, [[file] for file in files]))
 
 
-def _whole(decoder: Decoder) -> Decode:
-    """Return a call that decodes files, and raises the error of one that cannot be decoded."""
+def _raising(decoder: Decoder) -> Decode:
+    """Return a call that decodes files, and raises the error of the first file that cannot be decoded."""
 
     def decode(files: list[bytes]) -> list[Tensor]:
         pixels = []
@@ -94,7 +94,7 @@ def _whole(decoder: Decoder) -> Decode:
 
 
 def _nvimgcodec(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
-    """Yield nvImageCodec by itself: the decoder inside DALI, on each of its backends."""
+    """Yield nvImageCodec, the decoder inside DALI, without DALI, on each of its backends."""
     try:
         from nvidia import nvimgcodec
     except ImportError as error:
@@ -112,14 +112,14 @@ def _nvimgcodec(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
                 decoder = nvimgcodec.Decoder(
                     device_id=device, backends=[backend], max_num_cpu_threads=threads, options=SMOOTH_CHROMA
                 )
-            except Exception as error:  # noqa: BLE001 - a library's own
+            except Exception as error:  # noqa: BLE001 - the library documents no errors
                 probe.note(**label, failed=str(error))
                 continue
-            yield label, partial(_none_missing, decoder)
+            yield label, partial(_decode_all, decoder)
 
 
 def _torchvision(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
-    """Yield torchvision's nvJPEG. It does not smooth chroma, so only its speed counts."""
+    """Yield torchvision's nvJPEG. It does not smooth chroma, so only its speed is comparable."""
     try:
         from torchvision.io import decode_jpeg
     except ImportError as error:
@@ -134,23 +134,23 @@ def _torchvision(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
     yield {"decoder": "torchvision", "on": "gpu"}, decode
 
 
-def _none_missing(decoder: Any, files: list[bytes]) -> Sequence[object]:
+def _decode_all(decoder: Any, files: list[bytes]) -> Sequence[object]:
     decoded: Sequence[object] = decoder.decode(files)
     if any(each is None for each in decoded):
         raise ValueError("an image was not decoded")
     return decoded
 
 
-def _decoded(probe: Probe, decode: Decode, files: list[bytes]) -> dict[str, Any]:
+def _time_decode(probe: Probe, decode: Decode, files: list[bytes]) -> dict[str, Any]:
     spent = probe.ms_until_done(lambda: decode(files))
     return {"images": len(files), "ms": spent, "ms_an_image": spent / len(files)}
 
 
 def _resizes(probe: Probe) -> Iterator[Resize]:
-    """Yield the plain resize, and the kernels if a server here would use them, as it should on a GPU."""
+    """Yield the plain resize, and the kernels if a server would use them here. On a GPU it should."""
     plain = PlainResize(GEOMETRY)
     yield plain
-    from encoder_service.vision.load import make_resize  # not at the top: decoders need no safetensors
+    from encoder_service.vision.load import make_resize  # not at the top: the decoders need no safetensors
 
     chosen = make_resize(GEOMETRY, probe.device)
     if chosen.name != plain.name:
@@ -159,8 +159,8 @@ def _resizes(probe: Probe) -> Iterator[Resize]:
         probe.note(resize="triton", failed="the kernels cannot be used; the log says why")
 
 
-def _resized(probe: Probe, resize: Resize, width: int, height: int, count: int) -> dict[str, Any]:
-    """Time a resize from pixels that lie on the device to patches there."""
+def _time_resize(probe: Probe, resize: Resize, width: int, height: int, count: int) -> dict[str, Any]:
+    """Time a resize of pixels on the device to patches on the device."""
     pixels = [
         torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, device=probe.device)
         for _ in range(count)

@@ -1,4 +1,4 @@
-"""The machine: device, driver, versions, libraries, and the speed of copies to and from the device."""
+"""Notes what the machine has: device, driver, versions, libraries, and the speed of copies to and from the device."""
 
 import ctypes
 from functools import partial
@@ -10,7 +10,7 @@ import torch
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import hardware, versions
 
-# Looked for, but not imported: each part reports on what it imports.
+# This part looks for these modules without importing them. Each part reports the modules that it fails to import.
 MODULES = (
     "triton",
     "fa3_fwd_interface",
@@ -41,7 +41,7 @@ LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-ml.so.1")
 
 
 def run(probe: Probe) -> None:
-    """Note all of it."""
+    """Note hardware, versions, modules, libraries and copies."""
     probe.note(hardware=hardware(), versions=versions() | _versions(), dry=probe.dry)
     for name in MODULES:
         probe.attempt({"module": name}, partial(_found, name))
@@ -56,7 +56,7 @@ def run(probe: Probe) -> None:
 def _found(name: str) -> dict[str, bool]:
     try:
         return {"found": util.find_spec(name) is not None}
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # the parent package is missing too
         return {"found": False}
 
 

@@ -1,6 +1,7 @@
-"""Compiles the Triton kernels for a GPU, without one, and prints what the compiler says of each.
+"""Compiles the Triton kernels for a GPU, on a machine without one, and prints the compiler's figures for each.
 
-Registers a thread, bytes spilled to memory, and the widest access to memory: with sizes of the published towers.
+The figures are registers per thread, bytes spilled to memory, and the widest memory access. Sizes are those of the
+published towers.
 """
 
 import argparse
@@ -27,7 +28,7 @@ EMBED, INTERMEDIATE, MERGED, HEADS, HEAD_SIZE = 1152, 4304, 4608, 16, 72  # of Q
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a kernel."""
+    """The compiler's figures for a kernel."""
 
     kernel: str
     registers: int
@@ -37,7 +38,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, the types of its arguments (`*` points), and its constants."""
+    """A kernel, the types of its arguments (`*` marks a pointer), and its constants."""
 
     name: str
     kernel: Any
@@ -47,10 +48,10 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every kernel as the published tower calls it."""
+    """Return every kernel as the published tower calls it."""
     norm = dict.fromkeys(("residual", "delta", "weight", "bias", "out", "scales"), "*bf16") | {"eps": "fp32"}
-    eighth = {"out": "*fp8e4nv", "scales": "*fp32"}
-    range_of_fp8 = {"tiny": TINY, "largest": FP8_MAX}
+    fp8_outputs = {"out": "*fp8e4nv", "scales": "*fp32"}
+    fp8_range = {"tiny": TINY, "largest": FP8_MAX}
     rotation = {
         "packed": "*bf16",
         "coordinates": "*i32",
@@ -64,14 +65,14 @@ def cases() -> list[Case]:
         Case(
             f"sum and {kind} of {width}{' in FP8' if quantise else ''}",
             pointwise_triton.add_norm_kernel,
-            norm | (eighth if quantise else {}),
+            norm | (fp8_outputs if quantise else {}),
             {
                 "width": width,
                 "columns": triton.next_power_of_2(width),
                 "add": True,
                 "rms": kind == "RMSNorm",
                 "quantise": quantise,
-                **range_of_fp8,
+                **fp8_range,
             },
             warps=8 if width > 2048 else 4,
         )
@@ -94,7 +95,7 @@ def cases() -> list[Case]:
                     "width": INTERMEDIATE,
                     "columns": triton.next_power_of_2(INTERMEDIATE),
                     "gelu": gelu,
-                    **range_of_fp8,
+                    **fp8_range,
                 },
                 warps=8,
             )
@@ -105,7 +106,7 @@ def cases() -> list[Case]:
 
 
 def resizes() -> list[Case]:
-    """The two passes of a resize to patches, the second for either size of a patch."""
+    """Return the two passes of the resize to patches, the second pass for both patch sizes."""
     rows, columns = resize_triton.BLOCK
     block = {"half": HALF, "bits": PRECISION_BITS, "rows": rows, "columns": columns}
     along_rows = {"pixels": "*u8", "table": "*i32", "planes": "*u8"}
@@ -128,7 +129,7 @@ def resizes() -> list[Case]:
 
 
 def compiled(case: Case, capability: int) -> Compiled:
-    """Compile a kernel. Addresses and counts are multiples of 16, as in the towers, unless it declares otherwise."""
+    """Compile a kernel. Pointers and counts are multiples of 16, as in the towers, unless the kernel opts out."""
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, kind in enumerate(case.arguments.values())
@@ -140,15 +141,15 @@ def compiled(case: Case, capability: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     accesses = re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.[bfu](\d+)", made.asm["ptx"])
     widest = max(int(count or 1) * int(bits) // 8 for count, bits in accesses)
     return Compiled(case.name, used["REG"], used["STACK"] + used["LOCAL"], widest)
 
 
 def main() -> None:
-    """Print a line for each kernel, or with --json a list."""
+    """Print a line for each kernel, or a list with --json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90, help="90: H100 and H200 (default %(default)s)")
     parser.add_argument("--json", action="store_true")

@@ -1,4 +1,4 @@
-"""A real server on the device under load: images a second, latency, and where the time goes, stage by stage."""
+"""Measures a real server on the device under load: images per second, latency, and the time of each stage."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
 from testing.server_process import ServerProcess, running
 
-# Name → (sizes of the photos, clients that each ask for one image after the other).
+# Name → (sizes of the photos, number of clients). Each client requests images one by one.
 CASES = {
     "256": ([(256, 256)], 48),
     "720p": ([(1280, 720)], 16),
@@ -25,15 +25,15 @@ CASES = {
 }
 DRY_CASES = {"128": ([(128, 128), (160, 96)], 2)}
 SECONDS, DRY_SECONDS = 8.0, 1.0
-START_S, CONNECT_S = 600.0, 100.0  # on any machine
+START_S, CONNECT_S = 600.0, 100.0  # enough for a slow machine
 
 
 def run(probe: Probe) -> None:
-    """Note every case, on one server."""
+    """Note every case; all cases use one server."""
     model = write_checkpoint(probe.scratch) if probe.dry else full_checkpoint("qwen3_vl")
     sized = {"store_host_gib": 0.1, "threads": 1} if probe.dry else {"store_host_gib": 8.0}
     settings: dict[str, Any] = {**sized, "devices": probe.device.type, "decoder_process": "no"}
-    numbers = count(time.time_ns())  # no image is asked for twice
+    numbers = count(time.time_ns())  # no image is requested twice
     with running(model, log=probe.out / "load.log", within_s=START_S, **settings) as server:
         for name, (sizes, clients) in (DRY_CASES if probe.dry else CASES).items():
             files = [photo(*size, seed) for seed, size in enumerate(sizes)]
@@ -48,7 +48,7 @@ def _case(
     seconds = DRY_SECONDS if probe.dry else SECONDS
     asyncio.run(
         _load(server.endpoint, files, numbers, clients, seconds / 2)
-    )  # decoders, tables, the store's pages
+    )  # warm up: decoders, tables, the store's pages
     before, began = server.metrics(), time.monotonic()
     spent_ms = asyncio.run(_load(server.endpoint, files, numbers, clients, seconds))
     window = Window(before, server.metrics(), time.monotonic() - began)
@@ -69,7 +69,7 @@ def _case(
 
 
 def _mean(window: Window, name: str, **labels: str) -> float:
-    """Return the mean of what a histogram observed."""
+    """Return the mean of a histogram's observations."""
     observed = window.increase(f"{name}_count", **labels)
     return window.increase(f"{name}_sum", **labels) / observed if observed else 0.0
 
@@ -77,11 +77,11 @@ def _mean(window: Window, name: str, **labels: str) -> float:
 async def _load(
     endpoint: str, files: list[bytes], numbers: Iterator[int], clients: int, seconds: float
 ) -> list[float]:
-    """Return the milliseconds from Submit to the last row of every image that was asked for in time."""
+    """Request images for `seconds`; return the milliseconds from Submit to the last row of each image."""
     spent_ms: list[float] = []
     ends = time.monotonic() + seconds
 
-    async def ask() -> None:
+    async def client_loop() -> None:
         async with await EncoderClient.connect(endpoint, timeout_s=CONNECT_S) as client:
             while time.monotonic() < ends:
                 number = next(numbers)
@@ -95,5 +95,5 @@ async def _load(
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):
-            group.create_task(ask())
+            group.create_task(client_loop())
     return spent_ms

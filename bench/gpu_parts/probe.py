@@ -1,4 +1,4 @@
-"""Times calls by the device's clock, and writes a JSON line for each measurement of a part at once."""
+"""Times calls with the device's clock, and writes each measurement of a part as a JSON line at once."""
 
 import json
 import sys
@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-LEAST_MS = 1e-6  # a coarse clock may measure 0, and rates are divided by times
+LEAST_MS = 1e-6  # not 0, which a coarse clock may measure: rates divide by times
 
 
 class DeadDeviceError(Exception):
-    """The device is lost, so the rest of the part is not measured."""
+    """The device is lost, so the rest of the part cannot be measured."""
 
 
 class Probe:
-    """What a part is given: the device, a file for its lines, and how long it may take.
+    """The argument of a part: its device, the file for its lines, and its time budget.
 
-    In a dry run the device is the CPU and parts shrink every size: all code runs, and no figure means anything.
+    In a dry run the device is the CPU and parts shrink every size: all code runs, but the figures mean nothing.
     """
 
     def __init__(self, part: str, out: Path, scratch: Path, *, budget_s: float, dry: bool) -> None:
-        """`out` is kept; `scratch` is deleted when the part ends."""
+        """Write results into `out`. `scratch` is for files that are deleted when the part ends."""
         self.part, self.out, self.scratch, self.dry = part, out, scratch, dry
         self.device = torch.device("cpu" if dry else "cuda:0")
         self._file = (out / "gpu.jsonl").open("a", buffering=1)
@@ -32,24 +32,24 @@ class Probe:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the budget."""
+        """The remaining seconds of the budget; negative when it is exceeded."""
         return self._ends - time.monotonic()
 
     def note(self, **values: Any) -> None:
-        """Keep one line."""
+        """Write one line."""
         self._file.write(json.dumps({"part": self.part, **values}, default=str) + "\n")
 
     def attempt(self, label: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> bool:
-        """Note what `measure` returns or why it could not; return whether it could.
+        """Note what `measure` returns, or its error; return whether it succeeded.
 
-        Raises `DeadDeviceError` when the failure cost us the device.
+        Raises `DeadDeviceError` if the device is lost after a failure.
         """
         if self.left_s <= 0:
             self.note(**label, skipped="budget")
             return False
         try:
             self.note(**label, **measure())
-        except Exception as error:  # noqa: BLE001 - noted, and the next measurement goes on
+        except Exception as error:  # noqa: BLE001 - noted; the next measurement may still succeed
             self.note(**label, failed=f"{type(error).__name__}: {str(error)[:200]}")
             self._require_device()
             return False
@@ -61,7 +61,7 @@ class Probe:
             torch.cuda.synchronize(self.device)
 
     def ms(self, call: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-        """Return the medians of a call's time on the device (`ms`) and on this thread (`host_ms`)."""
+        """Return the median time of a call on the device (`ms`) and on this thread (`host_ms`)."""
         for _ in range(1 if self.dry else 3):
             call()
         self.synchronize()
@@ -87,7 +87,7 @@ class Probe:
         return median(spent[1 if self.dry else 2 :])
 
     def _marks(self) -> tuple[Callable[[], object], Callable[[], object], Callable[[], float]]:
-        """Return calls that mark the beginning, mark the end, and return the milliseconds between."""
+        """Return three functions: mark the beginning, mark the end, return the milliseconds between them."""
         if self.device.type == "cpu":
             at: list[float] = []
             return (

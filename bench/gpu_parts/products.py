@@ -1,4 +1,4 @@
-"""The tower's matrix products with their epilogues, and the passes over memory between them."""
+"""Times the tower's matrix products with their epilogues, and the elementwise passes between them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from torch.nn import functional
 from bench.gpu_parts.probe import Probe
 
 EMBED, MLP, HEADS, HEAD_SIZE = 1152, 4304, 16, 72  # Qwen3-VL's tower
-# Name → (inputs, outputs, patches in a row).
+# Name → (inputs, outputs, patches per row).
 SHAPES = {
     "qkv": (EMBED, 3 * EMBED, 1),
     "projection": (EMBED, EMBED, 1),
@@ -30,7 +30,7 @@ Calls = dict[str, Callable[[], object]]
 
 @torch.inference_mode()
 def run(probe: Probe) -> None:
-    """Note the rate of each product, and the time of each pass."""
+    """Note the rate of each product and the time of each pass."""
     for size in (64,) if probe.dry else (4096, 8192):
         x, weight = (torch.randn(size, size, device=probe.device).bfloat16() for _ in range(2))
         _note(
@@ -66,11 +66,11 @@ def _products(probe: Probe, rows: int, inputs: int, outputs: int) -> Calls:
         "bias, then residual": lambda: residual.add_(functional.linear(x, weight, bias)),
     }
     if probe.device.type == "cuda" and not inputs % 16:
-        small, small_weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        x_fp8, weight_fp8 = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
         scales = torch.ones(rows, 1, device=probe.device), torch.ones(1, outputs, device=probe.device)
         calls["fp8, row-wise"] = lambda: torch._scaled_mm(
-            small,
-            small_weight.t(),
+            x_fp8,
+            weight_fp8.t(),
             scale_a=scales[0],
             scale_b=scales[1],
             out_dtype=torch.bfloat16,
@@ -84,12 +84,12 @@ def _passes(probe: Probe, patches: int) -> Calls:
     weight = torch.ones_like(x[0])
     packed = torch.randn(patches, 3, HEADS, HEAD_SIZE, device=probe.device).bfloat16()
     angles = torch.randn(patches, 1, 1, HEAD_SIZE // 2, device=probe.device)
-    turns = torch.polar(torch.ones_like(angles), angles)
+    rotations = torch.polar(torch.ones_like(angles), angles)
     merged = torch.randn(patches // 4, 4 * EMBED, device=probe.device).bfloat16()
 
     def rotate() -> None:
         pairs = torch.view_as_complex(packed[:, :2].float().view(patches, 2, HEADS, HEAD_SIZE // 2, 2))
-        packed[:, :2].copy_(torch.view_as_real(pairs.mul_(turns)).flatten(-2))
+        packed[:, :2].copy_(torch.view_as_real(pairs.mul_(rotations)).flatten(-2))
 
     return {
         "norm": lambda: functional.layer_norm(x, (EMBED,), weight, weight),

@@ -1,6 +1,6 @@
-"""compute-sanitizer over a small tower, its graphs, the resize and copies between the tiers of a store.
+"""Runs compute-sanitizer over a small tower, its graphs, the resize, and copies between the tiers of a store.
 
-python -m bench.gpu_parts.sanitize --device cuda --model FOLDER    # what it watches
+python -m bench.gpu_parts.sanitize --device cuda --model FOLDER    # the workload that the sanitizer checks
 """
 
 import argparse
@@ -19,43 +19,43 @@ from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
-FOUND = 9  # its exit code for an error that it found
-WHERE = "/usr/local/cuda/bin/compute-sanitizer"
-WALKED = "walked: "  # before what was run
+FOUND_ERROR = 9  # the exit code that we choose for "the sanitizer found an error"
+DEFAULT_PATH = "/usr/local/cuda/bin/compute-sanitizer"
+WALKED = "walked: "  # prefix of the lines in which the workload says what it ran
 
 
 def run(probe: Probe) -> None:
-    """Note what each tool finds. A dry run runs only the workload, on the CPU."""
+    """Note what each tool finds. A dry run only runs the workload, on the CPU."""
     from testing.checkpoints import write_checkpoint
 
     model = write_checkpoint(probe.scratch / "model", dtype=torch.bfloat16)
     work = [sys.executable, "-m", "bench.gpu_parts.sanitize"]
     work += ["--device", probe.device.type, "--model", str(model)]
     if probe.dry:
-        probe.attempt({"tool": "none"}, partial(_watched, probe, [], work))
+        probe.attempt({"tool": "none"}, partial(_run_under, probe, [], work))
         return
-    sanitizer = shutil.which("compute-sanitizer") or WHERE
+    sanitizer = shutil.which("compute-sanitizer") or DEFAULT_PATH
     for tool in TOOLS:
-        watched = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5"]
-        probe.attempt({"tool": tool}, partial(_watched, probe, watched, work))
+        sanitized = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_ERROR), "--print-limit", "5"]
+        probe.attempt({"tool": tool}, partial(_run_under, probe, sanitized, work))
 
 
-def _watched(probe: Probe, tool: list[str], work: list[str]) -> dict[str, Any]:
+def _run_under(probe: Probe, tool: list[str], work: list[str]) -> dict[str, Any]:
     command = [*tool, *work]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=max(probe.left_s, 1), check=False
     )
-    said = (done.stdout + done.stderr).splitlines()
+    output = (done.stdout + done.stderr).splitlines()
     with (probe.out / "sanitize.log").open("a") as log:
-        log.write("\n".join([" ".join(command), *said, ""]))
+        log.write("\n".join([" ".join(command), *output, ""]))
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {said[-1] if said else ''}")
-    walked = [line.removeprefix(WALKED) for line in said if line.startswith(WALKED)]
+        raise RuntimeError(f"exit code {done.returncode}: {output[-1] if output else ''}")
+    walked = [line.removeprefix(WALKED) for line in output if line.startswith(WALKED)]
     return {"exit_code": 0, "passed": True, "walked": "; ".join(walked)}
 
 
 def work(device: str, model: Path) -> None:
-    """Encode, eagerly and in graphs, resize, and copy rows between the tiers."""
+    """Encode images eagerly and in graphs, resize, and copy rows between the tiers."""
     from encoder_contract.geometry import Grid
     from encoder_contract.processor import ProcessorSettings
     from encoder_service.image.resize import PlainResize, to_patches
@@ -65,7 +65,7 @@ def work(device: str, model: Path) -> None:
 
     if device == "cpu":
         torch.set_num_threads(1)
-    attention.MAX_THIRD_CALL_MS = math.inf  # a kernel that is watched takes its time
+    attention.MAX_THIRD_CALL_MS = math.inf  # the sanitizer slows kernels down
     processor = ProcessorSettings.from_folder(model)
     grids = [Grid(1, 16, 16), Grid(1, 22, 18), Grid(1, 16, 16)]
     for graphs in (False, True) if device == "cuda" else (False,):

@@ -1,4 +1,4 @@
-"""A real server on the device: misses, hits on the host and the device, and turned PNGs beside the CPU's rows."""
+"""Measures a real server on the device: misses, hits in both tiers, and rows of rotated PNGs against the CPU's."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
 from testing.server_process import running
 
-# Name → (width, height, images of a request).
+# Name → (width, height, images per request).
 CASES = {
     "720p": (1280, 720, 1),
     "1080p": (1920, 1080, 1),
@@ -27,15 +27,16 @@ CASES = {
     "20x960x1280": (960, 1280, 20),
 }
 DRY_CASES = {"2x128": (128, 128, 2)}
-HIT = "4x1440p"  # of the device tier: at most 3 ms from the Fetch to rows on this process's GPU
+# The case of the device tier. The target is 3 ms from the Fetch to rows on this process's GPU.
+HIT = "4x1440p"
 DRY_HIT = "2x128"
-TURNED = 32  # PNGs, of all eight orientations
-MIN_COSINE = 0.99  # of a row in bfloat16 on the device and the same row from the CPU
-START_S, CONNECT_S = 600.0, 100.0  # on any machine
+ROTATED = 32  # PNGs, with all eight orientations
+MIN_COSINE = 0.99  # between a bfloat16 row of the device and the same row of the CPU
+START_S, CONNECT_S = 600.0, 100.0  # enough for a slow machine
 
 
 def run(probe: Probe) -> None:
-    """Note the figures of a server without a device tier and of one with it."""
+    """Note the figures of a server without a device tier, then of one with it."""
     model = write_checkpoint(probe.scratch) if probe.dry else full_checkpoint("qwen3_vl")
     for device_gib in (0.02,) if probe.dry else (0.0, 8.0):
         label = {"device_tier_gib": device_gib}
@@ -43,7 +44,7 @@ def run(probe: Probe) -> None:
 
 
 def _settings(probe: Probe) -> dict[str, Any]:
-    """On the CPU too images are decoded in the server's process, as on a GPU."""
+    """Return settings with which images are decoded in the server's process on the CPU too, as on a GPU."""
     sized = {"store_host_gib": 0.1, "threads": 1} if probe.dry else {"store_host_gib": 4.0}
     return {**sized, "devices": probe.device.type, "decoder_process": "no"}
 
@@ -55,7 +56,7 @@ def _server(probe: Probe, model: Path, device_gib: float, label: dict[str, Any])
     settings = {**_settings(probe), "store_device_gib": device_gib}
     with running(model, log=log, within_s=START_S, **settings) as server:
         start_s, endpoint = time.perf_counter() - began, server.endpoint
-        if device_gib:  # first, while there is room on the device
+        if device_gib:  # first: later cases fill the device tier
             name = DRY_HIT if probe.dry else HIT
             probe.attempt(
                 {"case": name, "from": "device tier"}, partial(_device_hit, probe, endpoint, *cases[name])
@@ -63,7 +64,7 @@ def _server(probe: Probe, model: Path, device_gib: float, label: dict[str, Any])
         for name, case in cases.items():
             probe.attempt({**label, "case": name}, partial(_case, probe, endpoint, *case))
         if device_gib:
-            probe.attempt({"what": "turned PNGs"}, partial(_turned, probe, model, endpoint))
+            probe.attempt({"what": "turned PNGs"}, partial(_rotated, probe, model, endpoint))
     return {"start_s": start_s}
 
 
@@ -72,19 +73,19 @@ def _case(probe: Probe, endpoint: str, width: int, height: int, count: int) -> d
 
 
 async def _requests(probe: Probe, endpoint: str, width: int, height: int, count: int) -> dict[str, Any]:
-    """Median milliseconds from Submit to the last row, of new images and of images that are held."""
+    """Return the median milliseconds from Submit to the last row, for new and for stored images."""
     base = [photo(width, height, seed) for seed in range(min(count, 4))]
     misses, hits, tokens = [], [], 0
     async with await EncoderClient.connect(endpoint, timeout_s=CONNECT_S) as client:
         for repeat in range(2 if probe.dry else 8):
             files = [with_comment(base[n % len(base)], 1000 * repeat + n) for n in range(count)]
-            misses.append(await _ms(client, files))
-            hits.append(await _ms(client, files))
+            misses.append(await _request_ms(client, files))
+            hits.append(await _request_ms(client, files))
             tokens = sum(each.shape[0] for each in await _rows(client, files))
     return {"images": count, "tokens": tokens, "miss_ms": median(misses[1:]), "hit_ms": median(hits[1:])}
 
 
-async def _ms(client: EncoderClient, files: Sequence[bytes]) -> float:
+async def _request_ms(client: EncoderClient, files: Sequence[bytes]) -> float:
     began = time.perf_counter()
     await _rows(client, files)
     return (time.perf_counter() - began) * 1e3
@@ -106,16 +107,16 @@ def _device_hit(probe: Probe, endpoint: str, width: int, height: int, count: int
 
 
 async def _device_hits(probe: Probe, endpoint: str, width: int, height: int, count: int) -> dict[str, Any]:
-    """Median milliseconds from the Fetch of held images until their rows are on this process's device.
+    """Return the median milliseconds from the Fetch of stored images until their rows are on this process's device.
 
-    They have to be the rows that come inline, too.
+    The rows must equal those that come inline.
     """
     files = [photo(width, height, seed) for seed in range(count)]
     async with await EncoderClient.connect(endpoint, timeout_s=CONNECT_S) as client:
         requests = [RowRequest(image.digest) for image in await client.submit(files)]
         inline = await _on_device(client, requests, "inline")
         spent, rows = [], inline
-        for _ in range(2 if probe.dry else 31):  # the first opens the server's memory
+        for _ in range(2 if probe.dry else 31):  # the first call opens the server's memory
             began = time.perf_counter()
             rows = await _on_device(client, requests, "device")
             spent.append((time.perf_counter() - began) * 1e3)
@@ -134,7 +135,7 @@ async def _device_hits(probe: Probe, endpoint: str, width: int, height: int, cou
 
 
 async def _on_device(client: EncoderClient, requests: Sequence[RowRequest], transport: str) -> list[Tensor]:
-    """Return the rows of each image as tensors; with the transport "device" they are on the GPU."""
+    """Return the rows of each image as a tensor, which is on the GPU with the transport "device"."""
     found: dict[int, Tensor] = {}
     async with client.fetch(requests, transports=[transport]) as stream:
         async for outcome in stream:
@@ -144,9 +145,9 @@ async def _on_device(client: EncoderClient, requests: Sequence[RowRequest], tran
     return [found[index] for index in range(len(requests))]
 
 
-def _turned(probe: Probe, model: Path, endpoint: str) -> dict[str, Any]:
-    """Least and mean cosine of rows: PNGs are decoded on threads of their own, and turned."""
-    count = 8 if probe.dry else TURNED
+def _rotated(probe: Probe, model: Path, endpoint: str) -> dict[str, Any]:
+    """Return the least and mean cosine between the rows of rotated PNGs here and on the CPU."""
+    count = 8 if probe.dry else ROTATED
     files = [photo(256 + 32 * (n % 3), 256, n, "PNG", orientation=1 + n % 8) for n in range(count)]
 
     async def rows(endpoint: str) -> Tensor:
@@ -167,7 +168,7 @@ def _turned(probe: Probe, model: Path, endpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def _on_the_cpu(probe: Probe, model: Path, endpoint: str) -> Iterator[str]:
-    """Give the address of a server on the CPU; a dry run already has one."""
+    """Yield the address of a server on the CPU. In a dry run that is the server under test."""
     if probe.device.type == "cpu":
         yield endpoint
         return

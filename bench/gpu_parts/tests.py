@@ -1,4 +1,4 @@
-"""The tests that need a GPU, each noted as it ends. A file whose imports are missing fails alone."""
+"""Runs the tests that need a GPU and notes each result. A test file that cannot be imported fails alone."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from threading import Timer
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
 
-# In a process of its own, since a test may kill it; forked, so that it need not import torch again.
+# Pytest runs in its own process, which a test may kill. The process is forked, so it need not import torch again.
 FORKS = multiprocessing.get_context("fork")
 _OUTCOME = re.compile(r"^(tests/\S+?\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 _REASON = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py\S*) - (.+)$")
@@ -28,22 +28,25 @@ OPTIONS = (
 
 
 def run(probe: Probe) -> None:
-    """Run the tests for as long as there is time; a dry run only collects them."""
+    """Run the tests until the time budget is used up. A dry run only collects them."""
     files = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
         if "mark.gpu" in path.read_text()
     )
     shown = ("--collect-only", "-q") if probe.dry else ("-v", "-rfE", "--color=no")
-    said, says = os.pipe()
-    process = FORKS.Process(target=_pytest, args=([*OPTIONS, *shown, *files], says))
+    read_end, write_end = os.pipe()
+    process = FORKS.Process(target=_pytest, args=([*OPTIONS, *shown, *files], write_end))
     process.start()
-    os.close(says)
+    os.close(write_end)
     timer = Timer(max(probe.left_s, 0), process.kill)
     timer.start()
     collected = 0
     try:
-        with open(said, errors="replace") as lines, (probe.out / "tests.log").open("w", buffering=1) as log:
+        with (
+            open(read_end, errors="replace") as lines,
+            (probe.out / "tests.log").open("w", buffering=1) as log,
+        ):
             for line in lines:
                 log.write(line)
                 collected += "::" in line
@@ -60,11 +63,11 @@ def run(probe: Probe) -> None:
         raise SystemExit(f"pytest ended with {code}")
 
 
-def _pytest(arguments: Sequence[str], says: int) -> None:
-    """Run pytest in this process, with its output into a pipe."""
+def _pytest(arguments: Sequence[str], output: int) -> None:
+    """Run pytest in this process, with its output redirected to a file descriptor."""
     import pytest
 
-    for output in (sys.stdout.fileno(), sys.stderr.fileno()):
-        os.dup2(says, output)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
     os.chdir(ROOT)
     sys.exit(pytest.main(list(arguments)))

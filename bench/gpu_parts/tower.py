@@ -1,4 +1,4 @@
-"""The vision towers on the device: exactness beside `transformers`, speed, memory and kernels."""
+"""Measures the vision towers on the device: exactness against `transformers`, speed, memory and kernels."""
 
 import tempfile
 import time
@@ -21,10 +21,10 @@ from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
-# Square, several tiles, cut windows, and more images than a graph for one image takes.
+# A square image, one of several tiles, one with partial windows, and more images than a graph for one image takes.
 PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
 DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
-NEW_GRIDS = 50  # of different sizes, one after the other, as photos come
+NEW_GRIDS = 50  # all of different sizes, encoded one by one, as photos arrive
 TOP_KERNELS = 12
 DEFAULT: dict[str, Any] = {"attention": "auto", "graphs": True}
 FP8: dict[str, Any] = {**DEFAULT, "precision": "fp8"}
@@ -32,8 +32,8 @@ MIB = 2**20
 
 
 def run(probe: Probe) -> None:
-    """Note the speed of every variant and case, then exactness, then how fast `transformers` is."""
-    torch.backends.cudnn.allow_tf32 = False  # the reference's float32 convolution is the truth
+    """Note the speed of every variant in every case, then exactness, then the speed of `transformers`."""
+    torch.backends.cudnn.allow_tf32 = False  # the reference's convolution must be exact
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = one_checkpoint(probe)
     for options in _variants(probe):
@@ -41,18 +41,18 @@ def run(probe: Probe) -> None:
     for model_type in MODEL_TYPES[: 1 if probe.dry else None]:
         label = {"what": "exactness", "model": model_type}
         probe.attempt(label, partial(_exactness, probe, model_type))
-    probe.attempt({"what": "transformers"}, partial(_theirs, probe, folder))
+    probe.attempt({"what": "transformers"}, partial(_time_transformers, probe, folder))
 
 
 def one_checkpoint(probe: Probe, model_type: str = MODEL_TYPES[0]) -> Path:
-    """Return the folder of a published tower; in a dry run of a tiny one."""
+    """Return the folder of a published tower, or of a tiny one in a dry run."""
     if not probe.dry:
         return full_checkpoint(model_type)
     return write_checkpoint(tempfile.mkdtemp(dir=probe.scratch), model_type, depth=2)
 
 
 def load(probe: Probe, folder: Path, **options: Any) -> Tower:
-    """Return our tower of a folder on the device, in bfloat16 unless `options` say otherwise."""
+    """Load our tower from a folder onto the device, in bfloat16 unless `options` say otherwise."""
     options = {"dtype": "bfloat16", **options}
     return load_tower(
         folder, device=str(probe.device), processor=ProcessorSettings.from_folder(folder), **options
@@ -60,7 +60,7 @@ def load(probe: Probe, folder: Path, **options: Any) -> Tower:
 
 
 def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
-    """Yield the variants: what is served by default first, then FP8, where the device multiplies that."""
+    """Yield the default variant, FP8 if the device multiplies it, then the others."""
     yield DEFAULT
     if probe.dry or multiplies_fp8(probe.device):
         yield FP8
@@ -68,7 +68,7 @@ def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
     yield {"attention": "auto", "graphs": False}
     yield {"attention": "auto", "graphs": True, "batch_invariant": True}
     if probe.dry:
-        return  # the others are the same code
+        return  # the other variants run the same code
     runs = [name for name in PACKED if not why_not(name, probe.device, torch.bfloat16)]
     yield from ({"attention": name, "graphs": name != "sdpa"} for name in runs)
 
@@ -78,12 +78,12 @@ def _cases(probe: Probe) -> Sequence[str]:
 
 
 def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Note every case of a variant; return what loading it took."""
+    """Note every case of a variant; return the time and memory that loading took."""
     before_mib, began = _held_mib(probe), time.perf_counter()
     tower = load(probe, folder, **options)
     loaded = {"load_s": time.perf_counter() - began, "held_mib": _held_mib(probe) - before_mib}
     loaded["chosen"] = tower.attention  # type: ignore[assignment]
-    if probe.dry and options["graphs"]:  # a capture is what the CPU cannot do
+    if probe.dry and options["graphs"]:  # the CPU cannot capture graphs, so replace the capture
         with torch.inference_mode():
             example = tower._layout(case_grids(tower, "256"))
             tower._graphs = Graphs(
@@ -106,7 +106,7 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
 
 
 def _held_mib(probe: Probe) -> float:
-    """Return the memory that torch holds on the device, after freeing what other variants left."""
+    """Return the memory that torch holds on the device, after emptying its cache."""
     if probe.device.type == "cpu":
         return 0.0
     torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ def _held_mib(probe: Probe) -> float:
 
 
 def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
-    """Time a case. Patches are on the device, as after decoding there, and rows stay there."""
+    """Time a case. Patches start on the device, as after decoding on it, and rows stay there."""
     grids = case_grids(tower, name)
     patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
     if probe.device.type == "cuda":
@@ -130,13 +130,13 @@ def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _replay_alone(probe: Probe, tower: Tower, grids: Sequence[Grid]) -> dict[str, float]:
-    """Return the milliseconds of a graph alone, without loading inputs and copying rows; empty if it has no graph."""
+    """Return the milliseconds of a graph's replay alone, without copies of inputs and rows; empty without a graph."""
     found = tower._graphs and tower._graphs.for_batch(tower._layout(grids))
     return {"replay_ms": probe.ms(found[1])["ms"]} if found else {}
 
 
 def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
-    """Return the milliseconds for each of many images of new grids, then for each of them again."""
+    """Return the milliseconds per image for images of new grids, then for the same images again."""
     side = tower.spec.merge_size
     sizes = [(8 + n, 9 + n) for n in range(2 if probe.dry else NEW_GRIDS)]
     grids = [Grid(1, side * height, side * width) for height, width in sizes]
@@ -154,7 +154,7 @@ def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
 
 
 def _profile(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
-    """Milliseconds on the device of the kernels that take longest, in one forward."""
+    """Return the kernels that take longest in one forward, with their milliseconds on the device."""
     grids = case_grids(tower, name)
     patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
     activity = torch.profiler.ProfilerActivity
@@ -172,9 +172,9 @@ def _profile(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
 
 
 def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
-    """Note the error of every backend, with and without graphs, against float32 of `transformers`.
+    """Note the error of every backend, with and without graphs, against `transformers` in float32.
 
-    None may be more than a twentieth over that of `transformers` itself in bfloat16, in the mean over all rows.
+    The mean error over all rows may be at most 5 % larger than that of `transformers` itself in bfloat16.
     """
     folder, where = one_checkpoint(probe, model_type), str(probe.device)
     grids = DRY_PARITY_GRIDS if probe.dry else PARITY_GRIDS
@@ -182,7 +182,7 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
     patches = random_patches(grids, 3 * tower.module.config.patch_size**2)
     pixels = tower.pixels(patches)
     truth = tower.rows(pixels, grids)
-    theirs = float(
+    reference_error = float(
         row_errors(ReferenceTower(folder, torch.bfloat16, where).rows(pixels, grids), truth).mean()
     )
     del tower
@@ -191,9 +191,9 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
         ours = load(probe, folder, **options)
         packed = row_errors(torch.cat(ours.encode(patches, grids)), truth)
         pairs = zip(patches, grids, strict=True)
-        alone = row_errors(torch.cat([ours.encode([image], [grid])[0] for image, grid in pairs]), truth)
-        bound = 1e-5 if options.get("dtype") == "float32" else 1.05 * theirs
-        mean = max(float(packed.mean()), float(alone.mean()))
+        single = row_errors(torch.cat([ours.encode([image], [grid])[0] for image, grid in pairs]), truth)
+        bound = 1e-5 if options.get("dtype") == "float32" else 1.05 * reference_error
+        mean = max(float(packed.mean()), float(single.mean()))
         return {"mean_error": mean, "max_error": float(packed.max()), "bound": bound, "passed": mean <= bound}
 
     runs = [name for name in BACKENDS if not why_not(name, probe.device, torch.bfloat16)]
@@ -201,11 +201,11 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
     variants = [{"attention": name, "graphs": graphs} for name in ("auto", *runs) for graphs in choices]
     for options in ({"dtype": "float32", "attention": "sdpa", "graphs": False}, *variants):
         probe.attempt({"model": model_type, **options}, partial(errors, **options))
-    return {"theirs_mean_error": theirs}
+    return {"theirs_mean_error": reference_error}
 
 
-def _theirs(probe: Probe, folder: Path) -> dict[str, Any]:
-    """Note what `transformers` takes in every case."""
+def _time_transformers(probe: Probe, folder: Path) -> dict[str, Any]:
+    """Note the time of `transformers` in every case."""
     reference = ReferenceTower(folder, torch.bfloat16, str(probe.device))
     spec = load(probe, folder, attention="sdpa", graphs=False)
 

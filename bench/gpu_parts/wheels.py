@@ -1,13 +1,13 @@
-"""Downloads the few wheels that a machine with torch for CUDA 13 lacks into a folder: run by `make gpu-wheels`.
+"""Downloads into a folder the few wheels that a machine with torch for CUDA 13 lacks; `make gpu-wheels` runs it.
 
 python -m bench.gpu_parts.wheels FOLDER
-# there:
+# on that machine:
 python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl FOLDER/dali-*/*.whl
 cat FOLDER/dali-*/dali.xz.* | tar xJ -C SITE
 PYTHONPATH=SITE:.:proto python3 -m bench.gpu --out DIR
 
-DALI is packed, as its wheel has 476 MiB: of its code for GPUs that of Hopper alone is kept, and it is cut into pieces.
-The wheels, `dali-1` and `dali-2` are each small enough to be carried by themselves.
+DALI's wheel has 476 MiB. So this keeps only its GPU code for Hopper, compresses it, and splits it into pieces. The
+folder itself, `dali-1` and `dali-2` are each small enough to be transferred at a time.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from pathlib import Path
 
 from bench.gpu_parts.fatbin import prune
 
-# The modules that such a machine has: torch, triton, transformers and pytest with their dependencies, and these.
-THERE = frozenset(
+# The modules that such a machine has: torch, triton, transformers and pytest with their dependencies, and some more.
+PREINSTALLED = frozenset(
     {
         *("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest"),
         *("PIL", "grpc", "google", "xxhash", "prometheus_client"),
     }
 )
-# Package → the module that it brings.
+# Package → the module that it installs.
 PACKAGES = {
-    # Flash attention 3, forward alone; one person's build of the published sources.
+    # FlashAttention 3, only the forward; a third-party build of the published sources.
     "fa3-fwd==0.0.3": "fa3_fwd_interface",
     "nvidia-nvimgcodec-cu13==0.9.0.20": "nvidia",  # DALI's own decoder
     "nvidia-nvjpeg==13.3.2.43": "nvidia",
@@ -57,12 +57,12 @@ DALI_NEEDS = {
 CAPABILITIES = (90,)  # of H100 and H200
 PIECE_BYTES = 40 << 20
 PYTHON = "3.12"
-GLIBC = (17, 24, 27, 28)  # versions 2.N that wheels are built for; pip takes no range
-MAX_BYTES = 60 << 20  # of each of the three
+GLIBC = (17, 24, 27, 28)  # the 2.N for which wheels are built; pip takes no range
+MAX_BYTES = 60 << 20  # of each of the three folders
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Download and pack them; return 1 when there is more than may be carried at a time."""
+    """Download and pack the wheels; return 1 if a folder is larger than `MAX_BYTES`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fetch_dali(folder: Path) -> None:
-    """Download DALI, and write it into `folder` in pieces."""
+    """Download DALI and write it into `folder` in pieces."""
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run(command(DALI, Path(scratch)), check=True)
         [wheel] = Path(scratch).glob("*.whl")
@@ -88,7 +88,7 @@ def fetch_dali(folder: Path) -> None:
 
 
 def pack(wheel: Path, folder: Path, scratch: Path) -> None:
-    """Unpack DALI into `scratch`, drop what one Python and one kind of GPU do not need, and write it into pieces."""
+    """Unpack DALI into `scratch`, drop the files for other Pythons and GPUs, and write it in pieces."""
     shutil.unpack_archive(wheel, scratch, "zip")
     shutil.rmtree(scratch / "nvidia" / "dali" / "include", ignore_errors=True)
     for path in list(scratch.rglob("*.cpython-*")):
@@ -109,7 +109,7 @@ def pack(wheel: Path, folder: Path, scratch: Path) -> None:
 
 
 def command(package: str, folder: Path) -> list[str]:
-    """Return the command that fetches one wheel for that machine."""
+    """Return the command that downloads one wheel for that machine."""
     platforms = [
         *(f"manylinux_2_{version}_x86_64" for version in GLIBC),
         "manylinux2014_x86_64",
@@ -125,7 +125,7 @@ def command(package: str, folder: Path) -> list[str]:
 
 
 def listing(folder: Path) -> tuple[str, int]:
-    """Return the files of a folder with their sizes as text, and the sum in bytes."""
+    """Return the files of a folder and their sizes as text, and the total in bytes."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     total = sum(sizes.values())
     rows = [f"{size / (1 << 20):7.2f} MiB  {name}" for name, size in sizes.items()]

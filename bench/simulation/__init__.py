@@ -1,1 +1,1 @@
-"""The scheduler on a virtual clock."""
+"""Simulates the scheduler on a virtual clock."""

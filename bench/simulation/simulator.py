@@ -1,7 +1,7 @@
-"""The server's scheduler driven by a virtual clock: requests, replicas and prefill engines, without sleeping.
+"""Drives the server's scheduler with a virtual clock: requests, replicas and prefill engines, without sleeping.
 
-The scheduling code is the server's own; the stages are replaced by the seconds they take. Times and patches may
-be in any unit as long as it is one unit.
+The scheduler is the server's own code. The simulation replaces each stage by the seconds that it takes. Times and
+patches may be in any unit, if it is the same unit everywhere.
 """
 
 import heapq
@@ -20,7 +20,7 @@ SOURCE_BYTES = 300_000  # of a 720p JPEG
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image of a request: where its embedding lives, and how much work it is."""
+    """An image of a request: its address, and its work in patches."""
 
     address: bytes
     patches: int
@@ -37,28 +37,28 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the simulated deployment is made of. Its device encodes one patch a second; other times are parameters."""
+    """The simulated deployment. A device encodes one patch per second; other times are parameters."""
 
     policy: Policy = LEAST_WORK_LEFT
     replicas: int = 1
     prefill_engines: int = 1
-    # Decode and preprocess of one image: a stage beside the device, which takes the next image when it is free.
+    # Time to decode and preprocess an image. This stage runs beside the device and takes one batch at a time.
     prepare_s: float = 0.0
     prefill_s: float = 0.8  # prefill of one chunk
     images_per_chunk: int = 1
     budget_patches: int = 1
     max_ahead_patches: int = 2
     max_ahead_images: int = 64
-    # Latency of the index before each admission and after each encode.
+    # Latency of the index, before each admission and after each encode.
     index_s: float = 0.0
     limits: Limits = UNLIMITED
-    # Whether the images of a request spread over the replicas by content, or stay together.
+    # Whether the images of a request are spread over the replicas by content, or go to one replica.
     spread: bool = True
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run measured; `ttft_s` holds one entry for each job, None where it was refused."""
+    """The measurements of a run. `ttft_s` has one entry for each job, None for a refused job."""
 
     ttft_s: list[float | None]
     span_s: float = 0.0
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def images_per_s(self) -> float:
-        """Throughput over the whole run."""
+        """The throughput of the whole run."""
         return self.encodes / self.span_s if self.span_s else 0.0
 
 
@@ -81,18 +81,18 @@ class _Replica:
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """How far a job is: which images are ready, which chunk is prefilled next."""
+    """The progress of a job: its missing images, and the chunk to prefill next."""
 
     job: Job
     number: int
-    missing: list[int]  # by chunk, how many of its images are not ready
+    missing: list[int]  # for each chunk, the number of its images that are not ready
     claims: list[tuple[_Replica, Claim]] = field(default_factory=list)
     chunk: int = 0
     refused: bool = False
 
 
 class Simulation:
-    """One run over a list of jobs; `run` returns its outcome."""
+    """A run over a list of jobs; `run` returns the outcome."""
 
     def __init__(self, machine: Machine, jobs: Sequence[Job]) -> None:
         self._machine = machine
@@ -117,7 +117,7 @@ class Simulation:
         self._outcome = Outcome(ttft_s=[None] * len(jobs))
 
     def run(self) -> Outcome:
-        """Play all jobs to their end."""
+        """Run until all jobs have ended."""
         for number, job in enumerate(self._jobs):
             self._at(job.arrived_s + self._machine.index_s, partial(self._arrive, number, job))
         while self._events:
@@ -166,7 +166,7 @@ class Simulation:
         return self._replicas[by % len(self._replicas)]
 
     def _turn(self, replica: _Replica, now: float) -> None:
-        """Let a replica's two stages take what is next, if they are free."""
+        """Start the next work in each of a replica's two stages that is free."""
         scheduler, machine = replica.scheduler, self._machine
         while not replica.preparing:
             tasks = scheduler.next_to_prepare(now, machine.max_ahead_images)
@@ -211,7 +211,7 @@ class Simulation:
                 self._offer(progress, now)
 
     def _offer(self, progress: _Progress, now: float) -> None:
-        """Hand the next chunk to the job's prefill engine, if its images are there."""
+        """Give the next chunk to the job's prefill engine if its images are ready."""
         if progress.missing[progress.chunk]:
             return
         engine = progress.number % len(self._ready)
@@ -237,18 +237,18 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A stream of requests: how many images each has, how much work an image is, how fast they come."""
+    """A stream of requests: images per request, work per image, and arrival rate."""
 
-    sizes: dict[int, int]  # images of a request -> weight
-    # Work that arrives in a second over the work that all `replicas` do in a second.
+    sizes: dict[int, int]  # images per request -> weight
+    # Work that arrives per second, over the work that all `replicas` do per second.
     load: float = 0.8
     image_patches: int = 1
     replicas: int = 1
-    burst: float = 1.0  # mean requests that arrive at the same moment
+    burst: float = 1.0  # mean number of requests that arrive at the same moment
     clients: int = 1
 
     def jobs(self, count: int, seed: int) -> list[Job]:
-        """Return `count` requests of distinct images with Poisson (or, with a burst, batch Poisson) arrivals."""
+        """Return `count` requests of distinct images, with Poisson arrivals (batch Poisson if `burst` > 1)."""
         source = random.Random(seed)
         sizes, weights = list(self.sizes), list(self.sizes.values())
         mean = sum(s * w for s, w in self.sizes.items()) / sum(weights)

@@ -1,4 +1,4 @@
-"""Questions to the simulator: trials over several seeds, and their pooled figures."""
+"""Runs trials of the simulator over several seeds, and pools their figures."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ def _chunk(claim: Claim) -> float:
     return claim.chunk
 
 
-# Ours, and three that the server does not use.
+# The server's policy, and three others to compare it with.
 FIRST_COME = Policy("first-come", request_key=lambda request: request.number, claim_key=_chunk)
 EARLIEST_NEED = Policy(
     "earliest-need",
@@ -28,7 +28,7 @@ EARLIEST_NEED = Policy(
 CHUNK_FIRST = Policy("chunk-first", request_key=lambda _: 0, claim_key=_chunk)
 POLICIES = (FIRST_COME, EARLIEST_NEED, CHUNK_FIRST, LEAST_WORK_LEFT)
 
-# Images of a request -> weight: most chats send one, some send an album.
+# Images per request -> weight: most chats send one image, some send an album.
 SKEWED = {1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1}
 UNIFORM = dict.fromkeys(range(1, 33), 1)
 BIG_IMAGES = 16
@@ -40,7 +40,7 @@ BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS)}
 
 @dataclass(frozen=True)
 class Trial:
-    """One question to the simulator; `seeds` runs of `count` requests each, pooled."""
+    """`seeds` runs of `count` requests each, whose figures are pooled."""
 
     policy: str
     load: Load
@@ -51,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a trial found, over all requests of all seeds that were not refused."""
+    """The figures of a trial, over the requests of all seeds that were not refused."""
 
     ttft_s: NDArray[np.float64]
     images: NDArray[np.int64]
@@ -88,7 +88,7 @@ def run_seed(trial: Trial, seed: int) -> Run:
 
 
 def answer(trials: Sequence[Trial]) -> list[Figures]:
-    """Run all trials, on several processes."""
+    """Run all trials, in several processes."""
     tasks = [(trial, seed) for trial in trials for seed in range(trial.seeds)]
     # Spawned: a fork of a process that has run gRPC or torch may crash.
     context = multiprocessing.get_context("spawn")

@@ -1,8 +1,8 @@
-"""A bare gRPC server, which only moves bytes: what rows inline are compared with.
+"""A bare gRPC server that only moves bytes: the baseline for inline rows.
 
-python -m bench.transport.bare BYTES [CERT KEY]    prints its port and serves until it is terminated; by TLS with files
+python -m bench.transport.bare BYTES [CERT KEY]    print the port, serve until terminated; with files, over TLS
 
-It sends so many ready-made bytes to each caller that asks for them, and discards the bytes that it gets.
+It sends BYTES bytes, made in advance, to each caller of Stream, and discards what callers of Sink send.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 
 @contextmanager
 def bare_server(size_bytes: int = 0, issued: Sequence[str] = ()) -> Iterator[str]:
-    """Run the server as a process of its own, by TLS with a certificate, and give its address."""
+    """Run the server in another process, over TLS if there is a certificate; yield its address."""
     command = [sys.executable, "-m", "bench.transport.bare", str(size_bytes), *issued]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -35,16 +35,16 @@ def bare_server(size_bytes: int = 0, issued: Sequence[str] = ()) -> Iterator[str
 
 
 async def read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
-    """Read all that the server sends."""
+    """Read the stream to its end."""
     received = 0
-    stream: Any = channel.unary_stream(f"/{SERVICE}/Stream")  # bytes as they are
+    stream: Any = channel.unary_stream(f"/{SERVICE}/Stream")  # messages are bytes
     async for message in stream(b""):
         received += len(message)
     assert received == size_bytes
 
 
 async def write_bare(channel: grpc.aio.Channel, messages: Sequence[bytes]) -> None:
-    """Send messages until the server has taken all of them."""
+    """Send messages and wait until the server has received all of them."""
     call: Any = channel.stream_unary(f"/{SERVICE}/Sink")()
     for message in messages:
         await call.write(message)
@@ -53,7 +53,7 @@ async def write_bare(channel: grpc.aio.Channel, messages: Sequence[bytes]) -> No
 
 
 async def serve(size_bytes: int, credentials: grpc.ServerCredentials | None) -> None:
-    """Serve on a free port, which is printed, until the process is terminated."""
+    """Serve on a free port, print the port, and wait until the process is terminated."""
     sizes = [MESSAGE_BYTES] * (size_bytes // MESSAGE_BYTES) + [size_bytes % MESSAGE_BYTES]
     messages = [os.urandom(size) for size in sizes if size]
 
@@ -82,7 +82,7 @@ async def serve(size_bytes: int, credentials: grpc.ServerCredentials | None) -> 
 
 
 def credentials_of(cert: str, key: str) -> grpc.ServerCredentials:
-    """Return what a server needs for TLS, from the files of its certificate."""
+    """Return a server's TLS credentials from the files of its certificate and key."""
     return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
 
 

@@ -1,4 +1,4 @@
-"""A hit as a client sees it: shared memory and inline, from a real server process, beside a bare gRPC stream."""
+"""Times hits at a client, from a real server process: shared memory, and inline against a bare gRPC stream."""
 
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,21 +20,21 @@ from testing.photos import photo
 from testing.server_process import running
 
 Figures = dict[str, float]
-ENCODE_S = 600.0  # a slow or busy machine takes minutes to encode four 2560×1440, which is not measured
+ENCODE_S = 600.0  # not measured: a slow machine takes minutes to encode four images of 2560×1440
 Pairs = Mapping[str, Sequence[Callable[[], Awaitable[object]]]]
 
 
 def wide_checkpoint(folder: Path) -> Path:
-    """Write a small tower with rows as wide as Qwen3-VL-8B's: it encodes an image in a second."""
+    """Write a small tower with rows as wide as Qwen3-VL-8B's. It encodes an image in a second."""
     wide = {"out_hidden_size": 4096}
     return write_checkpoint(folder, dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide)
 
 
 async def hit_figures(rounds: int) -> Figures:
-    """Milliseconds and GB/s of hits: one 1280×720 image, and four of 2560×1440 in one call.
+    """Return milliseconds and GB/s of hits: one image of 1280×720, and four of 2560×1440 in one call.
 
-    A hit runs nothing of the tower. Inline and bare streams take turns, so that both see the same machine; so do
-    servers with TLS and without.
+    A hit does not run the tower. Inline and bare streams alternate, so that both see the same load of the machine; so
+    do servers with and without TLS.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = wide_checkpoint(Path(folder) / "model")
@@ -44,14 +44,14 @@ async def hit_figures(rounds: int) -> Figures:
         settings: dict[str, Any] = {"devices": "cpu", "store_host_gib": 1}
         with (
             running(model, **settings) as server,
-            running(model, **settings, tls_cert=issued.cert, tls_key=issued.key) as secure,
+            running(model, **settings, tls_cert=issued.cert, tls_key=issued.key) as tls,
         ):
             async with (
                 await EncoderClient.connect(server.endpoint) as client,
-                await EncoderClient.connect(secure.endpoint, credentials=Credentials(ca)) as by_tls,
+                await EncoderClient.connect(tls.endpoint, credentials=Credentials(ca)) as tls_client,
             ):
                 figures = await _figures(client, rounds)
-                return figures | await _tls_figures(client, by_tls, (Credentials(ca), issued), rounds)
+                return figures | await _tls_figures(client, tls_client, (Credentials(ca), issued), rounds)
 
 
 async def _figures(client: EncoderClient, rounds: int) -> Figures:
@@ -61,7 +61,7 @@ async def _figures(client: EncoderClient, rounds: int) -> Figures:
     shm, shm_four, inline, bare = [], [], [], []
     with bare_server(row_bytes) as bare_endpoint:
         async with grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel:
-            # The first of each maps the segment or warms the connection: it does not count.
+            # The first call of each kind maps the segment or warms up the connection, so it is not counted.
             for _ in range(rounds + 1):
                 shm.append(await ms_of(_fetch(client, one, "shm")))
                 shm_four.append(await ms_of(_fetch(client, four, "shm")))
@@ -80,34 +80,34 @@ async def _figures(client: EncoderClient, rounds: int) -> Figures:
 
 
 async def _tls_figures(
-    plain: EncoderClient, by_tls: EncoderClient, secure: tuple[Credentials, Issued], rounds: int
+    plain: EncoderClient, tls_client: EncoderClient, tls: tuple[Credentials, Issued], rounds: int
 ) -> Figures:
-    """Return the time of a hit by TLS over its time without, and the same for a bare stream: gRPC's own cost.
+    """Return the ratio of a hit's time with TLS to its time without, and the same for a bare stream (gRPC's own cost).
 
-    `secure` are the credentials of a client of a bare stream by TLS, and the files of its server.
+    `tls` has the client's credentials and the server's files for the bare stream with TLS.
     """
     files = [photo(1280, 720, seed=0)]
     requests = await _submitted(plain, files)
-    await _submitted(by_tls, files)
+    await _submitted(tls_client, files)
     row_bytes = await _fetch(plain, requests, "inline")
-    credentials, issued = secure
-    with bare_server(row_bytes) as here, bare_server(row_bytes, issued) as there:
+    credentials, issued = tls
+    with bare_server(row_bytes) as plain_endpoint, bare_server(row_bytes, issued) as tls_endpoint:
         async with (
-            Channels(Credentials()).open(here) as bare,
-            Channels(credentials).open(there) as bare_by_tls,
+            Channels(Credentials()).open(plain_endpoint) as bare,
+            Channels(credentials).open(tls_endpoint) as bare_tls,
         ):
             streams: Pairs = {
-                "inline": [partial(_fetch, each, requests, "inline") for each in (plain, by_tls)],
-                "bare": [partial(read_bare, each, row_bytes) for each in (bare, bare_by_tls)],
+                "inline": [partial(_fetch, each, requests, "inline") for each in (plain, tls_client)],
+                "bare": [partial(read_bare, each, row_bytes) for each in (bare, bare_tls)],
             }
             ratios = await _ratios(streams, rounds)
-    shared: Pairs = {"shm": [partial(_fetch, each, requests, "shm") for each in (plain, by_tls)]}
+    shared: Pairs = {"shm": [partial(_fetch, each, requests, "shm") for each in (plain, tls_client)]}
     ratios |= await _ratios(shared, 5 * rounds)
     return {f"tls_over_plain_{name}": ratio for name, ratio in ratios.items()}
 
 
 async def _ratios(pairs: Pairs, rounds: int) -> Figures:
-    """Return for each pair the time of the second over that of the first; all take turns, in alternating order."""
+    """Return for each pair the ratio of the second call's time to the first's. All calls alternate."""
     order = [(name, which) for name in pairs for which in (0, 1)]
     ms: dict[tuple[str, int], list[float]] = {each: [] for each in order}
     for _ in range(rounds + 1):
@@ -118,7 +118,7 @@ async def _ratios(pairs: Pairs, rounds: int) -> Figures:
 
 
 async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
-    """Submit images, wait until they are encoded, and return requests for all their rows."""
+    """Submit images, wait until they are encoded, and return the requests for all their rows."""
     submitted = await client.submit(files, timeout_s=ENCODE_S)
     requests = [RowRequest(image.digest) for image in submitted]
     await _fetch(client, requests, "shm", timeout_s=ENCODE_S)
@@ -128,7 +128,7 @@ async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowR
 async def _fetch(
     client: EncoderClient, requests: Sequence[RowRequest], transport: str, **options: Any
 ) -> int:
-    """Fetch rows until the last of them can be read; return their bytes."""
+    """Fetch rows until all can be read; return their size in bytes."""
     size_bytes = 0
     async with client.fetch(requests, transports=[transport], **options) as stream:
         async for rows in stream:

@@ -1,4 +1,4 @@
-"""What a Put costs: rows inline beside a bare gRPC stream, and rows through shared memory."""
+"""Times Puts: rows inline against a bare gRPC stream, and rows through shared memory."""
 
 import itertools
 import tempfile
@@ -24,9 +24,9 @@ numbers = itertools.count()
 
 
 async def put_figures(rounds: int) -> dict[str, float]:
-    """Return milliseconds and GB/s of an image put into a server that only stores.
+    """Return milliseconds and GB/s of putting an image into a store-only server.
 
-    Inline, shared memory and the bare stream take turns, so that all three see the same machine.
+    Inline, shared memory and the bare stream alternate, so that all three see the same load of the machine.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = wide_checkpoint(Path(folder))
@@ -37,21 +37,21 @@ async def put_figures(rounds: int) -> dict[str, float]:
 async def _figures(endpoint: str, rounds: int) -> dict[str, float]:
     async with await EncoderClient.connect(endpoint) as client:
         rows = np.random.default_rng(0).integers(0, 2**16, (TOKENS, client.description.width), np.uint16)
-        rows &= 0xBFFF  # as bfloat16 finite, which rows have to be
+        rows &= 0xBFFF  # rows must be finite as bfloat16
         data = rows.tobytes()
         messages = [data[begin : begin + MESSAGE_BYTES] for begin in range(0, len(data), MESSAGE_BYTES)]
         inline, shared, bare = [], [], []
         with bare_server() as bare_endpoint:
             async with (
-                client.put(PRODUCER, transports=["inline"]) as by_stream,
-                client.put(PRODUCER, transports=["shm"]) as by_memory,
+                client.put(PRODUCER, transports=["inline"]) as inline_session,
+                client.put(PRODUCER, transports=["shm"]) as shm_session,
                 grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel,
             ):
-                # The first of each warms the connection or takes fresh memory: it does not count.
+                # The first call of each kind warms up the connection or touches new memory, so it is not counted.
                 for _ in range(rounds + 1):
-                    inline.append(await _put_ms(by_stream, rows))
+                    inline.append(await _put_ms(inline_session, rows))
                     bare.append(await ms_of(write_bare(channel, messages)))
-                    shared.append(await _put_ms(by_memory, rows))
+                    shared.append(await _put_ms(shm_session, rows))
     inline_ms, bare_ms = median(inline[1:]), median(bare[1:])
     return {
         "put_inline_gbps": rows.nbytes / inline_ms / 1e6,
@@ -62,7 +62,7 @@ async def _figures(endpoint: str, rounds: int) -> dict[str, float]:
 
 
 async def _put_ms(session: PutSession, rows: Any) -> float:
-    """Return how long a caller waits from having rows to knowing that they are held."""
+    """Return the milliseconds from the start of putting rows to the answer that they are held."""
     name = EngineKey("bench puts", next(numbers).to_bytes(8, "big"))
     (answer,) = await session.name([PutImage(GRID, engine_key=name)])
     began = time.perf_counter()

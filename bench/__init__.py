@@ -1,1 +1,1 @@
-"""The benchmarks, one a file, and what they are made of in folders."""
+"""The benchmarks, one per file, and their parts in folders."""

@@ -25,13 +25,13 @@ from bench.harness.results import (
 )
 from bench.harness.runner import LOGS, not_run, run
 
-LIMIT_S = 19 * 60.0  # all benchmarks may take twenty minutes
+LIMIT_S = 19 * 60.0  # a run of all benchmarks may take twenty minutes
 WORTH_STARTING_S = 15.0
 SHOWN_FILES = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 when a benchmark failed, 2 when the code has uncommitted changes."""
+    """Run the command line; return 1 if a benchmark failed, 2 if the code has uncommitted changes."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument(
         "--only",
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dirty", action="store_true", help="measure code that is not committed")
     parser.add_argument("--pages-only", action="store_true", help="rewrite the pages from the stored results")
     args = parser.parse_args(arguments)
-    # Benchmarks run in their own sessions: exit by an exception, so that they are stopped.
+    # Benchmarks run in their own sessions. Exit by an exception, so that the runner stops them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: list[Result] = []
     if args.pages_only:
@@ -92,7 +92,9 @@ def measure(chosen: Sequence[Benchmark], *, quick: bool) -> list[Result]:
         print(f"{result.seconds:.0f} s, {result.status}", flush=True)
         keep(path, result)
         if not quick:
-            rewrite(newest())  # at once: a run that is interrupted leaves pages that match its results
+            rewrite(
+                newest()
+            )  # after each result, so that an interrupted run leaves pages that match the results
         results.append(result)
     for benchmark, result in zip(chosen, results, strict=True):
         print(f"\n{benchmark.asks}\n{caption(result)}\n\n{table_of(benchmark, result)}")

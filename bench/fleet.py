@@ -56,10 +56,10 @@ BENCHMARK = Benchmark(
     quick=("--index-only", "--rounds", "20"),
 )
 
-PROMPT = 32  # images of a large prompt, half of them sent before by somebody
+PROMPT = 32  # images of a large prompt, half of which another client has sent before
 BEFORE_S, AFTER_S = 6.0, 10.0
-# An image is late when it takes this much longer than the p99 before the kill. Other work on the machine delays some
-# images by a quarter of a second at any time.
+# An image is late if it takes this much longer than the p99 before the kill. Other work on the machine delays some
+# images by a quarter of a second even without a kill.
 LATE_S = 0.5
 
 
@@ -74,7 +74,7 @@ def three_replicas() -> Iterator[Sequence[ReplicaProcess]]:
 
 
 async def count_encodes(replicas: Sequence[ReplicaProcess], prompts: int) -> dict[str, float]:
-    """Return encodes per distinct image when every client knows one replica only, and when all know the fleet."""
+    """Return encodes per distinct image if each client knows only one replica, and if each knows the whole fleet."""
     endpoints = [replica.endpoint for replica in replicas]
     figures, rows = {}, []
     kinds = {
@@ -113,24 +113,24 @@ SOURCES = ("encoded", "host", "peer")
 
 
 async def kill_one(replicas: Sequence[ReplicaProcess]) -> dict[str, float]:
-    """Return what clients see when one of the replicas is killed under a steady load."""
+    """Kill one of the replicas under a steady load; return the failures and delays that clients see."""
     supply = Supply(seed=100)
     load = Traffic([r.endpoint for r in replicas], supply, workers=3, images=4, pause_s=0.05, timeout_s=60)
     async with load:
-        await load.more(10)  # connections, first batches
+        await load.more(10)  # warm up: connections, first batches
         began = monotonic()
         await asyncio.sleep(BEFORE_S)
         await asyncio.to_thread(_wait_until_it_encodes, replicas[0])
         killed = monotonic()
         await asyncio.to_thread(replicas[0].kill)
         await asyncio.sleep(AFTER_S)
-    before = [end.seconds for end in load.served if began < end.began_s and _ended(end) < killed]
+    before = [end.seconds for end in load.served if began < end.began_s and _ended_s(end) < killed]
     after = list(load.since(killed))
     p50, p99 = float(np.percentile(before, 50)), float(np.percentile(before, 99))
     late = [end for end in after if end.seconds > p99 + LATE_S]
     figures = {
         "failed_images": float(len(load.errors)),
-        "kill_latency_s": max((_ended(end) - killed for end in late), default=0.0),
+        "kill_latency_s": max((_ended_s(end) - killed for end in late), default=0.0),
         "kill_worst_s": max(end.seconds for end in after) - p50,
         "kill_late_images": float(len(late)),
     }
@@ -149,7 +149,7 @@ def _wait_until_it_encodes(replica: ReplicaProcess) -> None:
         pass
 
 
-def _ended(end: Served) -> float:
+def _ended_s(end: Served) -> float:
     return end.began_s + end.seconds
 
 
@@ -174,7 +174,7 @@ async def join(stack: AsyncExitStack, url: str, name: str) -> RedisCluster:
 
 
 async def time_index(url: str, rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of each call over 32 addresses, and of all that one Submit of 32 needs."""
+    """Return the median milliseconds of each call for 32 addresses, and of all calls of a Submit of 32 images."""
     draw = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in ("acquire", "publish", "locate", "hint")}
     async with AsyncExitStack() as stack:
@@ -185,16 +185,16 @@ async def time_index(url: str, rounds: int) -> dict[str, float]:
             times["acquire"].append(await ms_of(a.acquire(addresses)))
             times["publish"].append(await ms_of(a.publish(dict.fromkeys(addresses, GRID))))
             times["locate"].append(await ms_of(b.locate(addresses)))
-            hand_over = await _waited_for(holder, waiter, [draw.randbytes(32) for _ in range(BATCH)])
+            hand_over = await _prepare_hand_over(holder, waiter, [draw.randbytes(32) for _ in range(BATCH)])
             times["hint"].append(await ms_of(hand_over()))
     submit = [a + p for a, p in zip(times["acquire"], times["publish"], strict=True)]
     return {"submit": median(submit), **{name: median(values) for name, values in times.items()}}
 
 
-async def _waited_for(
+async def _prepare_hand_over(
     holder: RedisCluster, waiter: RedisCluster, addresses: list[bytes]
 ) -> Callable[[], Awaitable[object]]:
-    """Return a call in which `holder` publishes what `waiter` already waits for, until `waiter` knows."""
+    """Let `waiter` wait for addresses; return a call that publishes them and returns once `waiter` knows."""
     await holder.acquire(addresses)
     waits = [asyncio.create_task(waiter.wait_published(address, 5.0)) for address in addresses]
     await asyncio.sleep(0.005)

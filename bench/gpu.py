@@ -2,12 +2,12 @@
 
     python -m bench.gpu --part env attention --out DIR [--budget-s 600]
     python -m bench.gpu --dry-run             # every part on a tiny tower on the CPU
-    python -m bench.gpu --keep DIR/gpu.jsonl  # what came back from such a machine, into bench/results/; of several runs
-                                              # there, all their files
+    python -m bench.gpu --keep DIR/gpu.jsonl  # store the results of another machine in bench/results/; name the files
+                                              # of all its runs
 
-A line of JSON for each measurement goes to DIR/gpu.jsonl as it is made, and a summary to the end of the output. Each
-part is a process of its own, ended when its share of the time is spent, and needs only the packages that it measures:
-`make gpu-wheels` gathers those that a machine with torch lacks. Exits non-zero when something failed.
+Each measurement is written to DIR/gpu.jsonl at once, as a line of JSON; the output ends with a summary. Each part runs
+in its own process, which is killed when its share of the time is used up, and needs only the packages that it measures.
+`make gpu-wheels` downloads the packages that a machine with torch lacks. Exits non-zero if something failed.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from typing import Any
 from bench.harness.benchmark import Benchmark, command_line, markdown, shown
 from bench.harness.results import ROOT, Result, keep, path_of
 
-# Part → its share of the time, the most important first.
+# Part → its share of the time; the most important parts come first.
 PARTS = {
     "env": 1,
     "attention": 4,
@@ -42,11 +42,11 @@ PARTS = {
     "sanitize": 4,
 }
 BUDGET_S = 1500.0
-DRY_BUDGET_S = 86_400.0  # nothing is left out because a machine is busy
-LATE_S = 60.0  # a part looks at its time between measurements; one that is so late hangs
+DRY_BUDGET_S = 86_400.0  # a busy machine skips nothing
+LATE_S = 60.0  # a part checks its budget between measurements; one that is this late hangs
 MAX_SUMMARY = 8000  # characters
-# Parts are forked from a process that has imported torch, but has not touched CUDA. In a dry run it also imports what
-# several parts need, to save time. On a GPU it does not, so that a missing or broken library fails only its own part.
+# Parts are forked from a process that has imported torch but has not used CUDA. In a dry run that process also imports
+# what several parts need, to save time. On a GPU it does not, so that a broken library fails only its parts.
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["bench.gpu_parts.probe"]
 PRELOADED_DRY = [*PRELOADED, "bench.gpu_parts.server", "bench.gpu_parts.tower", "pytest"]
@@ -55,13 +55,13 @@ Lines = list[dict[str, Any]]
 
 
 def _no_cuda() -> str:
-    import torch  # not at once: this process only waits for others
+    import torch  # not at the top: the process that runs all benchmarks does not need it
 
     return "" if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
 def comparison(figures: Mapping[str, Any]) -> str:
-    """Return what failed; the fastest tower of each case beside `transformers`; then the other parts' cases."""
+    """Return failures, then the fastest tower of each case beside `transformers`, then the other parts' cases."""
     lines: Lines = figures.get("lines", [])
     cases = {part: [line for line in _rows_of(part, lines) if "case" in line] for part in PARTS}
     cases["attention"] = [line for line in cases["attention"] if line.get("head_size") == 72]
@@ -75,7 +75,7 @@ def comparison(figures: Mapping[str, Any]) -> str:
 
 
 def _best_product(lines: Lines) -> float:
-    """Return the TFLOP/s of the best product: an upper bound for a tower."""
+    """Return the TFLOP/s of the fastest product, an upper bound for a tower."""
     return max((line["tflops"] for line in _rows_of("products", lines) if "tflops" in line), default=math.nan)
 
 
@@ -86,7 +86,7 @@ def _fastest(cases: Lines, best_tflops: float) -> str:
     for line in (line for line in cases if "ms" in line):
         if line["attention"] == "transformers":
             theirs[line["case"]] = line["ms"]
-        elif line.get("precision") == "fp8":  # whose rows are others
+        elif line.get("precision") == "fp8":  # not comparable: FP8 has other rows
             fp8[line["case"]] = min(line["ms"], fp8.get(line["case"], math.inf))
         elif line["case"] not in ours or line["ms"] < ours[line["case"]]["ms"]:
             ours[line["case"]] = line
@@ -120,7 +120,7 @@ BENCHMARK = Benchmark(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 when something failed, 2 where there is no device."""
+    """Run the command line; return 1 if something failed, 2 if there is no device."""
     parser = command_line(__doc__)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument(
@@ -154,13 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PROCESSES.set_forkserver_preload(PRELOADED_DRY if args.dry_run else PRELOADED)
         _run(args.part, out, time.monotonic() + budget_s, dry=args.dry_run)
         lines = read(out / "gpu.jsonl")
-        (out / "summary.txt").write_text(said := summary(lines))
-    print(json.dumps({"lines": lines}) if args.json else said, flush=True)
+        (out / "summary.txt").write_text(text := summary(lines))
+    print(json.dumps({"lines": lines}) if args.json else text, flush=True)
     return int(any(_has_failed(line) for line in lines))
 
 
 def _run(parts: Sequence[str], out: Path, ends: float, *, dry: bool) -> None:
-    """Run the parts one after the other, each for its share of the time that is left."""
+    """Run the parts one by one, each for its share of the remaining time."""
     for number, part in enumerate(parts):
         share = PARTS[part] / sum(PARTS[each] for each in parts[number:])
         budget_s = max(ends - time.monotonic(), 0) * share
@@ -178,15 +178,15 @@ def _run(parts: Sequence[str], out: Path, ends: float, *, dry: bool) -> None:
 
 
 def _run_part(part: str, out: Path, budget_s: float, dry: bool) -> str:
-    """Run a part as a process of its own session; return how it failed, or nothing."""
+    """Run a part in a process with its own session; return how it failed, or an empty string."""
     process = PROCESSES.Process(target=_part, args=(part, out, budget_s, dry))
     process.start()
     process.join(budget_s + LATE_S)
     late = process.is_alive()
     assert process.pid
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it, and the servers that it may have left
-    process.kill()  # one that hung before it had a session
+        os.killpg(process.pid, signal.SIGKILL)  # the part and any servers that it has left
+    process.kill()  # if it hung before it had its own session
     process.join()
     if late:
         return f"ended {LATE_S:.0f} s after its time"
@@ -200,14 +200,14 @@ def _part(part: str, out: Path, budget_s: float, dry: bool) -> None:
     from bench.gpu_parts.probe import Probe
 
     if dry:
-        torch.set_num_threads(1)  # on a machine that is busy two wait for each other
+        torch.set_num_threads(1)  # on a busy machine, two threads wait for each other
     module = importlib.import_module(f"bench.gpu_parts.{part}")
     with tempfile.TemporaryDirectory() as scratch:
         module.run(Probe(part, out, Path(scratch), budget_s=budget_s, dry=dry))
 
 
 def read(path: Path) -> Lines:
-    """Return the lines of a file; the last of a process that was killed may be half of one."""
+    """Return the lines of a file. The last line of a killed process may be truncated."""
     lines = []
     for line in path.read_text().splitlines():
         try:
@@ -218,16 +218,16 @@ def read(path: Path) -> Lines:
 
 
 def summary(lines: Lines) -> str:
-    """Return what was found in at most `MAX_SUMMARY` characters: failures first, then as much of each part as fits."""
+    """Return a summary of at most `MAX_SUMMARY` characters: failures first, then as much of each part as fits."""
     parts = [part for part in PARTS if any(line["part"] == part for line in lines)]
-    said = _failures(lines)[: MAX_SUMMARY // 4]
+    text = _failures(lines)[: MAX_SUMMARY // 4]
     for number, part in enumerate(parts):
-        room = (MAX_SUMMARY - len(said)) // (len(parts) - number)
+        room = (MAX_SUMMARY - len(text)) // (len(parts) - number)
         text = "\n".join([f"\n\n== {part}", *(_in_short(row) for row in _rows_of(part, lines))])
-        said += (
+        text += (
             text if len(text) <= room else f"{text[: room - 40].rpartition(chr(10))[0]}\n… more in gpu.jsonl"
         )
-    return said
+    return text
 
 
 def _failures(lines: Lines) -> str:
@@ -252,7 +252,7 @@ def _in_short(line: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Lines) -> str:
-    """One table for each set of columns, in the order in which they came."""
+    """Return a table for each set of columns, in the order of their first rows."""
     kinds: dict[tuple[str, ...], list[list[str]]] = {}
     for row in rows:
         names = tuple(name for name in row if name != "part")
@@ -265,7 +265,7 @@ def _cell(value: object) -> str:
 
 
 def _keep(paths: Sequence[Path]) -> int:
-    """Put what a machine found in one run or in several into bench/results/, under its name and its versions."""
+    """Store the results of one machine, from one run or several, in bench/results/ under its name and versions."""
     lines = [line for path in paths for line in read(path)]
     found = [line for line in lines if "hardware" in line]
     if not found or any(line.get("dry") for line in found):

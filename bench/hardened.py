@@ -1,14 +1,14 @@
-"""Measures a well-behaved client while others attack: its slowest requests beside each attacker, over those with none.
+"""Compares the slowest requests of a well-behaved client during each attack with its slowest without attackers.
 
-The server is a real process with small limits, so that an attacker soon reaches them. In each request the victim asks
-for the description and the health, submits two photos, one of them new, and fetches their rows. It makes requests one
-by one: first alone, then beside an attacker. Each attacker gets a new server. A request that fails counts as failed,
-and as slow as the victim's patience at least. An honest neighbour, whose images are as large as those of the attackers,
-comes first: it shows the price of sharing a server. During the attack `watchers` the server is also told to stop: the
-victim's health watcher must be told, and the server must end.
+The server is a real process with small limits, which an attacker reaches soon. In each request the victim asks for the
+description and the health, submits two photos, of which one is new, and fetches their rows. It makes requests one by
+one, first alone, then during the attack. Each attacker gets a new server. A failed request counts as failed, and its
+time counts as at least the victim's patience. The first "attacker" is an honest neighbour, whose images are as large as
+the attackers': it shows the cost of sharing a server. During the attack `watchers` the server is also told to stop. It
+must notify the victim's health watcher, and end.
 
-Before that, each attacker attacks a second server on the same machine for a while. What the victim of the first server
-measures then is the price of sharing the processors, which no server can lower.
+Before the attack, the attacker attacks a second server on the same machine for a while. The victim of the first server
+then measures the cost of sharing the processors, which no server can reduce.
 """
 
 import asyncio
@@ -103,9 +103,9 @@ BENCHMARK = Benchmark(
 )
 
 BUDGET_S = 480.0
-PATIENCE_S = 5.0  # of a request; many times what one takes
+PATIENCE_S = 5.0  # the timeout of a request, many times its usual duration
 WARM_S, CALM_S, ATTACK_S = 1.0, 3.0, 7.0
-DRAIN_S, TOLD_S = 3, 10.0
+DRAIN_S, NOTIFIED_S = 3, 10.0
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.05,
     "source_gib": 0.1,
@@ -133,24 +133,24 @@ class Requests:
 
     @property
     def p99_ms(self) -> float:
-        """The 99th percentile, milliseconds."""
+        """The 99th percentile in milliseconds."""
         return float(np.percentile(self.seconds, 99)) * 1e3
 
     @property
     def per_s(self) -> float:
-        """The rate of the requests that succeeded; requests are made one by one."""
+        """The rate of the requests that succeeded. Requests are made one by one."""
         return (len(self.seconds) - len(self.errors)) / sum(self.seconds)
 
 
 class Victim:
-    """A client that does nothing unusual."""
+    """A client that behaves well."""
 
     def __init__(self, client: EncoderClient, channel: grpc.aio.Channel, health_url: str) -> None:
         self._client = client
         self._service = EncoderServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._health_url = health_url
-        # A JPEG is decoded in batches with others, a PNG by itself.
+        # A JPEG is decoded in a batch with others, a PNG as a single image.
         self._jpeg, self._png = photo(320, 240, 1), photo(320, 240, 3, "PNG")
         self._known = photo(320, 240, 2)
         self._numbers = itertools.count()
@@ -228,7 +228,7 @@ async def victim_of(server: ServerProcess) -> AsyncIterator[Victim]:
 
 
 async def measure_attack(name: str, model: Path) -> Measured:
-    """Run a server and a victim, and an attacker first at another server, then at this one."""
+    """Run a server, a victim and an attacker, which first attacks another server, then this one."""
     async with serving(name, model) as server, victim_of(server) as victim:
         async with serving(name, model) as other:
             with attacking(name, other) as go:
@@ -248,31 +248,31 @@ async def measure_attack(name: str, model: Path) -> Measured:
 
 
 def unshared_mib(server: ServerProcess) -> float:
-    """Return a server's memory without shared memory, in MiB."""
+    """Return the memory of a server without shared memory, in MiB."""
     memory = psutil.Process(server.process.pid).memory_info()
     return float(memory.rss - memory.shared) / (1 << 20)
 
 
 async def stop(server: ServerProcess, victim: Victim) -> list[str]:
-    """Tell the server to stop; return an error if the victim's watcher is not told or the server does not end."""
+    """Stop the server; return an error if it does not notify the victim's watcher or does not end."""
     watching = asyncio.create_task(victim.watch_until_not_serving())
-    await asyncio.sleep(0.5)  # until it watches
+    await asyncio.sleep(0.5)  # until the watch has started
     server.process.terminate()
     errors = []
     try:
-        async with asyncio.timeout(TOLD_S):
+        async with asyncio.timeout(NOTIFIED_S):
             await watching
     except (TimeoutError, AssertionError) as error:
         errors.append(f"its watcher was not told that the server stops ({type(error).__name__})")
     try:
-        await asyncio.to_thread(server.process.wait, DRAIN_S + TOLD_S)
+        await asyncio.to_thread(server.process.wait, DRAIN_S + NOTIFIED_S)
     except subprocess.TimeoutExpired:
         errors.append("the drain did not end")
     return errors
 
 
 async def measure(names: Sequence[str], budget: Budget) -> dict[str, Measured]:
-    """Measure the neighbour and then as many attacks as there is time for."""
+    """Measure the neighbour, then as many attacks as there is time for."""
     found: dict[str, Measured] = {}
     slowest_s = 0.0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""Overlap inside one request: time to first token when encode and prefill run together, against one after the other.
+"""Measures overlap within a request: time to first token with encode and prefill in parallel, and in sequence.
 
-Real processes on one machine: a server, and this process as the prefill side, with half the cores each. Every round
-uses new images, so nothing is cached but where it says so. The ideal is max(encode of all, prefill of all) + encode
-of the first chunk's images, each measured alone in the same round.
+The server is a real process; this process is the prefill side. Each has half the cores. Every round uses new images,
+so nothing is cached except where the code says so. The ideal is max(encode of all, prefill of all) + encode of the
+first chunk's images, each measured alone in the same round.
 
-Overlap needs all cores at once, its parts do not: on a machine that others use, the ratios say nothing. So each round
-waits until other processes are quiet (for a limited time) and records how much CPU they took during it. Medians are
-over the quiet rounds when there are enough of them; the JSON says how many there were.
+Overlap needs all cores at the same time, but encode and prefill alone do not. So on a busy machine the ratios mean
+nothing. Each round waits until other processes are quiet (for a limited time), and records the CPU time that they used
+during the round. Medians are over the quiet rounds if there are enough of them; the JSON has their number.
 """
 
 import asyncio
@@ -59,13 +59,14 @@ BENCHMARK = Benchmark(
 
 IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each
 CHUNK_TOKENS = 512
-# One image of encode takes about as long as its tokens of prefill: overlap is worth most, and hardest to reach.
+# Encoding an image takes about as long as prefilling its tokens: overlap gains most then, and is hardest to reach.
 VISION_LAYERS, TEXT_LAYERS = 8, 4
-# As in models of real size, a chunk costs by its tokens: attention to what is before is a small part. (With the tiny
-# model's own MLP the last chunk took five times the first, and no order of work could have reached the ideal.)
+# As in models of real size, the cost of a chunk depends on its tokens, and attention to earlier tokens is a small part.
+# (With the tiny model's own MLP the last chunk took five times as long as the first: no order of work could reach the
+# ideal.)
 TEXT = {"intermediate_size": 10240}
 ROUNDS = 5
-# Other processes together on less than this share of one core: then both of ours have theirs.
+# If all other processes together use less than this share of one core, both of our processes have their cores.
 QUIET_CORES = 0.15
 QUIET_WAIT_S, QUIET_LOOK_S = 10.0, 0.5
 ENOUGH_ROUNDS = 3
@@ -81,21 +82,21 @@ class Round:
     prefill: float
     serial: float
     overlap: float
-    others_cores: float  # that other processes used during the round
+    others_cores: float  # used by other processes during the round
 
     @property
     def quiet(self) -> bool:
-        """Whether other processes left us the machine."""
+        """Whether other processes were idle."""
         return self.others_cores <= QUIET_CORES
 
     @property
     def ideal(self) -> float:
-        """The best time of any schedule, give or take the first chunk's prefill."""
+        """The best time of any schedule, up to the first chunk's prefill."""
         return max(self.encode, self.prefill) + self.first_chunk_encode
 
 
 class Bench:
-    """One language model and one client, and the ways to run a prompt through them."""
+    """A language model and a client, and the ways to run a prompt with them."""
 
     def __init__(self, client: EncoderClient, language_model: LanguageModel, tokenizer: Any) -> None:
         self.client = client
@@ -108,14 +109,14 @@ class Bench:
         return await ms_of(submit_and_fetch(self.client, files))
 
     async def overlap(self, files: Sequence[bytes]) -> tuple[float, Prefilled]:
-        """Return the milliseconds to the first token's logits, and what was run for them; `trace` has the rest."""
+        """Return the milliseconds to the first token's logits, and the prefill; set `trace`."""
         self.trace = Trace("overlap")
         began = time.monotonic()
         prefilled = await self.chat.prefill(question(files), trace=self.trace)
         return (time.monotonic() - began) * 1000, prefilled
 
     async def serial(self, files: Sequence[bytes], layout: Layout) -> float:
-        """Return the milliseconds when all rows are fetched first and the prompt is prefilled then."""
+        """Fetch all rows, then prefill the prompt; return the milliseconds."""
         began = time.monotonic()
         submitted = await self.client.submit(files)
         prompt = self.engine.start(layout, [image.grid for image in submitted if image.grid])
@@ -128,7 +129,7 @@ class Bench:
         return (time.monotonic() - began) * 1000
 
     def _embed(self, prompt: Prompt, chunk: Chunk, rows: Sequence[FetchedRows]) -> Embedded:
-        """Return a chunk as the model takes it, from the rows of whole images."""
+        """Return the embeddings of a chunk, from the rows of whole images."""
         windows = zip(chunk.windows, rows, strict=True)
         return self.engine.embed(
             prompt, chunk, [image.tensor()[w.row_begin : w.row_end] for w, image in windows]
@@ -147,14 +148,14 @@ def new_photos(seed: int, count: int = IMAGES) -> list[bytes]:
 
 
 class Others:
-    """How many cores processes other than ours and our children's have used since this was made."""
+    """Measures the CPU time of all processes except ours and our children's, since construction."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._before = self._cpu_s()
 
     def cores(self) -> float:
-        """Return the mean; never negative, for the two clocks tick at different moments."""
+        """Return the mean number of cores. It is clipped at 0: the two clocks tick at different moments."""
         return max(0.0, (self._cpu_s() - self._before) / (time.monotonic() - self._began))
 
     @staticmethod
@@ -177,15 +178,15 @@ async def quiet() -> None:
 
 
 async def measure(bench: Bench, number: int) -> Round:
-    """Run one round; every way of running the prompt has its own images, all of one size and so of one layout.
+    """Run a round. Each way of running the prompt has its own images, all of one size and so of one layout.
 
-    Overlap and serial take turns in being first.
+    Overlap and serial alternate in running first.
     """
     alone, overlapped, serial = (new_photos(4 * number + way) for way in range(3))
     first = new_photos(4 * number + 3, count=CHUNK_TOKENS * 32**2 // SIDE**2)
     others = Others()
     encode_ms = await bench.encode(alone)
-    _, cached = await bench.overlap(alone)  # its rows are held: prefill with nothing beside it
+    _, cached = await bench.overlap(alone)  # its rows are stored, so prefill runs alone
     serial_ms = await bench.serial(serial, cached.layout) if number % 2 else 0.0
     overlap_ms, _ = await bench.overlap(overlapped)
     serial_ms = serial_ms or await bench.serial(serial, cached.layout)
@@ -195,7 +196,7 @@ async def measure(bench: Bench, number: int) -> Round:
 
 
 def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return the medians; ratios are taken inside each round, so that a slow one does not mix with a fast one."""
+    """Return the medians. Each ratio is computed within a round, because rounds differ in speed."""
     quiet_rounds = [each for each in all_rounds if each.quiet]
     rounds = quiet_rounds if len(quiet_rounds) >= ENOUGH_ROUNDS else all_rounds
     return {
@@ -224,14 +225,14 @@ async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     done: list[Round] = []
     settings: dict[str, Any] = {"store_host_gib": 0.5, "threads": HALF_THE_CORES}
-    # Batches are one image: prefill goes on with the first while the next is encoded.
+    # A batch is one image, so that prefill runs on one image while the next is encoded.
     with running(model, log=folder / "server.log", batch_patches=(SIDE // 16) ** 2, **settings) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
             began = time.monotonic()
             await measure(bench, 0)  # warm up
             round_s = time.monotonic() - began
-            until = began + MAX_S - round_s  # the last moment at which another fits
+            until = began + MAX_S - round_s  # the last moment at which another round can start
             while sum(each.quiet for each in done) < rounds and (time.monotonic() < until or not done):
                 await quiet()
                 done.append(await measure(bench, len(done) + 1))

@@ -1,4 +1,4 @@
-"""Compares scheduling policies in simulation, measures what a call of the scheduler costs, and prints tables."""
+"""Compares scheduling policies in simulation, measures the cost of the scheduler's calls, and prints tables."""
 
 import random
 import time
@@ -43,12 +43,12 @@ BENCHMARK = Benchmark(
     quick=("--cost-only",),
 )
 
-# A section prints its tables, and returns its figures and them for the JSON line.
+# A section prints its tables; it returns figures and tables for the JSON line.
 Section = tuple[dict[str, float], list[Table]]
 
 
 def compare(title: str, load: Load, count: int, seeds: int) -> tuple[dict[str, Figures], Table]:
-    """Compare all policies on the same requests; return the figures by policy, and their table."""
+    """Compare all policies on the same requests; return figures by policy, and a table."""
     found = answer([Trial(policy.name, load, count, seeds) for policy in POLICIES])
     base = found[0]
     heads = ("policy", "mean TTFT", "first-come / it", "p99", "p99 / first-come",
@@ -62,7 +62,7 @@ def compare(title: str, load: Load, count: int, seeds: int) -> tuple[dict[str, F
 
 
 def sizes_section() -> Section:
-    """Compare the policies where the targets are: one encoder at 80 % load."""
+    """Compare the policies on the workload of the targets: one encoder at 80 % load."""
     found, skewed = compare(
         "Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 6
     )
@@ -83,10 +83,10 @@ def sizes_section() -> Section:
 
 
 def need_section() -> Section:
-    """Show what it is worth to let images that no chunk waits for yield to images that block one."""
+    """Measure the gain from encoding images that block a chunk before images that no chunk waits for."""
     rows: list[Sequence[str | float]] = []
     for prefill_s in (0.4, 3.0, 6.0):
-        # Enough prefill engines that none of them is the bottleneck: each request prefills at its own pace.
+        # So many prefill engines that none is the bottleneck: each request has one for itself.
         machine = {"prefill_s": prefill_s, "prefill_engines": 10_000}
         names = (FIRST, NEVER_YIELDS.name, OURS)
         figures = answer([Trial(name, Load(SKEWED), 2000, 2, machine) for name in names])
@@ -100,7 +100,7 @@ def need_section() -> Section:
 
 
 def fleet_section() -> Section:
-    """Spread the images of each request over many replicas: each of them sees only its part of a request."""
+    """Spread the images of each request over many replicas, so that a replica sees only a part of a request."""
     return {}, [fleet_table((1, 4, 16, 64))]
 
 
@@ -121,23 +121,23 @@ def fleet_table(replicas: Sequence[int]) -> Table:
     return table("Images of a request spread over replicas by content, load 0.8 of the fleet", heads, rows)
 
 
-# Room for four of the largest requests: about what the device encodes while a request of 32 images ages. All of it for
-# one client, as the bound on waiting is one for the requests of a client.
+# Room for four of the largest requests: about what the device encodes while a request of 32 images ages. One client may
+# use all of it, because the bound on waiting is per client.
 OVERLOAD_LIMITS = replace(UNLIMITED, images=128, client_share=0.99)
 
 
 def overload_section() -> Section:
-    """Offer ten times what the encoder can do, with a bounded queue."""
+    """Offer ten times the encoder's capacity, with a bounded queue."""
     machine = {"limits": OVERLOAD_LIMITS}
-    asked = [("0.8", 1), ("10", 1), ("0.8", 16), ("10", 16)]
+    loads = [("0.8", 1), ("10", 1), ("0.8", 16), ("10", 16)]
     found = answer(
         [Trial(OURS, Load(SKEWED, load=float(load), clients=clients), 4000 if load == "0.8" else 10_000, 2, machine)
-         for load, clients in asked]
+         for load, clients in loads]
     )  # fmt: skip
     calm, flood = found[:2]
     rows = [
         (load, str(clients), f.mean, f.p99, f"{f.refused:.0%}", str(f.most_queued_images),
-         f"{f.retry_after_ms / 1000:.0f}") for (load, clients), f in zip(asked, found, strict=True)
+         f"{f.retry_after_ms / 1000:.0f}") for (load, clients), f in zip(loads, found, strict=True)
     ]  # fmt: skip
     heads = (
         "load",

@@ -1,4 +1,4 @@
-"""A real server on this machine: latency of Submit and hits, overhead over the bare engine, device use, overload."""
+"""Measures a real server: latency of Submit and hits, overhead over the bare engine, device use, overload."""
 
 import asyncio
 import math
@@ -82,31 +82,31 @@ Figures = dict[str, float]
 
 BUDGET_S = 240.0
 SIDE = 256
-BATCH = 8  # images of SIDE x SIDE: what the ratio to the bare engine is taken on
+BATCH = 8  # images of SIDE × SIDE, for the ratio to the bare engine
 THREADS = torch.get_num_threads()
 # Shares of the time budget.
 SHARE_OF_OVERHEAD, SHARE_OF_LOAD, SHARE_OF_LATENCY = 0.4, 0.3, 0.5
 LEAST_ROUNDS, LEAST_PHOTOS = 2, 5
 PHOTOS = 15
-DEPTH = 27  # full: a shallow tower would flatter or blame the service, whichever is smaller
-SHALLOW = 4  # blocks, where it is the service alone that is measured
-# Batches that pass through the deep tower at least: warming up, `LEAST_ROUNDS`, both ways, and the full load.
+DEPTH = 27  # full depth: with a shallow tower the ratio would say little about the service
+SHALLOW = 4  # blocks, where only the service is measured
+# The least number of batches of the deep tower: warm-up and `LEAST_ROUNDS`, both ways, and the full load.
 LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
-LONG_S = 120.0  # for a device to come back
-# Images that two devices encode together: one of 14,400 patches, and one of 3600, hardly more than must be.
+LONG_S = 120.0  # enough for a device to restart
+# Images that two devices encode as a group: one of 14,400 patches, and one of 3600, just above the minimum.
 SHARED = {"960": (960, 960), "1440p": (2560, 1440)}
 SHARED_ROUNDS = 2
-# The client waits and asks again unless the refusal's hint is later than this.
+# The client retries, unless the refusal's retry hint is longer than this.
 REFUSED_S = 2.0
 
 
 def checkpoint(folder: Path, depth: int) -> Path:
-    """Write a tower of the published width and `depth` blocks, bfloat16, random weights."""
+    """Write a bfloat16 tower of the published width with `depth` blocks and random weights."""
     return write_checkpoint(folder / "model", vision_only=True, depth=depth)
 
 
 def affordable_depth(shallow: Path, budget: Budget) -> int:
-    """Return how many blocks there is time for: all, unless the processor has no products of bfloat16."""
+    """Return the number of blocks that there is time for: all, if the processor has bfloat16 products."""
     model = load_model(Config(model=shallow, devices="cpu"))
     files = [photo(SIDE, SIDE, seed) for seed in range(BATCH)]
     block_s = min(tower_seconds(model, files) for _ in range(2)) / SHALLOW
@@ -115,7 +115,7 @@ def affordable_depth(shallow: Path, budget: Budget) -> int:
 
 
 async def latency_section(endpoint: str, budget: Budget) -> Figures:
-    """Time a Submit answer for a 720p photo, new and known, and a hit; nothing else is under way."""
+    """Time the answers to a Submit of a new and a known 720p photo, and a hit, on an idle server."""
     new_ms: list[float] = []
     known_ms: list[float] = []
     hit_ms: list[float] = []
@@ -141,7 +141,7 @@ async def latency_section(endpoint: str, budget: Budget) -> Figures:
 
 
 def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
-    """Return how long the tower alone takes for all files in one batch: no service, in this process."""
+    """Return the time of the tower for all files in one batch, in this process, without the service."""
     pixels = [p for p in decode_files(model.decoder, files) if isinstance(p, torch.Tensor)]
     geometry = model.tower.geometry
     grids = [geometry.grid(p.shape[1], p.shape[0]) for p in pixels]
@@ -152,13 +152,13 @@ def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
 
 
 async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Budget) -> Figures:
-    """Alternate a batch of misses through the server with the same batch through the bare tower, and compare."""
+    """Alternate a batch of misses on the server with the same batch on the bare tower; return the ratio."""
     served_s: list[float] = []
     bare_s: list[float] = []
     async with await EncoderClient.connect(endpoint) as client:
         while len(bare_s) <= rounds:
             number = len(bare_s)
-            if number == 1:  # the first only warms up
+            if number == 1:  # the first round only warms up
                 round_s = served_s[0] + bare_s[0]
                 rounds = budget.count("rounds", rounds, round_s, share=SHARE_OF_OVERHEAD, least=LEAST_ROUNDS)
             files = [photo(SIDE, SIDE, 1000 + number * BATCH + n) for n in range(BATCH)]
@@ -173,13 +173,13 @@ async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Bud
 
 
 def images_of_load(wanted: int, batch_s: float, budget: Budget) -> int:
-    """Return how many images, in whole batches, the full load has time for."""
+    """Return the number of images, in whole batches, that the full load has time for."""
     batches = budget.count("batches of the full load", wanted // BATCH, batch_s, share=SHARE_OF_LOAD, least=2)
     return batches * BATCH
 
 
 async def load_section(server: ServerProcess, images: int) -> Figures:
-    """Keep the queue full with `images` and read how busy the device was, and how late the event loop."""
+    """Fill the queue with `images`; return how busy the device was, and the lag of the event loop."""
     before = server.metrics()
     async with await EncoderClient.connect(server.endpoint) as client:
         files = [photo(SIDE, SIDE, 5000 + n) for n in range(images)]
@@ -197,7 +197,7 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
 
 
 async def rate_section(endpoint: str, images: int, seed: int) -> float:
-    """Return the images a second of a full queue, after a batch that warms up."""
+    """Return the images per second with a full queue, after a warm-up batch."""
     files = [photo(SIDE, SIDE, seed + n) for n in range(images + BATCH)]
     async with await EncoderClient.connect(endpoint) as client:
         await submit_and_fetch(client, files[images:])
@@ -206,7 +206,7 @@ async def rate_section(endpoint: str, images: int, seed: int) -> float:
 
 
 async def killed_section(server: ServerProcess, images: int, start_s: float) -> Figures:
-    """Kill the process of the device as it encodes; return what became of images and rows, and when it was back."""
+    """Kill the device's process while it encodes; return failed images, lost rows and the recovery time."""
     held = server.metrics().total("store_entries", tier="host")
     files = [photo(SIDE, SIDE, 50_000 + n) for n in range(images)]
     async with await EncoderClient.connect(server.endpoint) as client:
@@ -241,7 +241,7 @@ async def _until(holds: Callable[[], bool]) -> None:
 
 
 async def devices_section(model: Path, images: int) -> Figures:
-    """Compare two devices with one, and kill the process of a device; each has one thread."""
+    """Compare two devices with one, and kill a device's process. Each device has one thread."""
     one: dict[str, Any] = {"threads": 1, "store_host_gib": 1}
     began = time.perf_counter()
     with running(model, devices="cpu", **one) as server:
@@ -256,7 +256,7 @@ async def devices_section(model: Path, images: int) -> Figures:
 
 
 async def shared_section(folder: Path) -> Figures:
-    """Alternate single images on a server of one device and on one of two, which encode them together."""
+    """Alternate images between a server with one device and a server whose two devices encode each image as a group."""
     model = checkpoint(folder, 1)  # a block takes one thread 12 s
     one: dict[str, Any] = {"threads": 1, "store_host_gib": 1}
     ratios: dict[str, list[float]] = {size: [] for size in SHARED}
@@ -280,19 +280,19 @@ async def _single_ms(endpoint: str, file: bytes) -> float:
 
 
 async def calm_section(endpoint: str, seconds: float) -> tuple[float, float]:
-    """Return what the server can do, images per second, and the p99 of a Fetch at 80 % of it, seconds."""
+    """Return the capacity in images per second, and the p99 of a Fetch at 80 % of the capacity, in seconds."""
     rate = await _capacity(endpoint)
     calm = await offer(endpoint, 0.8 * rate, seconds, photo(SIDE, SIDE, 20_000))
     return rate, _p99(calm.seconds)
 
 
 async def storm_section(server: ServerProcess, rate: float, calm_p99_s: float, seconds: float) -> Figures:
-    """Offer ten times what the server can do; count outcomes, compare the admitted ones' p99 with a calm day's.
+    """Offer ten times the server's capacity; count outcomes, and compare the p99 of admitted images with `calm_p99_s`.
 
-    The server's queue is bounded to half of what a calm day's p99 takes, as an operator would who wants to keep
-    it: the rest is for the image's own encode.
+    The server's queue is bounded to half of `calm_p99_s`, as by an operator who wants to keep that p99: the other half
+    is for the image's own encode.
     """
-    # A server that has measured nothing yet cannot say how long its queue takes.
+    # A new server has no measurements from which to estimate the time of its queue.
     await _capacity(server.endpoint)
     print(
         f"offering {10 * rate:.0f} images a second, ten times what it can do, for {seconds:g} s ...",
@@ -321,7 +321,7 @@ async def _capacity(endpoint: str) -> float:
 
 
 class Offered:
-    """What became of the images of an open load."""
+    """The outcomes of the images of an open load."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -329,7 +329,7 @@ class Offered:
         self.others: Counter[str] = Counter()
 
     def note(self, error: EncoderError | None, seconds: float = 0.0) -> None:
-        """Count an image: its rows came after `seconds`, or it failed."""
+        """Count an image whose rows came after `seconds`, or that failed."""
         if error is None:
             self.seconds.append(seconds)
         elif isinstance(error, OverloadedError):
@@ -339,14 +339,14 @@ class Offered:
 
 
 async def offer(endpoint: str, images_per_s: float, seconds: float, base: bytes) -> Offered:
-    """Offer variations of a JPEG at random moments, whether or not the server keeps up.
+    """Offer variants of a JPEG at random moments, whether or not the server keeps up.
 
-    Each is offered once and without the client's patience.
+    Each is offered once. The client's timeout is so short that it hardly retries.
     """
     outcome = Offered()
     spread = random.Random(0)
     count = int(images_per_s * seconds)
-    # Files that differ in their last bytes only: making a photo takes longer than refusing it.
+    # The files differ only in their last bytes, because making a photo takes longer than refusing it.
     files = [base[:-2] + n.to_bytes(4, "big") + base[-2:] for n in range(count)]
     async with await EncoderClient.connect(endpoint) as client:
 
@@ -369,7 +369,7 @@ async def offer(endpoint: str, images_per_s: float, seconds: float, base: bytes)
 
 
 def _lag_p99_s(window: Window) -> float:
-    """Return the upper edge of the bucket in which the p99 of the event loop's lag lies."""
+    """Return the upper bound of the bucket that has the p99 of the event loop's lag."""
     buckets = window.buckets("event_loop_lag_seconds")
     return min(edge for edge, count in buckets.items() if count >= 0.99 * buckets[math.inf])
 
@@ -383,7 +383,7 @@ def _p99(seconds: Sequence[float]) -> float:
 
 
 async def measure(folder: Path, args: Namespace, budget: Budget) -> Figures:
-    """Run all sections against one server process, the overload against one with a shallow tower."""
+    """Run all sections: overhead and load with the deep tower, latency and overload with a shallow one."""
     overload_s: float = args.overload_s
     small = checkpoint(folder / "small", SHALLOW)
     path = checkpoint(folder / "deep", affordable_depth(small, budget))
@@ -414,7 +414,9 @@ async def measure(folder: Path, args: Namespace, budget: Budget) -> Figures:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="batches through server and bare engine each")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="batches for the server and for the bare engine each"
+    )
     parser.add_argument("--images", type=int, default=96, help="images of the full load")
     parser.add_argument(
         "--overload-s", type=float, default=60.0, help="seconds of ten times overload; 0: none"

@@ -1,12 +1,12 @@
-"""What SGLang gains: time to first token and hits, against its own tower and against its own encoder server.
+"""Compares SGLang with the service to SGLang with its own tower and its own encoder server: first token and hits.
 
-Five ways to encode the images of one checkpoint, on real engines: SGLang's own tower; the service, by the packages
-that SGLang loads, all images first or chunk by chunk; the service, through the gateway; SGLang's own encoder server.
-The gateway and that server feed one and the same language server in turn. The ways take turns on both cores, while the
-others idle, and every prompt has new photos. The model is small. The load of the machine is recorded:
-on a busy one the ratios mean little.
+Real engines encode the images of one checkpoint in five ways: with SGLang's own tower; with the service through the
+packages that SGLang loads, waiting for all images or chunk by chunk; with the service through the gateway; with
+SGLang's own encoder server. The gateway and that server feed the same language server in turn. The ways take turns on
+both cores while the other engines idle, and every prompt has new photos. The model is small. The load of the machine is
+recorded, because on a busy machine the ratios mean little.
 
-Every step says on stderr how long it took, and what it found. Rounds for which no time is left are left out.
+Every step prints its duration and its figures to stderr. Rounds for which no time is left are skipped.
 """
 
 import asyncio
@@ -47,16 +47,16 @@ WAYS = {
     "packages": "ours, by its packages",
     "chunk": 'ours, by its packages, with "gating": "chunk"',
 }
-# Smaller than in bench.vllm: it encodes photos of 14,400 patches, too.
+# Smaller than in bench.vllm, because this model also encodes photos of 14,400 patches.
 VISION = {"depth": 3, "hidden_size": 144, "num_heads": 2, "deepstack_visual_indexes": [0, 1, 2]}
 IMAGES, CHAT_IMAGES, HIT_IMAGES = 16, 8, 4
 SIDE = (512, 512)  # 256 tokens an image
 HIT_SIZE = (2560, 1440)
 HIT_ROUNDS = 5  # hits are short, and vary more
 HITS = {"gateway": "hit_1440p_ms", "encoder": "encoder_hit_1440p_ms"}
-# Of photos that no other part of this program sends: nothing of them is stored.
+# The seeds of photos that no other part of this program sends, so nothing of them is stored.
 WARM_SEED, HIT_SEED, PART_SEED, PROMPT_SEED = 0, 100, 200, 1000
-LOOK_MS = 1000  # after which it is looked whether an encoder is still there
+CHECK_MS = 1000  # how often to check whether an encoder has failed
 PARTS, WARM_PARTS = 1000, 200  # of one image each, all hits
 
 BENCHMARK = Benchmark(
@@ -64,16 +64,16 @@ BENCHMARK = Benchmark(
     "What does SGLang gain?",
     (
         *(
-            Figure(f"{way}_16_ms", f"first token of a prompt of 16 new photos: {told}", "ms")
-            for way, told in WAYS.items()
+            Figure(f"{way}_16_ms", f"first token of a prompt of 16 new photos: {description}", "ms")
+            for way, description in WAYS.items()
         ),
         Figure("ttft_own_over_ours_16", "own tower / through the gateway, 16 photos", target=">= 1.0"),
         Figure("ttft_own_over_packages_16", "own tower / by packages, 16 photos"),
         Figure("ttft_packages_over_chunk_16", "all images first / chunk by chunk"),
         Figure("ttft_encoder_over_ours_16", "own encoder server / through the gateway", target=">= 1.2"),
         *(
-            Figure(f"{way}_round2_ms", f"second round of a chat, one new photo beside 8: {told}", "ms")
-            for way, told in WAYS.items()
+            Figure(f"{way}_round2_ms", f"second round of a chat, one new photo beside 8: {description}", "ms")
+            for way, description in WAYS.items()
         ),
         Figure("round2_encoder_over_ours", "own encoder server / through the gateway", target=">= 3"),
         Figure(
@@ -95,17 +95,17 @@ BENCHMARK = Benchmark(
     quick=("--rounds", "1"),
     why_not=lambda: "" if SGLANG_PYTHON.exists() else "no .venv-sglang: make test-sglang",
 )
-# Started two at a time. The first two are all that hits are measured with.
+# Started two at a time. Only the first two take part in the measurement of hits.
 ENGINES = ("encoder", "language", "own", "packages", "chunk")
-# Idle engines sleep, or they would take the cores of the one that is measured.
+# Idle engines must sleep, otherwise they would take the cores of the engine under test.
 FLAGS = ("--chunked-prefill-size", "512", "--sleep-on-idle")
-# Of ten minutes: engines take some seconds to end, and the last round may take longer than those before it.
+# Less than ten minutes: engines take some seconds to end, and the last round may be the slowest.
 BUDGET_S = 540.0
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; medians are told")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; the medians count")
     parser.add_argument(
         "--only", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help=", ".join(WAYS)
     )
@@ -116,11 +116,11 @@ def main() -> None:
     args = parser.parse_args()
     if not args.here:
         sys.exit(run_module(SGLANG_PYTHON, "bench.sglang", "--here", *sys.argv[1:], variables={}))
-    # Engines run in sessions of their own: to end without ending them would leave them running.
+    # Engines run in their own sessions, so they must be stopped before this process ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     budget = Budget(args.budget_s)
-    told = _measure(args.rounds, args.only, budget)
-    print_figures({**told, "left_out": budget.left_out}, args)
+    figures = _measure(args.rounds, args.only, budget)
+    print_figures({**figures, "left_out": budget.left_out}, args)
 
 
 def _measure(rounds: int, ways: Collection[str], budget: Budget) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _measure(rounds: int, ways: Collection[str], budget: Budget) -> dict[str, An
     from testing.sglang_engine import add_video_processor
     from testing.sglang_gateway import running_gateway
 
-    told: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with ExitStack() as held:
         with _step("start the service and the gateway"):
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
@@ -147,26 +147,26 @@ def _measure(rounds: int, ways: Collection[str], budget: Budget) -> dict[str, An
             )
             gateway = held.enter_context(running_gateway(server.endpoint, language_model=model))
         with _step(f"{PARTS} parts"):
-            told |= _found(asyncio.run(_parts(server.endpoint, gateway)))
+            figures |= _found(asyncio.run(_parts(server.endpoint, gateway)))
         sides = Sides(model, server.endpoint, gateway.url)
         held.callback(sides.stop)
         fed = {*ways} & {"gateway", "encoder"}
         engines = [name for name in ENGINES if name in ways or (fed and name == "language")]
         sides.start(*engines[:2])
         with _step("four photos of 2560×1440 again"):
-            told |= _found(_hits_1440p(sides, rounds))
+            figures |= _found(_hits_1440p(sides, rounds))
         for begin in range(2, len(engines), 2):
             sides.start(*engines[begin : begin + 2])
         with _step("a first prompt"):
             sides.warm_up(ways)
-        told |= _first_tokens(sides, rounds, ways, budget)
-    told["load_after"] = round(os.getloadavg()[0], 1)
-    return told
+        figures |= _first_tokens(sides, rounds, ways, budget)
+    figures["load_after"] = round(os.getloadavg()[0], 1)
+    return figures
 
 
 @contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Say what begins, and how long it took."""
+    """Print the name of a step, and its duration at its end."""
     began = time.perf_counter()
     print(f"{what} ...", file=sys.stderr, flush=True)
     yield
@@ -174,14 +174,14 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _found(figures: dict[str, float]) -> dict[str, float]:
-    """Return figures, and say them at once: a run that is cut off has said what it had."""
-    said = "  ".join(f"{name} {value}" for name, value in figures.items())
-    print(f"  {said}", file=sys.stderr, flush=True)
+    """Print figures at once, so that an interrupted run has printed them; return them."""
+    line = "  ".join(f"{name} {value}" for name, value in figures.items())
+    print(f"  {line}", file=sys.stderr, flush=True)
     return figures
 
 
 class Sides:
-    """The engines of all ways, once they are started."""
+    """The engines of all ways."""
 
     def __init__(self, model: Path, endpoint: str, gateway_url: str) -> None:
         from testing.processes import free_port
@@ -204,7 +204,7 @@ class Sides:
         """The encoders of the language server, by way."""
 
     def start(self, *names: str) -> None:
-        """Start engines at the same time; return when they answer."""
+        """Start engines in parallel and wait until they answer."""
         from testing.sglang_engine import SglangEngine
 
         threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
@@ -219,17 +219,17 @@ class Sides:
             self.encoders["encoder"] = [self._engines["encoder"].url]
 
     def warm_up(self, ways: Collection[str]) -> None:
-        """Return when the engines of all ways have answered a prompt."""
+        """Send a prompt to the engines of all ways, and wait for the answers."""
         for way in ways:
             self.first_token_ms(way, [next(_photos(*SIDE, WARM_SEED)), "warm"])
 
     def stop(self) -> None:
-        """End all engines."""
+        """Stop all engines."""
         for engine in self._engines.values():
             engine.stop()
 
     def first_token_ms(self, way: str, parts: Sequence[str | bytes]) -> float:
-        """Return how long a prompt takes to its first and only token."""
+        """Return the milliseconds to the first and only token of a prompt."""
         if way in self.encoders:
             self._use(self.encoders[way])
         engine = self._engines["language" if way in self.encoders else way]
@@ -240,7 +240,7 @@ class Sides:
         return ms
 
     def _use(self, encoders: Sequence[str]) -> None:
-        """Register these encoders at the language server, and no others."""
+        """Register exactly these encoders at the language server."""
         listed = json.loads(_http("GET", f"{self._bootstrap_url}/list_encoder_urls"))["encoder_urls"]
         for url in {*listed} - {*encoders}:
             _http(
@@ -251,7 +251,7 @@ class Sides:
 
 
 def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Budget) -> dict[str, float]:
-    """Return the medians of both prompts, and their ratios, of as many rounds as there is time for."""
+    """Run as many rounds as there is time for; return the medians of both prompts, and ratios."""
     photos = _photos(*SIDE, PROMPT_SEED)
     ms: dict[str, list[float]] = {f"{way}_{kind}_ms": [] for kind in ("16", "round2") for way in ways}
     longest_s = 0.0
@@ -269,7 +269,7 @@ def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Budg
                 took_ms = sides.first_token_ms(way, [*first, next(photos), "And now?"])
                 ms[f"{way}_round2_ms"].append(*_found({f"{way}_round2_ms": round(took_ms, 1)}).values())
         longest_s = max(longest_s, time.perf_counter() - began)
-    told = {name: round(median(each), 1) for name, each in ms.items() if each}
+    figures = {name: round(median(each), 1) for name, each in ms.items() if each}
     ratios = {
         "ttft_own_over_ours_16": ("own_16_ms", "gateway_16_ms"),
         "ttft_own_over_packages_16": ("own_16_ms", "packages_16_ms"),
@@ -277,24 +277,24 @@ def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Budg
         "ttft_encoder_over_ours_16": ("encoder_16_ms", "gateway_16_ms"),
         "round2_encoder_over_ours": ("encoder_round2_ms", "gateway_round2_ms"),
     }
-    return told | {
-        name: round(told[above] / told[below], 2)
+    return figures | {
+        name: round(figures[above] / figures[below], 2)
         for name, (above, below) in ratios.items()
-        if {above, below} <= {*told}
+        if {above, below} <= {*figures}
     }
 
 
 def _in_turn(ways: Collection[str], number: int) -> list[str]:
-    """Return the ways, each round beginning with another."""
+    """Return the ways, rotated so that each round begins with another one."""
     begin = number % len(ways)
     return [*ways][begin:] + [*ways][:begin]
 
 
 def _hits_1440p(sides: Sides, rounds: int) -> dict[str, float]:
-    """Return how long photos that each encoder has encoded take to the last frame of their rows.
+    """Return the milliseconds to the last frame of rows, for photos that each encoder has encoded before.
 
-    The gateway gets them at once, each as a part. SGLang's encoder server gets one after the other: what it receives at
-    once it encodes at once, without its cache, and on a CPU with a mask over all patches, here of 16 GB.
+    The gateway gets all photos at once, each as a part. SGLang's encoder server gets them one by one: it encodes photos
+    that arrive together in one batch, without its cache, and on a CPU with a mask over all patches (16 GB here).
     """
     files = [*islice(_photos(*HIT_SIZE, HIT_SEED), HIT_IMAGES)]
     calls = {"gateway": [(sides.encoders["gateway"][:HIT_IMAGES], files)]}
@@ -313,12 +313,12 @@ def _hits_1440p(sides: Sides, rounds: int) -> dict[str, float]:
         for _ in range(HIT_ROUNDS * rounds):
             for way in calls:
                 found[way].append(ask(way)[0])
-    told = {HITS[way]: round(median(ms), 1) for way, ms in found.items()}
-    return {**told, "hit_mib": round(row_bytes / 2**20, 1)}
+    figures = {HITS[way]: round(median(ms), 1) for way, ms in found.items()}
+    return {**figures, "hit_mib": round(row_bytes / 2**20, 1)}
 
 
 async def _parts(endpoint: str, gateway: "GatewayProcess") -> dict[str, float]:
-    """Return what a part of one photo that is stored takes, against the service's own answer, and the growth."""
+    """Time a part of one stored photo, and the service's own answer; return both, and the gateway's growth."""
     photos = [*islice(_photos(*SIDE, PART_SEED), 8)]
     urls = [f"{gateway.url}/v0"]
     through_ms, direct_ms, kib_before = [], [], 0
@@ -342,7 +342,7 @@ async def _parts(endpoint: str, gateway: "GatewayProcess") -> dict[str, float]:
 
 
 class SglangReceiver:
-    """What SGLang does with encoders of the back end zmq_to_tokenizer, without SGLang."""
+    """Does what SGLang does with encoders of the back end zmq_to_tokenizer, without SGLang."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -356,7 +356,7 @@ class SglangReceiver:
         self._context.destroy(linger=0)
 
     def frames_ms(self, urls: Sequence[str], files: Sequence[bytes]) -> tuple[float, int]:
-        """Send images in as many parts as there are encoders; return the time to the last frame, and bytes of rows."""
+        """Send images, one part to each encoder; return the milliseconds to the last frame, and the bytes of rows."""
         rid, each = uuid4().hex, len(files) // len(urls)
         with self._context.socket(zmq.PULL) as socket:
             port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -384,10 +384,10 @@ class SglangReceiver:
             ]
             frames = []
             for _ in urls:
-                while not socket.poll(LOOK_MS):
+                while not socket.poll(CHECK_MS):
                     for posted in posting:
                         if posted.done():
-                            posted.result()  # raises what ended an encoder that sends nothing
+                            posted.result()  # raises the error of an encoder that will send nothing
                 frames.append(socket.recv_multipart(copy=False))
             ms = 1000 * (time.perf_counter() - began)
         for posted in posting:
@@ -396,20 +396,20 @@ class SglangReceiver:
 
 
 def _http(method: str, url: str, body: bytes | None = None) -> bytes:
-    """Make a call on a connection of its own, as SGLang does; raises `OSError` for an error."""
+    """Make a call on a new connection, as SGLang does. Raises `OSError` if it fails."""
     request = Request(url, body, {"Content-Type": "application/json"}, method=method)
     with urlopen(request, timeout=600) as answer:
         return bytes(answer.read())
 
 
 def _resident_kib(pid: int) -> int:
-    """Return the memory of a process that is its own: rows in the service's shared memory are not the gateway's."""
+    """Return the private memory of a process, without rows in the service's shared memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")))
 
 
 def _photos(width: int, height: int, seed: int) -> Iterator[bytes]:
-    """Yield photos that differ."""
+    """Yield distinct photos."""
     return (photo(width, height, number) for number in count(seed))
 
 

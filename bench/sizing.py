@@ -1,7 +1,7 @@
-"""Sizing: what an image costs the tower, the store and the wire, and how many encoder devices a language model needs.
+"""Computes an image's cost in the tower, the store and on the wire, and the encoder devices that an LLM needs.
 
-Arithmetic from the model's own config (the FLOP counter, the geometry), no measurement: the sustained rate is what
-`bench.vit`, or a running server's utilisation metric times its peak, says of the hardware at hand.
+It computes from the model's own config (FLOP count, geometry) and measures nothing. The sustained rate of your hardware
+comes from `bench.vit`, or from a running server's utilisation metric times its peak.
 """
 
 from collections.abc import Sequence
@@ -54,10 +54,10 @@ def _model(folder: Path | None) -> tuple[TowerSpec, Geometry]:
 def cost(
     size: str, spec: TowerSpec, geometry: Geometry, sustained_tflops: float, llm_billions: float
 ) -> tuple[str | float, ...]:
-    """Return what one image of a size costs, under `HEADS`.
+    """Return the cost of an image of a size, in the order of `HEADS`.
 
-    Encoder devices are those for each device that prefills a language model of so many billion parameters, which takes
-    two operations for each parameter and token; attention is left out.
+    "Encoder devices" is the number for each device that prefills a language model of `llm_billions` parameters. Prefill
+    takes two operations per parameter and token; attention is not counted.
     """
     grid = geometry.grid(*SIZES[size])
     tokens = geometry.tokens(grid)
@@ -68,7 +68,7 @@ def cost(
 
 
 def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
-    """Return the most memory of the host that images take while they are decoded and resized."""
+    """Return the most host memory that decoding and resizing images takes."""
     largest = max_image_pixels if max_image_pixels > decode_pixels else 0
     return PILLOW_BYTES_PER_PIXEL * (decode_pixels + largest)
 

@@ -1,8 +1,8 @@
-"""Runs two replicas, an index and clients among attackers, restarts and faults, which are drawn from a seed.
+"""Runs two replicas, an index and clients amid attacks, restarts and faults, which are drawn from a seed.
 
 Clients submit and fetch prompts the whole time. Every image must end in its own rows or one error. Each event happens
-once before memory is first measured. At the end all load stops, and the benchmark compares what the replica that was
-never restarted holds then and held after the warm-up: memory, files, threads, pins, uploads, calls, leases.
+once before memory is first measured. At the end all load stops. The benchmark then compares what the replica that was
+never restarted holds with what it held after the warm-up: memory, files, threads, pins, uploads, calls, leases.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ BENCHMARK = Benchmark(
     quick=("--minutes", "0.2", "--events", "flush", "restart"),
 )
 
-IDLE_S = 90.0  # longer than a lease and a fetched image's grace
+IDLE_S = 90.0  # longer than a lease, and than the grace period of a fetched image
 SPARE_FILES = 4  # for connections between replicas
 SPARE_THREADS = (os.cpu_count() or 1) + 4  # asyncio's thread pool grows on demand, up to this bound
 MIB = 1 << 20
@@ -71,7 +71,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a replica holds at one moment."""
+    """The resources that a replica holds at one moment."""
 
     rss_mib: float
     files: int
@@ -106,7 +106,7 @@ class Usage:
 
 @dataclass
 class Run:
-    """What the clients and the first replica went through."""
+    """The outcomes of the clients, and the usage of the first replica."""
 
     served: list[Served]
     lost: list[str]
@@ -120,10 +120,10 @@ async def usage(chaos: Chaos, number: int = 0) -> Usage:
 
 
 async def run(chaos: Chaos, events: Sequence[str], minutes: float, seed: int) -> Run:
-    """Run clients among events, each event once as a warm-up and then at random, for so many minutes in all."""
+    """Run clients amid events for `minutes`: each event once as a warm-up, then events at random."""
     began = time.monotonic()
     endpoints = [replica.endpoint for replica in chaos.replicas]
-    # Few new images at a time: two cores run two replicas, the clients and an attacker.
+    # Few new images at a time, because two cores run two replicas, the clients and an attacker.
     load = Traffic(endpoints, Supply(seed=seed), workers=3, images=4, pause_s=0.05)
     result = Run(load.served, [], [])
     try:
@@ -216,7 +216,7 @@ def _show_progress(began: float, minutes: float, load: Traffic, chaos: Chaos) ->
 
 
 def main() -> int:
-    """Run the command line; 1 when a target was missed."""
+    """Run the command line; return 1 if a target was missed."""
     parser = command_line(__doc__)
     parser.add_argument(
         "--minutes", type=float, default=4, help="at least one round of events (default %(default)s)"

@@ -1,4 +1,4 @@
-"""What a hit and a Put cost: the store itself, shared memory, framing, fragmentation, and a real server."""
+"""Measures the cost of hits and Puts: the store itself, shared memory, framing, fragmentation, a real server."""
 
 import asyncio
 import math
@@ -72,7 +72,7 @@ BENCHMARK = Benchmark(
     quick=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
 )
 
-WIDTH = 16384  # Qwen3-VL-8B: hidden 4096, three DeepStack levels
+WIDTH = 16384  # of Qwen3-VL-8B: hidden size 4096, three DeepStack levels
 TOKENS = 880  # of a 1280×720 image
 ROW_BYTES = 2 * WIDTH
 EMBEDDING_BYTES = TOKENS * ROW_BYTES
@@ -82,10 +82,12 @@ Figures = dict[str, float]
 
 
 def lookup_figures(entries: int, rounds: int = 20_000) -> Figures:
-    """Pin and release at `entries` entries, random addresses; and what an entry costs in memory."""
+    """Time pin and release of random addresses in a store of `entries` entries; measure the memory of an entry."""
     rows = torch.zeros(1, 16, dtype=torch.bfloat16)
     addresses = [random.Random(number).randbytes(32) for number in range(entries)]
-    with tempfile.TemporaryDirectory() as folder:  # a page each, of which a row is written: a file will do
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # a file is enough: each entry has a page, of which one row is written
         store = Store(host_bytes=(entries + 1) << 16, width=16, dtype=rows.dtype, segment_dir=folder)
         before = anonymous_bytes()
         for address in addresses:
@@ -106,7 +108,7 @@ def _pin_and_release(store: Store, address: bytes) -> float:
 
 
 def memory_figures(rounds: int) -> Figures:
-    """A 720p embedding put, mapped, viewed, read, and copied; against a plain copy of as many bytes."""
+    """Time putting, mapping, viewing, reading and copying a 720p embedding, and a plain copy of as many bytes."""
     rows = torch.randn(TOKENS, WIDTH).bfloat16()
     store = Store(host_bytes=10 * EMBEDDING_BYTES, width=WIDTH, dtype=rows.dtype)
     store.segment.prefault()
@@ -115,7 +117,7 @@ def memory_figures(rounds: int) -> Figures:
     assert pin is not None
     handle = pin.handle()
     source = rows.view(torch.uint16).numpy()
-    target = np.ones_like(source)  # touched: its page faults are not the segment's
+    target = np.ones_like(source)  # already touched, so that its page faults are not measured
 
     def view() -> None:
         with SharedRows(handle, WIDTH, "bfloat16").reading():
@@ -138,7 +140,7 @@ def memory_figures(rounds: int) -> Figures:
 
 
 def framing_figures(rounds: int) -> Figures:
-    """Frame and parse an embedding in 1 MiB messages; checksum it."""
+    """Time framing and parsing an embedding in messages of 1 MiB, and its checksum."""
     data = np.random.default_rng(0).integers(0, 256, EMBEDDING_BYTES, np.uint8)
     view = memoryview(data)  # type: ignore[arg-type] # an array is a buffer
     target = np.empty_like(data)
@@ -165,12 +167,12 @@ def framing_figures(rounds: int) -> Figures:
 
 
 def fragmentation_figures(store_gib: int, images: int) -> Figures:
-    """A day of images of random size, log-uniform over 64 to 3600 tokens, with random hits between them.
+    """Simulate a day of images of random size, log-uniform from 64 to 3600 tokens, with random hits between them.
 
-    `usable_percent` is the least share of the arena that held embeddings, once it was full; `one_run_percent`
-    how many embeddings could be viewed in one piece.
+    `usable_percent` is the least share of the arena that held embeddings once it was full. `one_run_percent` is the
+    share of embeddings that lie in one run.
     """
-    layout = Layout(row_bytes=1, page_rows=2)  # pages of two 32 KiB rows, without their bytes
+    layout = Layout(row_bytes=1, page_rows=2)  # stands for pages of two rows of 32 KiB, without their bytes
     tier = Tier("host", torch.empty(store_gib << 15, dtype=torch.uint8), layout)
     draw = random.Random(0)
     used, pieces = [], []
@@ -188,7 +190,7 @@ def fragmentation_figures(store_gib: int, images: int) -> Figures:
         if tier.evictions:
             used.append(1 - tier.arena.free_pages / tier.arena.pages)
             pieces.append(len(slot.runs))
-    settled = len(used) // 10  # the first evictions are of a store that is still tidy
+    settled = len(used) // 10  # at first the store is not fragmented yet
     return {
         "usable_percent": 100 * min(used[settled:]),
         "one_run_percent": 100 * pieces[settled:].count(1) / len(pieces[settled:]),
@@ -196,7 +198,7 @@ def fragmentation_figures(store_gib: int, images: int) -> Figures:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the anonymous memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -204,14 +206,14 @@ def anonymous_bytes() -> int:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of a call."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
 def median_s(call: Callable[[], object], rounds: int) -> float:
-    """Median seconds of a call, after one that does not count."""
+    """Return the median seconds of a call, after a warm-up call."""
     call()
     return median(timed(call) for _ in range(rounds))
 

@@ -1,9 +1,9 @@
-"""Videos: overlap in a clip, a second question, a longer clip, memory over the length, and what decoding costs.
+"""Measures videos: overlap within a clip, a second question, a longer clip, memory by length, cost of decoding.
 
-Real processes on one machine: a server, and this process as the prefill side, with half the cores each. Every round has
-a clip of its own. The second question comes as the next turn of the same chat: rows and KV cache are held. Decoding is
-measured beside a tower of published size, on two pairs of a 360p clip; memory is the most that the server and its
-decoder processes hold, of a clip of one minute and of one of ten.
+The server is a real process; this process is the prefill side. Each has half the cores. Every round has a new clip. The
+second question is the next turn of the same chat, so rows and KV cache are kept. Decoding is measured with a tower of
+published size, on two pairs of a 360p clip. Memory is the peak of the server and its decoder processes, for a clip of
+one minute and for one of ten.
 """
 
 import asyncio
@@ -60,15 +60,15 @@ BENCHMARK = Benchmark(
 
 CHUNK_TOKENS = 256
 ROUNDS = 3
-# Pixels of all frames: a pair of the clip has 80 tokens.
+# Pixels of all frames. A pair of the clip has 80 tokens.
 SIZE = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 26}}
 DECODED_PAIRS = 2
 SAMPLE_S = 0.02
-WAIT_S = 300.0  # on a busy machine the tower of published size takes a minute for a pair
+WAIT_S = 300.0  # on a busy machine, the tower of published size takes a minute for a pair
 
 
 def one(seed: int, seconds: int, *, width: int = 320, height: int = 256, fps: float = 10.0) -> bytes:
-    """Return a clip that no other seed has."""
+    """Return a clip, a different one for each seed."""
     return clip("mp4", frames=int(seconds * fps), fps=fps, width=width, height=height, seed=seed)
 
 
@@ -78,14 +78,14 @@ def question(file: bytes, text: str) -> list[dict[str, Any]]:
 
 
 async def timed(chat: Chat, messages: Sequence[dict[str, Any]]) -> tuple[float, Prefilled]:
-    """Return the milliseconds to the first token's logits, and what was run for them."""
+    """Return the milliseconds to the first token's logits, and the prefill."""
     began = time.monotonic()
     prefilled = await chat.prefill(messages)
     return (time.monotonic() - began) * 1000, prefilled
 
 
 async def rows_of(client: EncoderClient, file: bytes, settings: VideoSettings, pairs: int = 0) -> Video:
-    """Fetch the rows of a video, or of its first pairs; raises the first error."""
+    """Fetch the rows of a video, or of its first pairs. Raises the first error."""
     (video,) = await read_videos(client, [file], settings)
     if not isinstance(video, Video):
         raise video
@@ -102,14 +102,14 @@ async def rows_of(client: EncoderClient, file: bytes, settings: VideoSettings, p
 
 
 async def first_tokens(model: Path, server: ServerProcess, rounds: int, seconds: int) -> dict[str, Any]:
-    """Return the times to first token: overlapped, all pairs first, and of the second question."""
+    """Return the times to first token: with overlap, without it, and for the second question."""
     language_model = load_language_model(model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     settings = VideoSettings.from_folder(model)
     overlapped, alone, prefill, second, pairs = [], [], [], [], 0
     async with await EncoderClient.connect(server.endpoint) as client:
         engine = Engine(language_model, row_width=client.description.width)
-        for number in range(1 + rounds):  # the first warms up
+        for number in range(1 + rounds):  # the first round warms up
             files = [one(3 * number + way, seconds) for way in range(2)]
             chat = Chat(
                 client,
@@ -152,7 +152,7 @@ async def first_tokens(model: Path, server: ServerProcess, rounds: int, seconds:
 
 @contextmanager
 def peak_bytes(pid: int) -> Iterator[Callable[[], int]]:
-    """Give a function that returns the most memory that a process and its children held since the block began."""
+    """Yield a function that returns the peak memory of a process and its children since the block began."""
     peak, is_over = 0, threading.Event()
 
     def sample() -> None:
@@ -174,11 +174,11 @@ def peak_bytes(pid: int) -> Iterator[Callable[[], int]]:
 
 
 async def memory_ratio(model: Path, server: ServerProcess, minutes: tuple[float, float]) -> dict[str, Any]:
-    """Return the server's most memory during a long clip over that during a short one."""
+    """Return the ratio of the server's peak memory during a long clip to that during a short one."""
     settings = VideoSettings.from_folder(model)
     peaks = []
     async with await EncoderClient.connect(server.endpoint) as client:
-        # A first one of either length starts the decoder's process and fills what is kept.
+        # A first clip of each length starts the decoder process and fills the caches.
         for number, length in enumerate((minutes[0], *minutes)):
             file = one(900 + number, round(60 * length), width=160, height=96)
             with peak_bytes(server.process.pid) as peak:
@@ -188,9 +188,9 @@ async def memory_ratio(model: Path, server: ServerProcess, minutes: tuple[float,
 
 
 async def extended(model: Path, server: ServerProcess, seconds: int) -> dict[str, Any]:
-    """Return how many pairs a clip has more, and how many were encoded, when it came again ten seconds longer.
+    """Send a clip, then the same clip ten seconds longer; return the numbers of added and of encoded pairs.
 
-    The model samples by rate, so the longer clip shows the frames of the shorter one, and more.
+    The model samples by rate, so the longer clip has all frames of the shorter one, and more.
     """
     settings = VideoSettings.from_folder(model)
     async with await EncoderClient.connect(server.endpoint) as client:
@@ -202,7 +202,7 @@ async def extended(model: Path, server: ServerProcess, seconds: int) -> dict[str
 
 
 async def decoding(model: Path, server: ServerProcess, pairs: int) -> dict[str, Any]:
-    """Return the time of decoding and of encoding a pair of a 360p clip."""
+    """Return the times of decoding and encoding a pair of a 360p clip."""
     settings = VideoSettings.from_folder(model)
     async with await EncoderClient.connect(server.endpoint) as client:
         await rows_of(client, one(950, 5, width=320, height=256), settings, 1)  # warm up
@@ -223,7 +223,7 @@ async def decoding(model: Path, server: ServerProcess, pairs: int) -> dict[str, 
 
 
 def run(folder: Path, rounds: int, shrink: int) -> dict[str, Any]:
-    """Measure all; with `shrink`, clips are so many times shorter, and the tower of decoding is small."""
+    """Measure everything. With `shrink`, clips are shorter by this factor, and decoding is beside a small tower."""
     small = write_checkpoint(folder / "small", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     tower = write_checkpoint(folder / "tower", vision_only=shrink == 1)
     for model in (small, tower):
@@ -242,7 +242,7 @@ def run(folder: Path, rounds: int, shrink: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line and measure."""
+    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=ROUNDS, help="of times to first token (default %(default)s)"

@@ -1,9 +1,9 @@
-"""How fast and exact the vision towers are: ours, `transformers`, and the lower bound of our products and attention.
+"""Measures speed and exactness of our towers, against `transformers` and the lower bound of products and attention.
 
-Same weights, same threads, alternating in one run after warm-up; full depth, seeded random weights. The lower bound of
-a forward is every product and attention call it makes, replayed one by one on the same tensors and timed alone; the
-best replay counts, as does the best forward. (`luckiest` counts each call with its own best time instead: with a
-thousand calls that is several percent below any replay.)
+Both towers have full depth, the same seeded random weights and the same threads, and alternate in one run after a
+warm-up. The lower bound of a forward is the sum of its product and attention calls, each replayed on the same tensors
+and timed alone. The best replay is compared with the best forward. (`luckiest` sums the best time of each call instead:
+with a thousand calls it is several percent below any replay.)
 """
 
 import time
@@ -67,20 +67,20 @@ BENCHMARK = Benchmark(
             for kind, name in FAMILIES.items()
         ),
     ),
-    limit_s=540,  # its own budget, and what was under way when that was used up
+    limit_s=540,  # its own budget, plus the measurement that runs when the budget is used up
     arguments=("--rounds", "3"),
     quick=("--rounds", "1", "--cases", "256"),
 )
 
 QUICK = ("256", "8x256", "560", "720p", "960x1280")
-# What a slow machine measures first: the cases whose ratios have targets.
+# The cases whose ratios have targets. A slow machine measures them first.
 WITH_TARGETS = ("720p", "8x256")
 PACE_CASE = "256"
-# Of the time that is left, for cases; the rest is for what the tower's choices rest on, and for its exactness.
+# The share of the remaining time for cases. The rest is for the patch embedding and for exactness.
 SHARE_OF_CASES = 0.5
-# A round in forwards: each tower's own, and our products and attention again.
+# A round in forwards: one of each tower, and the replay of our products and attention.
 OURS_IN_ROUND, THEIRS_IN_ROUND = 2, 1
-CALLS_S = 1.0  # the best of many calls is found early; on a slow machine they add up to minutes
+CALLS_S = 1.0  # the best time is found early, and on a slow machine all calls would take minutes
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Return all figures that there is time for."""
+    """Return the figures that there is time for."""
     budget = Budget(args.budget_s)
     folder = full_checkpoint("qwen3_vl")
     tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
@@ -115,7 +115,7 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Best times of one case, in seconds."""
+    """The best times of a case, in seconds."""
 
     ours: float
     theirs: float
@@ -124,7 +124,7 @@ class Timing:
     flop: int
 
     def ratios(self) -> dict[str, float]:
-        """Theirs over ours, and ours over each lower bound."""
+        """Return the time of `transformers` over ours, and ours over each lower bound."""
         return {
             "ratio": self.theirs / self.ours,
             "over_lower_bound": self.ours / self.lower_bound,
@@ -155,7 +155,7 @@ def cases(
 
 
 def pace_of(tower: Tower, reference: ReferenceTower) -> float:
-    """Return the seconds for each FLOP of a round: what the smallest case takes, once both are warm."""
+    """Return the seconds per FLOP of a round, from the smallest case, after a warm-up."""
     grids = case_grids(tower, PACE_CASE)
     patches = random_patches(grids, tower.spec.patch_values)
     pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
@@ -166,7 +166,7 @@ def pace_of(tower: Tower, reference: ReferenceTower) -> float:
 
 
 def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -> Timing:
-    """Alternate ours, theirs and the lower bound."""
+    """Alternate our tower, that of `transformers`, and the lower bound."""
     grids = case_grids(tower, name)
     patches = random_patches(grids, tower.spec.patch_values)
     pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
@@ -177,7 +177,7 @@ def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -
     def theirs() -> None:
         reference.forward(pixels, shape)
 
-    ours()  # both are warm from here on
+    ours()  # warm up
     theirs()
     with Calls() as recorded:
         ours()
@@ -198,20 +198,20 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and keep it if it counts."""
-        given = kwargs or {}
+        """Run the operation; record it if it is a product or attention."""
+        keywords = kwargs or {}
         counted = ("_linear_pointwise", "aten.linear", "aten.addmm", "aten.mm", "attention")
         if any(part in str(func) for part in counted):
-            self.calls.append(lambda: func(*args, **given))
-        return func(*args, **given)
+            self.calls.append(lambda: func(*args, **keywords))
+        return func(*args, **keywords)
 
 
 class LowerBound:
-    """Calls timed alone, over several replays.
+    """Calls that are timed one by one, in several replays.
 
-    `best` [s] is the sum of the best replay: a minimum over as many rounds as the forward it is compared with has.
-    `luckiest` [s] adds up the best time of each call, wherever it fell: a bound that no replay reached, and the
-    further below them the more calls and rounds there are.
+    `best` [s] is the time of the best replay. There are as many replays as forwards that it is compared with.
+    `luckiest` [s] is the sum of the best times of each call, over all replays. No replay reaches this bound, and it
+    falls further below them with more calls and rounds.
     """
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
@@ -221,7 +221,7 @@ class LowerBound:
 
     @property
     def luckiest(self) -> float:
-        """See above."""
+        """The sum of the best times of each call, in seconds."""
         return sum(self._each)
 
     @torch.inference_mode()
@@ -233,14 +233,14 @@ class LowerBound:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the time of a call."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def best_of(most: int, call: Callable[[], object]) -> float:
-    """Return the best of so many calls, or of as many as fit into `CALLS_S`, but of three at least."""
+    """Return the best time of `most` calls, or of as many as fit into `CALLS_S`, but at least three."""
     times: list[float] = []
     while len(times) < most and (len(times) < 3 or sum(times) < CALLS_S):
         times.append(seconds(call))
@@ -249,7 +249,7 @@ def best_of(most: int, call: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def product_peak() -> float:
-    """The best rate of a bfloat16 product here, FLOP/s: the towers' widest, in several numbers of rows."""
+    """Return the best rate in FLOP/s of the towers' widest product in bfloat16, over several numbers of rows."""
     weight = torch.randn(4304, 1152).bfloat16()
     best = 0.0
     for rows in (256, 512, 1024, 2048, 4096):
@@ -260,7 +260,7 @@ def product_peak() -> float:
 
 
 def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
-    """Return the product as the tower computes it here: with packed weights where this CPU can."""
+    """Return the product as the tower computes it on this CPU: with packed weights if it supports them."""
     if not packing_available(weight.dtype):
         return partial(functional.linear, x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
@@ -269,7 +269,7 @@ def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
 
 @torch.inference_mode()
 def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
-    """The time of the reference's convolution over ours for 720p: from what each is handed to embeddings."""
+    """Return the time of the reference's patch embedding over that of ours, for 720p."""
     grids = case_grids(tower, "720p")
     patches = random_patches(grids, tower.spec.patch_values)
     pixels, layout = reference.pixels(patches).to(reference.dtype), tower._layouts(grids)[0]
@@ -285,7 +285,7 @@ def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
 
 
 def error_ratios(budget: Budget) -> dict[str, float]:
-    """Relative row errors over float32 truth at full depth, ours and theirs, for every family."""
+    """Return the ratio of our row errors to those of `transformers` at full depth, for every family."""
     ratios = {}
     slowest_s = 0.0
     for model_type in FAMILIES:
@@ -301,7 +301,7 @@ def error_ratios(budget: Budget) -> dict[str, float]:
 
 
 def errors(folder: Path) -> tuple[float, Tensor, Tensor]:
-    """Relative row errors against float32 of `transformers`: our largest in float32, ours and its own in bfloat16."""
+    """Return row errors against `transformers` in float32: our largest in float32, ours and its own in bfloat16."""
     grids = [Grid(1, 16, 16), Grid(1, 20, 26)]
     truth_tower = ReferenceTower(folder, torch.float32)
     patches = random_patches(grids, 3 * truth_tower.module.config.patch_size**2)

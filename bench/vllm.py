@@ -1,10 +1,10 @@
-"""What an engine of vLLM gains: time to first token with its own tower, against the service, on the real engine.
+"""Compares a real vLLM engine with its own tower to one with the service: time to first token.
 
-Engines run one after the other in this process, on one core; the service has the other. Every prompt has new images.
-The model is small, and its parts are sized so that encoding an image and prefilling its tokens both take time, as on
-a GPU. Images are encoded in three ways: by the engine's own tower; by the service, waiting for all images of a request;
-by the service, by prefill step and with the cache manager. The load of the machine is recorded: on a busy one the
-ratios mean little.
+Engines run one by one in this process, on one core; the service has the other core. Every prompt has new images. The
+model is small, but sized so that both encoding an image and prefilling its tokens take time, as on a GPU. Images are
+encoded in three ways: by the engine's own tower; by the service, where a request waits for all its images; by the
+service, where each prefill step waits for its images, with the cache manager. The load of the machine is recorded,
+because on a busy machine the ratios mean little.
 """
 
 import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Sides of images over 256×256 that are shared; the processor of the benchmark's model takes up to 512×512 as they are.
+# Sides of shared images, above 256×256. The processor of the benchmark's model does not resize images up to 512×512.
 SIDES = (288, 384, 512)
 
 BENCHMARK = Benchmark(
@@ -62,9 +62,9 @@ BENCHMARK = Benchmark(
             "<= 2",
         ),
         *(
-            Figure(f"{way}_{side}_ms", f"first token of a {side}×{side} image, {told}", "ms")
+            Figure(f"{way}_{side}_ms", f"first token of a {side}×{side} image, {description}", "ms")
             for side in SIDES
-            for way, told in (("miss", "encoded by its own tower"), ("hit", "out of the store"))
+            for way, description in (("miss", "encoded by its own tower"), ("hit", "out of the store"))
         ),
         Figure("hit_over_miss", "out of the store / own tower, the worst of these", target="<= 1"),
         Figure("load_before", "processes that wanted a core when it began"),
@@ -75,13 +75,13 @@ BENCHMARK = Benchmark(
 )
 SIDE_PIXELS = 512  # 256 tokens an image
 IMAGES, CHAT_ROUNDS = 16, 8
-STEPS = 300  # for what a step costs
-STEP_METHODS = (  # all of the connector that runs in a decode step
+STEPS = 300  # to measure the cost of a step
+STEP_METHODS = (  # the connector's methods that run in a decode step
     "ensure_cache_available", "has_cache_item", "build_connector_meta", "take_unavailable_requests",
     "update_connector_output", "get_ec_connector_stats", "start_load_caches", "build_connector_worker_meta",
 )  # fmt: skip
-SHARED_IMAGES = 4  # of a prompt that misses
-# All methods that run in the scheduler's and the worker's step of an engine that shares; the rest runs on threads.
+SHARED_IMAGES = 4  # of a prompt without hits
+# The methods that run in the scheduler's and the worker's step of a sharing engine. The others run on threads.
 SHARING_METHODS = (
     *STEP_METHODS, "update_state_after_alloc", "update_state_after_free", "request_finished", "save_caches",
 )  # fmt: skip
@@ -99,7 +99,7 @@ ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 8192}
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; medians are told")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; the medians count")
     parser.add_argument("--here", action="store_true", help="in this interpreter, which has vLLM")
     args = parser.parse_args()
     if not args.here:
@@ -112,7 +112,7 @@ def _measure(rounds: int) -> dict[str, Any]:
     from testing.server_process import running
     from testing.vllm_engine import Engine
 
-    told: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
         size = {"size": {"longest_edge": SIDE_PIXELS**2, "shortest_edge": 1024}}
         model = write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT, preprocessor=size)
@@ -126,35 +126,37 @@ def _measure(rounds: int) -> dict[str, Any]:
             device_peak_tflops=0.1,
             accept_put="yes",
         ) as server:
-            photos = _photos(SIDE_PIXELS)  # of all ways: what one has submitted is stored for the next
+            photos = _photos(
+                SIDE_PIXELS
+            )  # one iterator for all ways: the service has stored what an earlier way submitted
             for way, options in WAYS.items():
                 engine = Engine(model, server.endpoint, **ENGINE, **options)
-                told |= _of_way(engine, way, rounds, photos)
+                figures |= _way_figures(engine, way, rounds, photos)
                 engine.close()
-            told |= _sharing_figures(model, server.endpoint, rounds, ENGINE)
-    told["ttft_own_over_ours_16"] = _ratio(told, "own_16_ms", "window_16_ms")
-    told["ttft_request_over_window"] = _ratio(told, "request_16_ms", "window_16_ms")
-    told["round8_own_over_ours"] = _ratio(told, "own_round8_ms", "window_round8_ms")
-    told["load_after"] = round(os.getloadavg()[0], 1)
-    return told
+            figures |= _sharing_figures(model, server.endpoint, rounds, ENGINE)
+    figures["ttft_own_over_ours_16"] = _ratio(figures, "own_16_ms", "window_16_ms")
+    figures["ttft_request_over_window"] = _ratio(figures, "request_16_ms", "window_16_ms")
+    figures["round8_own_over_ours"] = _ratio(figures, "own_round8_ms", "window_round8_ms")
+    figures["load_after"] = round(os.getloadavg()[0], 1)
+    return figures
 
 
-def _of_way(engine: "Engine", way: str, rounds: int, photos: Iterator[bytes]) -> dict[str, Any]:
-    """Measure one engine; the first prompt only warms it up."""
+def _way_figures(engine: "Engine", way: str, rounds: int, photos: Iterator[bytes]) -> dict[str, Any]:
+    """Measure an engine, after a warm-up prompt."""
     own = way == "own"
     _first_token_ms(engine, [next(photos), "warm"], own=own)
     long_ms = [_first_token_ms(engine, [next(photos) for _ in range(IMAGES)], own=own) for _ in range(rounds)]
     chats_ms = [_chat_ms(engine, photos, own=own) for _ in range(rounds)]
-    told: dict[str, Any] = {
+    figures: dict[str, Any] = {
         f"{way}_16_ms": round(median(long_ms), 1),
         f"{way}_round8_ms": round(median(chat[-1] for chat in chats_ms), 1),
     }
     if way == "window":
-        told |= {
+        figures |= {
             "step_overhead_ms": _step_overhead_ms(engine),
             "parked_core_percent": _parked_core_percent(engine, photos),
         }
-    return told
+    return figures
 
 
 def _first_token_ms(engine: "Engine", parts: list[str | bytes], *, own: bool) -> float:
@@ -171,7 +173,7 @@ def _first_token_ms(engine: "Engine", parts: list[str | bytes], *, own: bool) ->
 
 
 def _chat_ms(engine: "Engine", photos: Iterator[bytes], *, own: bool) -> list[float]:
-    """Return the time to the first token of each round; what came before is in the prefix cache."""
+    """Return the time to the first token of each round. Earlier rounds are in the prefix cache."""
     parts: list[str | bytes] = []
     rounds = []
     for number in range(CHAT_ROUNDS):
@@ -181,7 +183,7 @@ def _chat_ms(engine: "Engine", photos: Iterator[bytes], *, own: bool) -> list[fl
 
 
 def _step_overhead_ms(engine: "Engine") -> float:
-    """Return what our connector takes of a decode step of eight requests, none with an image of ours."""
+    """Return the time of our connector in a decode step of eight requests without images."""
     timer = MethodTimer()
     timer.watch(engine.scheduler.ec_connector, STEP_METHODS)
     started = [engine.start([f"text {number}"], tokens=STEPS) for number in range(8)]
@@ -195,7 +197,7 @@ def _step_overhead_ms(engine: "Engine") -> float:
 
 
 def _parked_core_percent(engine: "Engine", photos: Iterator[bytes]) -> float:
-    """Return how much of a core the engine's loop takes while one request waits for an image that does not come."""
+    """Return the share of a core that the engine's loop takes while a request waits for an image that never comes."""
     request_id = engine.start([next(photos)], tokens=1)
     begun, spent = time.perf_counter(), time.thread_time()
     while time.perf_counter() - begun < PARKED_S:
@@ -207,13 +209,13 @@ def _parked_core_percent(engine: "Engine", photos: Iterator[bytes]) -> float:
 
 
 class MethodTimer:
-    """Time spent in methods of objects, however they are called: `spent_s`, which a measurement sets to 0."""
+    """Adds up the time that watched methods take, in `spent_s`; a measurement sets it to 0."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
 
     def watch(self, watched: object, methods: Iterable[str]) -> None:
-        """Replace methods of an object, which do not call each other, by timed ones."""
+        """Replace methods of an object by timed ones. The methods must not call each other."""
         for name in methods:
             setattr(watched, name, self._timed(getattr(watched, name)))
 
@@ -228,17 +230,17 @@ class MethodTimer:
         return timed
 
 
-# An engine that shares what its tower makes
+# An engine that shares the rows of its tower
 
 
 def _sharing_figures(model: Path, endpoint: str, rounds: int, options: dict[str, Any]) -> dict[str, float]:
-    """Return what putting takes of a step when everything misses, and what a hit takes of a miss."""
+    """Return the share of puts in the time of steps without hits, and the times of hits and misses."""
     from testing.vllm_sharing import SharingEngine
 
     engine = SharingEngine(model, endpoint, **options)
     try:
         photos = _photos(SIDES[-1])
-        _sharing_first_token_s(engine, [next(photos)])  # warms it up
+        _sharing_first_token_s(engine, [next(photos)])  # warm up
         return {
             "share_step_overhead_percent": round(_overhead_percent(engine, photos, rounds), 2),
             **_hits(engine, rounds),
@@ -248,7 +250,7 @@ def _sharing_figures(model: Path, endpoint: str, rounds: int, options: dict[str,
 
 
 def _overhead_percent(engine: "SharingEngine", photos: Iterator[bytes], rounds: int) -> float:
-    """Return how much of the steps of prompts whose images all miss is the connector's."""
+    """Return the connector's share of the time of steps, for prompts without hits."""
     from vllm.distributed.ec_transfer import get_ec_transfer
 
     timer = MethodTimer()
@@ -266,8 +268,8 @@ def _overhead_percent(engine: "SharingEngine", photos: Iterator[bytes], rounds: 
 
 
 def _hits(engine: "SharingEngine", rounds: int) -> dict[str, float]:
-    """Return the time to the first token by an image's side: encoded here, or put by an engine before."""
-    told: dict[str, float] = {}
+    """Return the time to the first token by an image's side: encoded by this engine, or from the store."""
+    figures: dict[str, float] = {}
     for side in SIDES:
         photos, misses, hits = _photos(side), [], []
         for _ in range(rounds):
@@ -278,16 +280,16 @@ def _hits(engine: "SharingEngine", rounds: int) -> dict[str, float]:
             encoded = engine.encoded
             hits.append(_sharing_first_token_s(engine, parts))
             assert engine.encoded == encoded, "a hit"
-        told |= {
+        figures |= {
             f"miss_{side}_ms": round(1000 * median(misses), 1),
             f"hit_{side}_ms": round(1000 * median(hits), 1),
         }
-    worst = max(told[f"hit_{side}_ms"] / told[f"miss_{side}_ms"] for side in SIDES)
-    return {**told, "hit_over_miss": round(worst, 2)}
+    worst = max(figures[f"hit_{side}_ms"] / figures[f"miss_{side}_ms"] for side in SIDES)
+    return {**figures, "hit_over_miss": round(worst, 2)}
 
 
 def _sharing_first_token_s(engine: "SharingEngine", parts: list[bytes]) -> float:
-    """Return the time of the steps until a prompt's first token, and between them."""
+    """Return the time of all steps until a prompt's first token."""
     request_id, ended = engine.start(parts, own=True, tokens=1), {}
     begun = time.perf_counter()
     while request_id not in ended:
@@ -296,15 +298,15 @@ def _sharing_first_token_s(engine: "SharingEngine", parts: list[bytes]) -> float
 
 
 def _photos(side: int) -> Iterator[bytes]:
-    """Yield photos that no other run has: nothing of them is stored."""
+    """Yield photos that no other run has, so nothing of them is stored."""
     seed = time.time_ns() // 1000
     while True:
         seed += 1
         yield photo(side, side, seed)
 
 
-def _ratio(told: dict[str, Any], above: str, below: str) -> float:
-    return round(float(str(told[above])) / float(str(told[below])), 2)
+def _ratio(figures: dict[str, Any], above: str, below: str) -> float:
+    return round(float(str(figures[above])) / float(str(figures[below])), 2)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Runs benchmarks, keeps their results, and writes the tables."""
+"""Runs benchmarks, stores their results, and writes the tables."""

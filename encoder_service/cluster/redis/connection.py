@@ -118,15 +118,18 @@ class Connection:
             client = _cluster(url, timeout_s) if url.is_cluster else _node(url.urls[0], timeout_s)
             connection = cls(url, client, timeout_s)
         except ValueError as error:
-            raise ConfigError(f"--index: an option of the URL has an invalid value: {error}") from error
+            raise ConfigError(f"--index: the URL has an option with an invalid value: {error}") from error
         try:
             if url.is_cluster:
                 await connection._client.initialize()
             server = await connection._client.info("server")
             connection.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
-        except TypeError as error:  # redis-py passes unknown options of the URL to a constructor
+        except (
+            TypeError
+        ) as error:  # redis-py passes unknown options of the URL to a constructor: "... argument 'foo'"
             await connection.close()
-            raise ConfigError(f"--index: unknown option in the URL: {error}") from error
+            option = str(error).rpartition(" ")[2]
+            raise ConfigError(f"--index: the URL has an unknown option {option}") from error
         except BaseException:  # also when cancelled: nothing else would close the connection
             await connection.close()
             raise

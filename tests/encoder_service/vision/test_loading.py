@@ -64,7 +64,7 @@ def test_settings_that_the_network_does_not_support_are_refused(folder):
 @pytest.mark.parametrize("levels", [[0, 0], [1, 0], [2]])
 def test_deepstack_levels_that_are_not_blocks_in_order_are_refused(folder, levels):
     edit_config(folder, deepstack_visual_indexes=levels)
-    with pytest.raises(ValueError, match=r"deepstack_visual_indexes .* must be blocks in order"):
+    with pytest.raises(ValueError, match=r"deepstack_visual_indexes .* must be block numbers in order"):
         load(folder)
 
 

@@ -151,7 +151,7 @@ def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)
     assert storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1") is memory
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory.clone())
-    with pytest.raises(AssertionError, match="copy"):
+    with pytest.raises(AssertionError, match="copied"):
         storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
 
 

@@ -16,6 +16,7 @@ from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet.routing import FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
+from prefill_client.images import Image
 from prefill_client.transport.connection import Connection
 from testing.photos import photo, with_comment
 from tests.calls import collect
@@ -207,12 +208,15 @@ async def three_names(server: Server) -> AsyncIterator[tuple[EncoderClient, list
         yield client, names
 
 
-def counting(method: Callable[..., Any], images_at: Counter[str]) -> Callable[..., Any]:
-    def counted(self: Connection, images: Sequence[object], *rest: Any, **more: Any) -> Any:
-        images_at[self.endpoint] += len(images)
+def recording(method: Callable[..., Any], servers: dict[bytes, list[str]]) -> Callable[..., Any]:
+    """Return `method`, recording the server of each attempt at an image by the image's digest."""
+
+    def recorded(self: Connection, images: Sequence[Image | RowRequest], *rest: Any, **more: Any) -> Any:
+        for image in images:
+            servers.setdefault(image.digest, []).append(self.endpoint)
         return method(self, images, *rest, **more)
 
-    return counted
+    return recorded
 
 
 async def test_a_large_submit_and_fetch_respect_the_bound_of_every_server(
@@ -222,16 +226,20 @@ async def test_a_large_submit_and_fetch_respect_the_bound_of_every_server(
     router = client._pool.router
     files = (with_comment(photo(64, 64, 1), number) for number in itertools.count())
     hot = list(itertools.islice((f for f in files if first(router, content_digest(f)) == names[0]), 60))
-    calls: dict[str, Counter[str]] = {"submit": Counter(), "fetch": Counter()}
-    for method, count in calls.items():
-        monkeypatch.setattr(Connection, method, counting(getattr(Connection, method), count))
+    submits: dict[bytes, list[str]] = {}
+    fetches: dict[bytes, list[str]] = {}
+    monkeypatch.setattr(Connection, "submit", recording(Connection.submit, submits))
+    monkeypatch.setattr(Connection, "fetch", recording(Connection.fetch, fetches))
     submitted = await client.submit(hot)
     assert not [image.error for image in submitted if image.error]
-    assert set(calls["submit"]) == set(names)
-    assert max(calls["submit"].values()) <= 1.25 * 60 / 3
+    # On a busy machine an attempt may fail. Its images are then placed again, with a new bound.
+    placed = Counter(servers[0] for servers in submits.values())
+    assert (placed.total(), set(placed)) == (60, set(names))
+    assert max(placed.values()) <= 1.25 * 60 / 3
     assert router.bound() == IDLE_IMAGES  # no image is in progress now
+    accepted_by = {digest: servers[-1] for digest, servers in submits.items()}
     await collect(client, [RowRequest(image.digest) for image in submitted])
-    assert calls["fetch"] == calls["submit"]
+    assert {digest: servers[0] for digest, servers in fetches.items()} == accepted_by
     assert router.bound() == IDLE_IMAGES
 
 

@@ -1,7 +1,6 @@
 """Attention: correct over packed segments; backends that are wrong, slow or cannot be replayed are refused."""
 
 import sys
-import time
 from types import ModuleType
 
 import pytest
@@ -100,15 +99,25 @@ def test_the_trial_has_odd_lengths_and_others_for_the_replay():
     assert 1 in attention.LENGTHS
 
 
+class Clock:
+    """Stands in for the module `time`: only the calls of `Named` take time."""
+
+    now_s = 0.0
+
+    @classmethod
+    def perf_counter(cls):
+        return cls.now_s
+
+
 class Named(Backend):
-    """Counts its calls and takes the given milliseconds for each length. It computes nothing."""
+    """Counts its calls and takes the given milliseconds of `Clock` for each length. It computes nothing."""
 
     def __init__(self, name, ms=None):
         self.name, self.calls, self._ms = name, 0, ms or {}
 
     def __call__(self, query, *_):
         self.calls += 1
-        time.sleep(self._ms.get(len(query), 0) / 1e3)
+        Clock.now_s += self._ms.get(len(query), 0) / 1e3
         return query
 
 
@@ -133,6 +142,7 @@ def on_hopper(monkeypatch, backends, reasons=()):
     monkeypatch.setattr(attention, "build", lambda name: backends[name])
     monkeypatch.setattr(attention, "why_not", lambda name, *_, **__: dict(reasons).get(name, ""))
     monkeypatch.setattr(attention, "_synchronize", lambda _device: None)
+    monkeypatch.setattr(attention, "time", Clock)
     monkeypatch.setattr(attention, "running_bounds", lambda lengths, _device: running_bounds(lengths, CPU))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, dtype, device: randn(*shape, dtype=dtype))

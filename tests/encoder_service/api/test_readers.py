@@ -26,8 +26,9 @@ PHOTOS = [photo(1024, 800, n) for n in range(12)]
 
 @pytest.fixture
 async def small(config: Config, model: Model) -> AsyncIterator[Server]:
-    """A server whose store holds a few of the photos."""
-    async with server_of(config, model, store_host_gib=6 / 1024, drain_s=1) as server:
+    """A server whose store holds a few of the photos. It never ends a call because its reader is idle."""
+    limits = {"reader_idle_s": 3600.0}
+    async with server_of(config, model, store_host_gib=6 / 1024, limits=limits, drain_s=1) as server:
         yield server
 
 

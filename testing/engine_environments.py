@@ -29,6 +29,9 @@ VLLM_VARIABLES = {
 
 def run_module(python: Path, module: str, *arguments: str, variables: Mapping[str, str]) -> int:
     """Run a module of ours with another interpreter, for servers of this environment; return its exit code."""
+    if not python.exists():
+        sys.stderr.write(f"{module} needs {python}: make test-vllm or make test-sglang\n")
+        return 2
     service = Path(sys.executable).with_name("encoder-service")
     environment = {"ENCODER_SERVICE": str(service), **os.environ, **variables}
     return subprocess.run([python, "-m", module, *arguments], env=environment, check=False).returncode

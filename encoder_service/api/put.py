@@ -230,7 +230,7 @@ class PutCall(Exchange[PutMessage, pb.PutName, PutImage, _Wanted, pb.PutResponse
     def _lease_ended(self) -> DeadlineError:
         lease_s = self._leases.lease_s
         return DeadlineError(
-            f"the lease ended after {lease_s:g} s, before all rows had arrived: name the image again"
+            f"the lease ended after {lease_s:g} s, before the rows were complete: name the image again"
         )
 
     def _complete(self, wanted: _Wanted) -> pb.PutResponse:

@@ -494,7 +494,7 @@ class JobQueue(Work):
     def interrupted(self, device: int) -> None:
         """Requeue the jobs of a device that has left, once no thread works for it; then it may take jobs again.
 
-        An image that was being encoded at the third end of a process fails.
+        An image fails if this was the third end of a process that was encoding it.
         """
         with self._turn:
             self._devices[device] = _DeviceState()

@@ -37,7 +37,7 @@ from encoder_service.vision.ulysses import start_rendezvous
 
 log = logging.getLogger(__name__)
 
-# After this many consecutive process failures without a completed batch, pause before restarting the device.
+# The server ends once the processes of every device have ended this often in a row, without a completed batch.
 MOST_FAILURES = 5
 # Seconds before a process is restarted, by the number of consecutive failures.
 _PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0)

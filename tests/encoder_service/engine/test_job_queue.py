@@ -427,3 +427,30 @@ def test_a_withdrawn_single_decode_holds_its_pixels_until_it_is_reported() -> No
     queue.drop(small, InternalError("abandoned"))
     stage.join(PATIENCE_S)
     assert [job.key.address for job in taken] == [b"small too"]
+
+
+def test_a_single_decode_that_began_before_its_image_was_resubmitted_holds_its_pixels() -> None:
+    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
+    claim = Claim("1", "a", demanded=True)
+    submit(queue, b"small", claim, single=True, width=100)
+    first = take_single(queue)
+    queue.withdraw(claim)
+    again = submit(queue, b"small", Claim("2", "a", demanded=True), single=True, width=100)
+    taken: list[Job] = []
+    stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
+    stage.start()
+    stage.join(0.05)
+    assert not taken, "the pixels of both exceed the window"
+    queue.prepared([(first, {})], None)
+    stage.join(PATIENCE_S)
+    assert taken == [again]
+
+
+def test_single_decodes_of_a_device_that_ended_hold_no_pixels() -> None:
+    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
+    submit(queue, b"small", Claim("1", "a", demanded=True), single=True, width=100)
+    submit(queue, b"large", Claim("2", "a", demanded=True), single=True, width=1000)
+    begun = {take_single(queue), take_single(queue)}
+    queue.leave(0)
+    queue.interrupted(0)
+    assert {take_single(queue), take_single(queue)} == begun

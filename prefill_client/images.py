@@ -216,7 +216,11 @@ class ServerClock:
 
     @classmethod
     def estimate(cls, sent_s: float, server_s: float, received_s: float) -> Self:
-        """Estimate the offset from a call that was sent and answered at these times of `time.monotonic`."""
+        """Estimate the offset from one call.
+
+        It was sent at `sent_s` and answered at `received_s`, in seconds of `time.monotonic`. The server read `server_s`
+        from its own clock in between.
+        """
         return cls(server_s - (sent_s + received_s) / 2, (received_s - sent_s) / 2, received_s)
 
     def to_local(self, server_s: float) -> float:

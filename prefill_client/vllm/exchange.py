@@ -37,7 +37,7 @@ class Exchange:
     def __init__(
         self, body: bytes, kept: KeptImages, failed: FindFailed, receive: Receive, send: Send
     ) -> None:
-        """VLLM gets `body` as the caller's body. `failed` finds the broken image when vLLM could not answer."""
+        """Pass `body` to vLLM as the caller's body. `failed` finds the broken image when vLLM could not answer."""
         self._kept = kept
         self._find_failed = failed
         self._receive = replay(body, partial(self._receive_or_disconnect, receive))

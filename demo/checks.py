@@ -1,4 +1,4 @@
-"""The demo's promises: the same logits as `transformers` in one go, each row once, each image encoded once."""
+"""Checks the demo's promises: the logits of `transformers` in one forward, each row once, each image encoded once."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,19 @@ Result = tuple[str, bool, str]
 def check(
     model: Path, files: Sequence[Sequence[Path]], turns: Sequence[Turn], encodes: int, folder: Path
 ) -> list[Result]:
-    """Return (promise, kept, what was found); `files` holds each turn's images, those of earlier turns included."""
+    """Return (promise, kept, finding). `files` has the images of each turn, including those of earlier turns."""
     results: list[Result] = [
         ("both turns were answered", len(turns) == len(files), f"{len(turns)} of {len(files)}")
     ]
     reference_model = OneShot(model)
     for number, (turn, images) in enumerate(zip(turns, files, strict=False)):
-        theirs = reference_model.logits(
+        expected = reference_model.logits(
             turn["prompt_ids"],
             [file.read_bytes() for file in images],
             [Grid(*image["grid"]) for image in turn["images"]],
         )
         ours = torch.from_numpy(np.load(folder / f"logits-{number}.npy"))
-        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        error = float((ours - expected).abs().max() / expected.abs().max())
         results.append(
             (f"turn {number + 1} has the one-shot logits", error <= MAX_LOGIT_ERROR, f"error {error:.1e}")
         )
@@ -46,21 +46,21 @@ def check(
 
 
 def each_row_once(number: int, turn: Turn) -> Result:
-    """Check that over all chunks every row of every image came exactly once."""
-    came = Counter(
+    """Check that the chunks together got every row of every image exactly once."""
+    arrived = Counter(
         (w["image"], row)
         for run in turn["runs"]
         for w in run["windows"]
         for row in range(w["row_begin"], w["row_end"])
     )
     wanted = Counter(
-        (image, row) for image, told in enumerate(turn["images"]) for row in range(told["tokens"])
+        (index, row) for index, image in enumerate(turn["images"]) for row in range(image["tokens"])
     )
-    return f"turn {number + 1} fetched every row once", came == wanted, f"{sum(came.values())} rows"
+    return f"turn {number + 1} fetched every row once", arrived == wanted, f"{sum(arrived.values())} rows"
 
 
 def only_new_encoded(number: int, turn: Turn, before: Sequence[Turn], images: Sequence[Path]) -> Result:
-    """Check that the images the server encoded in this turn are exactly those that no turn before had."""
+    """Check that the server encoded exactly the images that are new in this turn."""
     seen = {image["digest"] for earlier in before for image in earlier["images"]}
     new = {content_digest(file.read_bytes()).hex() for file in images} - seen
     not_held = {image["digest"] for image in turn["images"] if not image["cached"]}

@@ -1,4 +1,4 @@
-"""A fleet on this machine: a Redis and any number of replicas on free loopback ports, until Ctrl-C."""
+"""Runs a fleet on this machine until Ctrl-C: a Redis and any number of replicas, on free loopback ports."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ from testing.server_process import ServerProcess
 
 
 def run(replicas: int, model: Path | None, folder: Path) -> int:
-    """Run until a signal asks to stop; return 0 when every replica drained and left with 0."""
+    """Run until a signal arrives; return 0 if every replica drained and exited with 0."""
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = model or write_checkpoint(folder / "checkpoint")
@@ -45,8 +45,8 @@ def run(replicas: int, model: Path | None, folder: Path) -> int:
 
 @contextmanager
 def _replica(model: Path, log: Path, codes: list[int], **settings: Any) -> Iterator[ServerProcess]:
-    """Run one replica; on leaving, it drains, and its exit code is added to `codes`."""
-    # A session of its own: Ctrl-C is for us, who stop the replicas before their Redis.
+    """Run a replica. At the end of the block it drains, and its exit code is added to `codes`."""
+    # In its own session it does not get Ctrl-C: this process must stop the replicas before their Redis.
     server = ServerProcess(model, log=log, own_session=True, store_host_gib=0.5, **settings)
     try:
         yield server
@@ -57,7 +57,7 @@ def _replica(model: Path, log: Path, codes: list[int], **settings: Any) -> Itera
 
 
 def _wait(processes: "list[subprocess.Popen[bytes]]") -> None:
-    """Wait for Ctrl-C; say when a replica dies, which is what a fleet is for."""
+    """Wait for Ctrl-C; print a line when a replica ends. Users of the demo may kill replicas."""
     with suppress(KeyboardInterrupt):
         while alive := [process for process in processes if process.poll() is None]:
             time.sleep(0.2)
@@ -67,7 +67,7 @@ def _wait(processes: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def main() -> int:
-    """Read the command line and run."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="make fleet", description=__doc__)
     parser.add_argument("--replicas", type=int, default=3, help="how many (%(default)s)")
     parser.add_argument("--model", type=Path, help="checkpoint folder; a small random one is written without")
@@ -79,7 +79,7 @@ def main() -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    with suppress(KeyboardInterrupt):  # one that comes before all are up
+    with suppress(KeyboardInterrupt):  # before all replicas have started
         try:
             return run(args.replicas, args.model, FOLDER / "fleet")
         except StartError as error:

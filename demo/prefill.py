@@ -1,4 +1,4 @@
-"""The prefill process of the demo: a chat over the turns it is given, every event one JSON line on standard output."""
+"""The prefill process of the demo: runs a chat of several turns and prints each event as a JSON line."""
 
 import argparse
 import asyncio
@@ -25,16 +25,16 @@ ANSWER_TOKENS = 8
 
 def arrivals(trace: Trace) -> list[dict[str, Any]]:
     """Return where the rows of each fetch came from."""
-    fetches = [span.details for span in trace.spans if span.name in ("fetch", "hit")]
-    return [{"digest": told["digest"], "source": told["source"]} for told in fetches]
+    details = [span.details for span in trace.spans if span.name in ("fetch", "hit")]
+    return [{"digest": each["digest"], "source": each["source"]} for each in details]
 
 
-def tell(event: str, **fields: Any) -> None:
+def emit(event: str, **fields: Any) -> None:
     """Print one event."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def told_chunk(run: ChunkRun) -> dict[str, Any]:
+def chunk_json(run: ChunkRun) -> dict[str, Any]:
     """Return a chunk's run as JSON."""
     windows = [
         {"image": w.image, "row_begin": w.row_begin, "row_end": w.row_end, "source": source}
@@ -50,7 +50,7 @@ def told_chunk(run: ChunkRun) -> dict[str, Any]:
     }
 
 
-def told_prompt(prefilled: Prefilled) -> dict[str, Any]:
+def prompt_json(prefilled: Prefilled) -> dict[str, Any]:
     """Return a prefilled prompt as JSON."""
     return {
         "prompt_ids": prefilled.layout.token_ids.tolist(),
@@ -63,7 +63,7 @@ def told_prompt(prefilled: Prefilled) -> dict[str, Any]:
             }
             for number, image in enumerate(prefilled.images)
         ],
-        "runs": [told_chunk(run) for run in prefilled.runs],
+        "runs": [chunk_json(run) for run in prefilled.runs],
     }
 
 
@@ -74,9 +74,9 @@ def parts_of(files: Sequence[str], question: str) -> list[dict[str, Any]]:
 
 
 async def converse(args: argparse.Namespace) -> None:
-    """Run the turns; each turn's last-token logits are saved beside its report.
+    """Run the turns, and save the last-token logits of each.
 
-    No KV cache is kept between turns, as if another process took the second: what is saved is the encoder's work.
+    No KV cache is kept between turns, as if another process ran the second turn. Only the encoder's work is reused.
     """
     language_model = load_language_model(args.model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
@@ -88,26 +88,26 @@ async def converse(args: argparse.Namespace) -> None:
             trace = Trace(f"turn {number + 1}")
             chat = Chat(client, engine, tokenizer, chunk_tokens=args.chunk)
             prefilled = await chat.prefill(
-                messages, on_chunk=lambda run: tell("chunk", **told_chunk(run)), trace=trace
+                messages, on_chunk=lambda run: emit("chunk", **chunk_json(run)), trace=trace
             )
             prefilled_s = time.monotonic()
             tokens = [token async for token in chat.decode(prefilled, max_tokens=ANSWER_TOKENS)]
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             np.save(args.out / f"logits-{number}.npy", prefilled.logits.numpy())
-            tell(
+            emit(
                 "turn",
                 first_token_ms=(prefilled_s - trace.began_s) * 1000,
                 text=text,
                 arrivals=arrivals(trace),
                 trace=str(trace.write(args.out / f"trace-{number + 1}.json")),
-                **told_prompt(prefilled),
+                **prompt_json(prefilled),
             )
             messages.append({"role": "assistant", "content": text})
             chat.close()
 
 
 def main() -> int:
-    """Read the command line and chat; return the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--server", required=True, help="host:port")

@@ -1,4 +1,4 @@
-"""The demo's table: for each chunk, the images that overlap it, where their rows came from, and its times."""
+"""Prints the demo's table: for each chunk, the images that overlap it, the source of their rows, and its times."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ HEADINGS = ("chunk", "tokens", "images", "rows", "cached", "encoded", "wait ms",
 
 
 def print_turn(number: int, turn: Mapping[str, Any]) -> None:
-    """Print the table of one turn. A cached row's image was held before the turn; an encoded one's was made in it."""
+    """Print the table of a turn. A cached row was stored before the turn; an encoded row was computed in it."""
     held = [image["cached"] for image in turn["images"]]
     rows = [chunk_row(run, held) for run in turn["runs"]]
     total = (
@@ -26,7 +26,7 @@ def print_turn(number: int, turn: Mapping[str, Any]) -> None:
 
 
 def chunk_row(run: Mapping[str, Any], held: list[bool]) -> tuple[str, ...]:
-    """Return a chunk's cells."""
+    """Return the cells of a chunk."""
     counts = {True: 0, False: 0}
     for window in run["windows"]:
         counts[held[window["image"]]] += window["row_end"] - window["row_begin"]

@@ -1,4 +1,4 @@
-"""The demo: a real server, a real prefill process, a two-turn chat over images, and a check of what was promised."""
+"""The demo: a real server, a real prefill process, a two-turn chat over images, and a check of our promises."""
 
 import argparse
 import json
@@ -19,24 +19,24 @@ from testing.server_process import HALF_THE_CORES, running
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".demo"
 CHUNK_TOKENS = 384
-# Width, height (as stored) and EXIF orientation; the last two are new in turn two.
+# Width and height (as stored), and EXIF orientation. The last two are new in turn two.
 PHOTOS = (
     (1280, 720, 1), (480, 640, 6), (1024, 768, 3), (640, 480, 1),
     (720, 1280, 8), (333, 500, 2), (1600, 1200, 5), (800, 600, 7),
 )  # fmt: skip
 NEW_IN_TURN_TWO = 2
-# Large enough to be real work for two cores, small enough for a minute.
+# Large enough to be real work for two cores, small enough to take a minute.
 VISION_LAYERS, TEXT_LAYERS = 8, 12
 MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
-say = partial(print, flush=True)  # progress is shown while processes run
+say = partial(print, flush=True)  # shows progress at once
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
-MAX_IMAGES = 16  # of a user's folder: keeps the demo under its two minutes
+MAX_IMAGES = 16  # of a user's folder, so that the demo takes less than two minutes
 
 
 def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
-    """Run the demo in `folder`; return 0 when every promise was kept."""
+    """Run the demo in `folder`; return 0 if every promise was kept."""
     began = time.monotonic()
-    say("loading torch and transformers ...")  # which takes seconds
+    say("loading torch and transformers ...")  # takes seconds
     import transformers
 
     from demo.checks import check
@@ -44,7 +44,7 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
 
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    files = chosen_files(images) if images else written_photos(folder / "photos")
+    files = chosen_files(images) if images else write_photos(folder / "photos")
     first, new = (files[:-NEW_IN_TURN_TWO], files[-NEW_IN_TURN_TWO:]) if len(files) > 2 else (files, [])
     say(f"checkpoint: Qwen3-VL, {VISION_LAYERS} vision and {TEXT_LAYERS} text layers, random weights")
     model = write_checkpoint(
@@ -74,14 +74,14 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
 def conversation(
     model: Path, chunk_tokens: int, folder: Path, files: Sequence[Sequence[Path]]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Run server and prefill process; return what was told of each turn, and the server's count of encodes."""
+    """Run server and prefill process; return the event of each turn, and the server's count of encodes."""
     turns = []
     with running(
         model,
         log=folder / "server.log",
         store_host_gib=0.5,  # the demo uses a tenth of it
         threads=HALF_THE_CORES,
-        # Batches of about one photo: prefill goes on with the first while the next is encoded.
+        # A batch is about one photo, so that prefill runs on one photo while the next is encoded.
         batch_patches=MAX_PIXELS // 16**2,
     ) as server:
         say(f"server: {server.endpoint}, log in {server.log}")
@@ -97,7 +97,7 @@ def conversation(
     return turns, encodes
 
 
-def written_photos(folder: Path) -> list[Path]:
+def write_photos(folder: Path) -> list[Path]:
     """Write the seeded photos and return their paths."""
     from testing.photos import photo
 
@@ -120,7 +120,7 @@ def chosen_files(folder: Path) -> list[Path]:
 def prefill_events(
     model: Path, endpoint: str, chunk_tokens: int, folder: Path, turns: Sequence[Sequence[Path]]
 ) -> Iterator[dict[str, Any]]:
-    """Run the prefill process and yield what it tells."""
+    """Run the prefill process and yield its events."""
     command: list[str | Path] = [
         sys.executable,
         "-m",
@@ -133,7 +133,7 @@ def prefill_events(
     command += ["--chunk", str(chunk_tokens), "--out", folder, "--threads", str(HALF_THE_CORES)]
     for files in turns:
         command += ["--turn", *files]
-    # In a session of its own it does not see Ctrl-C, at which it could only print where it was.
+    # In its own session it does not get Ctrl-C, at which it would print a traceback.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as process:
@@ -141,7 +141,7 @@ def prefill_events(
         try:
             for line in process.stdout:
                 yield json.loads(line)
-        except BaseException:  # Ctrl-C, and the end of a caller that reads no further
+        except BaseException:  # Ctrl-C, or the caller stops reading
             process.kill()
             raise
     if process.returncode:
@@ -149,7 +149,7 @@ def prefill_events(
 
 
 def main() -> int:
-    """Read the command line and run."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--images", type=Path, help="folder of image files instead of seeded photos")
     parser.add_argument(

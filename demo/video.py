@@ -1,4 +1,4 @@
-"""The demo with a video: a clip that it makes itself, two questions about it, and a check of what was promised."""
+"""The demo with a video: a clip that it makes itself, two questions about it, and a check of our promises."""
 
 import argparse
 import asyncio
@@ -17,7 +17,7 @@ from testing.server_process import HALF_THE_CORES, running
 FOLDER = Path(__file__).parents[1] / ".demo"
 CHUNK_TOKENS = 256
 VISION_LAYERS, TEXT_LAYERS = 8, 8
-# Two frames a second are shown: 20 pairs of 80 tokens.
+# The model samples two frames per second: 20 pairs of 80 tokens.
 CLIP: dict[str, Any] = {"frames": 400, "fps": 20.0, "width": 320, "height": 256}
 VIDEO_SIZE = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 24}}  # pixels of all frames
 QUESTIONS = ("What happens in this video?", "And how does it end?")
@@ -26,9 +26,9 @@ say = partial(print, flush=True)
 
 
 def demo(folder: Path) -> int:
-    """Run the demo in `folder`; return 0 when every promise was kept."""
+    """Run the demo in `folder`; return 0 if every promise was kept."""
     began = time.monotonic()
-    say("loading torch and transformers ...")  # which takes seconds
+    say("loading torch and transformers ...")  # takes seconds
     import torch
     import transformers
 
@@ -66,11 +66,11 @@ def demo(folder: Path) -> int:
 async def converse(
     model: Path, endpoint: str, file: bytes, folder: Path
 ) -> tuple[list[dict[str, Any]], list[Path], list[Any]]:
-    """Ask both questions, each as if another process did; return what was told, the traces, and the last logits."""
+    """Ask both questions, each as if from another process; return the turns, the traces and the last logits."""
     import torch
     import transformers
 
-    from demo.prefill import told_chunk, told_prompt
+    from demo.prefill import chunk_json, prompt_json
     from encoder_contract.video import VideoSettings
     from prefill_client import EncoderClient, Trace
     from prefill_reference.chat import Chat
@@ -92,10 +92,10 @@ async def converse(
             tokens = [token async for token in chat.decode(prefilled, max_tokens=8)]
             chat.close()
         say(f"question {number + 1}: first token after {first_token_s * 1000:.0f} ms")
-        runs = [told_chunk(run) for run in prefilled.runs]
+        runs = [chunk_json(run) for run in prefilled.runs]
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         turns.append(
-            {**told_prompt(prefilled), "runs": runs, "text": text, "first_token_ms": first_token_s * 1000}
+            {**prompt_json(prefilled), "runs": runs, "text": text, "first_token_ms": first_token_s * 1000}
         )
         traces.append(trace.write(folder / f"video-trace-{number + 1}.json"))
         logits.append(prefilled.logits)
@@ -107,13 +107,13 @@ async def converse(
 def check(
     model: Path, file: bytes, turns: list[dict[str, Any]], logits: list[Any], encodes: int
 ) -> list[tuple[str, bool, str]]:
-    """Return (promise, kept, what was found)."""
+    """Return (promise, kept, finding)."""
     from demo.checks import each_row_once
 
     results = []
     for number, (turn, ours) in enumerate(zip(turns, logits, strict=True)):
-        theirs = one_shot(model, file, turn)
-        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        expected = one_shot(model, file, turn)
+        error = float((ours - expected).abs().max() / expected.abs().max())
         name = f"question {number + 1} has the one-shot logits"
         results.append((name, error <= MAX_LOGIT_ERROR, f"error {error:.1e}"))
         results.append(each_row_once(number, turn))
@@ -126,7 +126,7 @@ def check(
 
 
 def one_shot(model: Path, file: bytes, turn: dict[str, Any]) -> Any:
-    """Return the last logits [vocab] of `transformers`, which is shown all pairs at once."""
+    """Return the last logits [vocab] of `transformers`, from one forward over all pairs."""
     import torch
     import transformers
 
@@ -153,7 +153,7 @@ def one_shot(model: Path, file: bytes, turn: dict[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Read the command line and run."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="make demo VIDEO=1", description=__doc__)
     parser.add_argument(
         "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"

@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU, as a process of its own, its checkpoint, and how to ask it."""
+"""Starts a real SGLang server on the CPU as a process, and sends it prompts."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ CHUNK_TOKENS = 96
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
-    "TORCHDYNAMO_DISABLE": "1",  # the first image would be compiled for, almost a minute
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first image waits almost a minute for a compilation
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -42,7 +42,7 @@ VIDEO = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcess
 
 
 class SglangEngine(EngineProcess):
-    """A server with these flags and variables beside those that all need."""
+    """An SGLang server. `flags` and `environment` are added to those of all servers."""
 
     def __init__(self, model: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
         port = free_port()
@@ -54,9 +54,9 @@ class SglangEngine(EngineProcess):
         super().__init__(f"http://127.0.0.1:{port}", command, {**ENVIRONMENT, **(environment or {})})
 
     def generate(self, parts: Sequence[Part], *, tokens: int = 8, **body: Any) -> httpx.Response:
-        """Ask for a completion of text and images; return the response, whatever it is."""
+        """Request a completion of text and images; return the response, whatever its status."""
         text = "".join(IMAGE if isinstance(part, bytes) else part for part in parts)
-        asked = {
+        body_json = {
             "text": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
             "image_data": [data_url(part) for part in parts if isinstance(part, bytes)] or None,
             "return_logprob": True,
@@ -64,39 +64,39 @@ class SglangEngine(EngineProcess):
             "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
             **body,
         }
-        return httpx.post(f"{self.url}/generate", json=asked, timeout=600)
+        return httpx.post(f"{self.url}/generate", json=body_json, timeout=600)
 
     def ask(self, parts: Sequence[Part], *, tokens: int = 8) -> Answer:
-        """Ask, and return the answer. Raises `AssertionError` for a request that is refused."""
+        """Request a completion and return the answer. Raises `AssertionError` if the request is refused."""
         return answer_of(self.generate(parts, tokens=tokens))
 
     def forget(self) -> None:
-        """Empty the caches that one question would hand to the next. Refused while a request ends."""
+        """Empty the caches, so that the next prompt reuses nothing. Retry while SGLang refuses: a request is ending."""
         for _ in range(100):
             if httpx.post(f"{self.url}/flush_cache", params={"timeout": 10}, timeout=60).status_code == 200:
                 return
         raise AssertionError("SGLang does not empty its caches")
 
     def metrics(self) -> dict[str, float]:
-        """Its counters that are ours, by name and labels as they stand."""
+        """Return our counters among its metrics; a key is the name with its labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30, follow_redirects=True).text.splitlines()
         ours = (line.rpartition(" ") for line in lines if line.startswith("sglang:encoder_service_"))
         return {name: float(value) for name, _, value in ours}
 
 
 def answer_of(response: httpx.Response) -> Answer:
-    """Read an answer. Raises `AssertionError` for a request that was refused."""
+    """Parse an answer. Raises `AssertionError` if the request was refused."""
     assert response.status_code == 200, response.text
-    told = response.json()["meta_info"]
+    info = response.json()["meta_info"]
     return Answer(
-        tuple(token for _, token, _ in told["output_token_logprobs"]),
-        tuple({token: value for value, token, _ in step} for step in told["output_top_logprobs"]),
-        told["finish_reason"]["type"],
+        tuple(token for _, token, _ in info["output_token_logprobs"]),
+        tuple({token: value for value, token, _ in step} for step in info["output_top_logprobs"]),
+        info["finish_reason"]["type"],
     )
 
 
 def package_variables(endpoint: str, **settings: object) -> dict[str, str]:
-    """Return the environment of an engine that loads our packages and takes its images from the service."""
+    """Return the environment of an engine that loads our packages and encodes images with the service."""
     from prefill_client.sglang.settings import VARIABLE
     from prefill_client.sglang.start import MODELS, PROCESSORS
 
@@ -108,7 +108,7 @@ def package_variables(endpoint: str, **settings: object) -> dict[str, str]:
 
 
 def add_video_processor(folder: Path, family: str) -> Path:
-    """Add the settings for videos, which SGLang reads before it serves, to a checkpoint; return its folder."""
+    """Add the video settings, which SGLang reads at start, to a checkpoint; return its folder."""
     images = json.loads((folder / "preprocessor_config.json").read_text())
     videos = {**images, "video_processor_type": VIDEO[family]}
     del videos["image_processor_type"]

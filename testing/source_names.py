@@ -1,4 +1,4 @@
-"""Checks in a library's source, without running it, that the names exist that we use."""
+"""Checks in a library's source, without running it, that the names that we use exist."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +49,12 @@ def _child(tree: ast.AST, name: str) -> ast.AST:
 
 def _parameters(function: ast.AST) -> set[str]:
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    given = function.args
-    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    arguments = function.args
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
     return {each.arg for each in every if each is not None}

@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, with rows from a real server. Tests can step it by hand."""
+"""Runs a real vLLM engine in this process, with rows from a real server. Tests can step it by hand."""
 
 import os
 import time
@@ -30,7 +30,7 @@ MANAGER = {"encoder_cache_manager_cls": "prefill_client.vllm.cache_manager.Encod
 
 
 class Engine:
-    """An engine of `vllm`. Images go through the service, or through the engine's own tower."""
+    """An engine of `vllm`. The service or the engine's own tower encodes its images."""
 
     def __init__(
         self,
@@ -68,8 +68,10 @@ class Engine:
         self.client = BlockingClient.connect(endpoint)
         self.signer = NameSigner(self.config.ec_transfer_config.engine_id)
         self.producer = producer_of(self.client.description, "")
-        self._stored: set[bytes] = set()  # by content digest: what the service had when it was submitted last
-        self._grids: dict[bytes, Grid] = {}  # of all images submitted
+        self._stored: set[bytes] = (
+            set()
+        )  # content digests of images that the service had stored when they were last submitted
+        self._grids: dict[bytes, Grid] = {}  # of all submitted images
 
     @property
     def scheduler(self) -> Any:
@@ -84,7 +86,7 @@ class Engine:
 
     @property
     def side(self) -> Any:
-        """The scheduler's side of our connector."""
+        """Our connector's scheduler side."""
         return self.scheduler.ec_connector._scheduler
 
     def image(self, data: bytes) -> Image:
@@ -94,9 +96,9 @@ class Engine:
         return image
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
-        """Return the part with which the middleware would replace an image; submit nothing.
+        """Return the part with which the middleware replaces an image, without submitting the image.
 
-        If only the server can count rows, the image must have been submitted before.
+        If only the server can count the rows, the image must have been submitted before.
         """
         digest = content_digest(data)
         if self.client.description.geometry is None:
@@ -117,7 +119,7 @@ class Engine:
             (self._stored.add if answer.cached else self._stored.discard)(answer.digest)
 
     def rows(self, *images: bytes) -> list[np.ndarray]:
-        """Fetch the rows [rows, width] of images that were submitted."""
+        """Fetch the rows [rows, width] of submitted images."""
         outcomes = self.client.fetch([RowRequest(content_digest(image)) for image in images], timeout_s=60)
         arrays = {outcome.index: outcome.array.copy() for outcome in outcomes}
         return [arrays[index] for index in range(len(images))]
@@ -135,7 +137,7 @@ class Engine:
         (request_id,) = self.llm.enqueue_chat(
             [{"role": "user", "content": content}], parameters, use_tqdm=False
         )
-        return str(request_id).partition("-")[0]  # as its outputs call it
+        return str(request_id).partition("-")[0]  # the id in its outputs
 
     def step(self) -> dict[str, Answer]:
         """Run one step; return the answers that ended in it."""
@@ -143,7 +145,7 @@ class Engine:
         return {output.request_id: _answer(output) for output in outputs if output.finished}
 
     def run(self, *wanted: str, steps: int = 100_000) -> dict[str, Answer]:
-        """Step until these requests have ended; return all answers. Raises `TimeoutError` after `steps`."""
+        """Step until these requests have ended; return all answers. Raises `TimeoutError` after `steps` steps."""
         ended: dict[str, Answer] = {}
         for _ in range(steps):
             if set(wanted) <= ended.keys():
@@ -171,7 +173,7 @@ class Engine:
         return self.run(request_id)[request_id]
 
     def computed(self, request_id: str) -> int:
-        """Return how many tokens of a request are prefilled, or planned in the last step."""
+        """Return the number of tokens of a request that are prefilled or scheduled in the last step."""
         return next(
             int(request.num_computed_tokens)
             for known, request in self.scheduler.requests.items()
@@ -208,8 +210,8 @@ class Engine:
     def _leave_cores(self) -> None:
         """Pin the workers of all ranks to one core, and leave the other cores to the server.
 
-        Between steps each calls `sched_yield` in a loop. Where two cores run such a loop each, Linux 6.18 leaves other
-        processes no time on them, for up to a minute.
+        Between steps each worker calls `sched_yield` in a loop. If two cores run such loops, Linux 6.18 gives other
+        processes no time on them for up to a minute.
         """
         core = max(os.sched_getaffinity(0))
         for worker in self.llm.llm_engine.engine_core.engine_core.model_executor.workers:
@@ -224,26 +226,26 @@ class Engine:
 
 
 def tower_output(engine: Engine) -> list[torch.Tensor]:
-    """Return a list to which the engine's own tower adds the rows [rows, width] of each image that it encodes."""
+    """Return a list to which the engine's own tower appends the rows [rows, width] of each image."""
     encode = engine.model.embed_multimodal
     encoded: list[torch.Tensor] = []
 
-    def noted(**inputs: Any) -> Any:
+    def recording(**inputs: Any) -> Any:
         rows = encode(**inputs)
         encoded.extend(each.clone() for each in rows)
         return rows
 
-    engine.model.embed_multimodal = noted
+    engine.model.embed_multimodal = recording
     return encoded
 
 
 def raw(data: bytes) -> dict[str, Any]:
-    """Return an image as callers send it."""
+    """Return the part of an image as callers send it."""
     return {"type": "image_url", "image_url": {"url": data_url(data)}}
 
 
 def sampling(tokens: int) -> SamplingParams:
-    """Return greedy sampling with the five likeliest tokens of each step."""
+    """Return parameters for greedy sampling that return the five likeliest tokens of each step."""
     return SamplingParams(max_tokens=tokens, temperature=0, logprobs=5, ignore_eos=True)
 
 

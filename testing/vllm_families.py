@@ -1,4 +1,4 @@
-"""Checkpoints of `testing.families` for engines on a CPU: the same processors, with fewer pixels to a tile or image."""
+"""Writes checkpoints of `testing.families` for vLLM on a CPU: the same processors, with smaller tiles or images."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ SMALL = {
     "gemma3": _small(
         "gemma3",
         "<start_of_image>",
-        special=(*CHECKPOINTS["gemma3"].special, "\n", "\n\n", "\n\n\n", "\n\n\n\n"),  # vLLM looks them up
+        special=(*CHECKPOINTS["gemma3"].special, "\n", "\n\n", "\n\n\n", "\n\n\n\n"),  # vLLM needs their ids
         vision={**CHECKPOINTS["gemma3"].vision, "image_size": 112},
         top={"mm_tokens_per_image": 16},
         image_settings={"size": {"height": 112, "width": 112}, "image_seq_length": 16},
@@ -81,9 +81,9 @@ PROMPTS: list[list[Part]] = [["a", WIDE, "b", TALL, "c"], [SQUARE, "d"], ["e", T
 class Comparison:
     """The differences between the service's rows and those of the engine's own tower.
 
-    `rows` is the largest difference of a row from that of `embed_multimodal`, relative to the row. `answers` is the
-    largest difference of a log-probability, infinite for another answer. `encoded` is the number of images that the
-    engine's tower encoded although the service did.
+    `rows` is the largest relative difference between a row and that of `embed_multimodal`. `answers` is the largest
+    difference between log-probabilities, infinite for different tokens. `encoded` is the number of images that the
+    engine's tower encoded in addition to the service.
     """
 
     rows: float
@@ -113,7 +113,7 @@ def compare(engine: Engine) -> Comparison:
 
 
 def _restore_names(weights: Path) -> None:
-    """Restore a part of the names in published checkpoints that vLLM expects and `transformers` has dropped."""
+    """Restore a part of tensor names that vLLM expects, as in published checkpoints, and `transformers` drops."""
     old, new = "vision_tower.", "vision_tower.vision_model."
     tensors = {name.replace(old, new): tensor for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, {"format": "pt"})

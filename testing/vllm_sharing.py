@@ -1,4 +1,4 @@
-"""A real vLLM engine that encodes images itself and shares the rows of its tower."""
+"""Runs a real vLLM engine that encodes images itself and shares the rows of its tower."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class SharingEngine(Engine):
         return len(self._encoded)
 
     def has_lease(self) -> bool:
-        """Whether this engine has the lease of an image that no step encodes yet."""
+        """Whether this engine holds the lease of an image that no step encodes yet."""
         return bool(self.side.table._leases)
 
     def until(self, reached: Callable[[], bool]) -> None:
@@ -76,7 +76,7 @@ class SharingEngine(Engine):
 
 
 class OtherEngine:
-    """A client that the store takes for another engine: it has the same producer, and leases."""
+    """A client that looks like another engine to the store: it has the same producer, and holds leases."""
 
     def __init__(self, engine: SharingEngine, endpoint: str) -> None:
         self._engine = engine

@@ -1,1 +1,1 @@
-"""Fuzzing: seeded cases against what reads the bytes of strangers, in this process and on a real server."""
+"""Fuzzing: seeded cases for code that reads untrusted bytes, in this process and on a real server."""

@@ -1,7 +1,7 @@
 """Runs seeded cases of every target and counts failures.
 
-Parsers run in this process, calls on a real server of a tiny model, sixteen at a time. A failure is printed with the
-command that repeats it. At the end the server must answer, be idle, and have no more open files than before.
+Parsers run in this process. Calls go to a real server with a tiny model, sixteen at a time. Each failure is printed
+with the command that repeats it. At the end the server must answer, be idle, and have no more open files than before.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from testing.fuzz import calls, parsers
 from testing.server_process import ServerProcess, running
 
 TARGETS = (*parsers.PARSERS, *calls.CASES)
-# Shares of all cases; a call costs as much as a hundred parses.
+# The targets' shares of all cases. A call costs as much as a hundred parses.
 SHARES = {
     "header": 0.28,
     "frames": 0.2,
@@ -38,9 +38,9 @@ SHARES = {
 }
 AT_A_TIME = 16
 IDLE_S = 60.0
-# For an idle server: connections of the probe, the last thread of a pool.
+# An idle server may have these more: connections of the probe, the last thread of a pool.
 SPARE_FILES = 4
-# So small that every bound is reached. Images are resized to 16 patches, so that the tower costs little.
+# Small enough that cases reach every bound. Images are resized to 16 patches, so that the tower costs little.
 SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.02,
     "source_gib": 0.01,
@@ -104,7 +104,7 @@ async def fuzz_calls(names: list[str], cases: dict[str, int], seed: int, verdict
         model = write_checkpoint(folder, preprocessor=PREPROCESSOR)
         with running(model, **SETTINGS) as server:
             async with grpc.aio.insecure_channel(server.endpoint) as channel:
-                # This fills pools and starts the processes for videos.
+                # Fill pools and start the processes for videos.
                 warm = [name for name in names if name in (names[0], "videos")]
                 await _calls(warm, dict.fromkeys(names, AT_A_TIME), seed, channel, Verdict())
                 before = await _idle_files(server)
@@ -164,7 +164,7 @@ def _progress(verdict: Verdict) -> None:
 
 
 def fuzz(targets: list[str], cases: int, seed: int) -> Verdict:
-    """Run `cases` cases in all, divided among the targets, from `seed` on."""
+    """Run `cases` cases in total, divided among the targets, with seeds from `seed` on."""
     verdict = Verdict()
     total = sum(SHARES[name] for name in targets)
     shares = {name: max(1, round(cases * SHARES[name] / total)) for name in targets}

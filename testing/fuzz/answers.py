@@ -10,7 +10,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 SERVICE = "/encoder_contract.v1.EncoderService"
 BLAMING = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS})
 INTERNAL = grpc.StatusCode.INTERNAL.value[0]
-# This error of an image blames neither side: bytes may change on the way.
+# This error blames neither side: bytes may change on the way.
 DAMAGED = "the rows arrived damaged"
 
 

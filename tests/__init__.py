@@ -5,7 +5,7 @@ import os
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU; where there is no driver torch is not asked, for importing it takes seconds."""
+    """Return whether torch can use a GPU. Without a driver torch is not imported, which would take seconds."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -15,6 +15,6 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-# Without a GPU, Triton's kernels run in its interpreter: it must know when it is first imported.
+# Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable at its first import.
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"

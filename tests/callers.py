@@ -1,8 +1,8 @@
-"""Callers, by whom their shares count against."""
+"""Callers for tests of shares."""
 
 from encoder_service.limits import Caller
 
 
 def caller(*holders: str) -> Caller:
-    """A caller whose shares count against these: its client, or its client and its host."""
+    """Return a caller whose shares count against `holders`: its client, or its client and its host."""
     return Caller("a host", holders)

@@ -1,4 +1,4 @@
-"""Calls to a real server: a Fetch read to its end, and the protocol spoken by hand."""
+"""Calls to a real server: a Fetch read to its end, and raw messages."""
 
 from typing import Any
 
@@ -25,19 +25,19 @@ async def collect(
 
 
 async def fetched(client: EncoderClient, digest: bytes) -> FetchedRows:
-    """The rows of one image that is here already, inline, or its error."""
+    """Return the rows of an image that is stored already, inline, or its error."""
     (rows,) = (await collect(client, [RowRequest(digest)], grace_ms=0, transports=["inline"])).values()
     return rows
 
 
 async def connection(client: EncoderClient) -> Connection:
-    """The client's connection, to speak the protocol by hand."""
+    """Return the client's connection, to send raw messages."""
     (endpoint,) = client._pool.router.endpoints
     return await client._pool.connection(endpoint)
 
 
 async def stub(client: EncoderClient) -> Any:
-    """The calls of the contract; Any, for the generated types are those of the channel that blocks."""
+    """Return the contract's stub. Any, because the generated types are those of a blocking channel."""
     return EncoderServiceStub((await connection(client)).channel)
 
 
@@ -48,7 +48,7 @@ def naming(*names: pb.ImageName) -> pb.SubmitRequest:
 async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
 ) -> dict[int, list[pb.ImageState]]:
-    """Speak the protocol by hand, past the client's own checks."""
+    """Submit with raw messages, without the client's own checks."""
     call = (await stub(client)).Submit(timeout=60)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
@@ -71,7 +71,7 @@ def named(index: int, data: bytes, **fields: Any) -> tuple[pb.ImageName, bytes]:
 
 
 async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
-    """The status and the words with which a server refuses a call."""
+    """Return the status and the message with which a server refuses a call."""
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await (call.read() if hasattr(call, "read") else call)
     return refusal.value.code(), str(refusal.value.details())

@@ -1,4 +1,4 @@
-"""A cache of checkpoints: each is written once and kept between runs."""
+"""A cache of checkpoints. Each is written once and kept between runs."""
 
 import hashlib
 import importlib
@@ -37,7 +37,7 @@ def _kept(
             written = write(Path(scratch) / folder.name, *arguments, **settings)
             try:
                 written.rename(folder)
-            except OSError:  # another process has written it meanwhile
+            except OSError:  # another process has written it at the same time
                 if not folder.exists():
                     raise
     return folder

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TORCH_THREADS = 2
 
-# Tests start a server or a process if their file imports one of these modules, or if they use one of these fixtures.
+# A test starts a server or a process if its file imports one of these modules, or if it uses one of these fixtures.
 STARTING_MODULES = {
     "subprocess",
     "testing.redis_servers",
@@ -47,7 +47,7 @@ NO_DALI = "DALI is not installed here: `make test-dali` installs it and runs thi
 STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_url", "join", "join_watched"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start a server or a process, and skip DALI's where it is not installed.
 
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long = set()
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
-            item.add_marker("process")  # `make test-quick` leaves it out
+            item.add_marker("process")  # `make test-quick` skips it
             long.add(item.path)
         if item.get_closest_marker("slow"):
             long.add(item.path)
@@ -129,7 +129,7 @@ def checkpoint(kept_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def config(checkpoint: Path) -> Config:
-    """A configuration with bounds that suit tests."""
+    """A configuration with small bounds."""
     from encoder_service.config import Config
     from tests.small_store import STORE_GIB
 

@@ -1,4 +1,4 @@
-"""The pages as tests read them: which there are, what they say in code, and what the repository's files say."""
+"""Reads the pages and the repository's files: which pages there are, and what they have in code formatting."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def named(pattern: str, text: str) -> set[str]:
 
 
 def text_of(page: Path) -> str:
-    """What a page says of this release: without the names that docs/migrating.md calls gone."""
+    """Return the text of a page about this release, without the names that docs/migrating.md calls gone."""
     text = page.read_text()
     for row in rows_of_gone(text):
         text = text.replace(row, f"|{row.split('|', 2)[2]}")
@@ -30,12 +30,12 @@ def text_of(page: Path) -> str:
 
 
 def rows_of_gone(text: str) -> list[str]:
-    """The rows of the tables whose first column names what only release 0.1 had."""
+    """Return the rows of the tables whose first column names what only release 0.1 had."""
     return "".join(re.findall(r"^\| 0\.1 \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)).splitlines()
 
 
 def code_in(page: Path) -> Iterator[str]:
-    """Yield what a page says in code: fenced blocks, indented blocks, and spans."""
+    """Yield the code of a page: fenced blocks, indented blocks, and spans."""
     text = text_of(page)
     yield from re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Putting rows: a producer, images it computes rows for, and the protocol spoken by hand."""
+"""Puts: a producer, images that it computes rows for, and raw messages."""
 
 import itertools
 from typing import Any
@@ -18,7 +18,7 @@ numbers = itertools.count()
 
 
 def new_image(grid: Grid = GRID, *, by_digest: bool = False) -> PutImage:
-    """An image that no other test has."""
+    """Return an image that no other test has."""
     name = f"image {next(numbers)}".encode()
     if by_digest:
         return PutImage(grid, digest=name.ljust(32, b"."))
@@ -26,7 +26,7 @@ def new_image(grid: Grid = GRID, *, by_digest: bool = False) -> PutImage:
 
 
 def rows_for(client: EncoderClient, seed: int, tokens: int = TOKENS) -> np.ndarray:
-    """Rows of the model's width and element type."""
+    """Return rows of the model's width and element type."""
     assert client.description.dtype == "float32"
     draw = np.random.default_rng(seed)
     return draw.standard_normal((tokens, client.description.width), np.float32)
@@ -37,7 +37,7 @@ def request_of(image: PutImage) -> RowRequest:
 
 
 async def fetch_put(client: EncoderClient, image: PutImage, **options: Any) -> FetchedRows:
-    """Fetch the rows of an image that the producer of these tests put."""
+    """Fetch the rows of an image that `PRODUCER` has put."""
     options = {"producer": PRODUCER, "grace_ms": 0, "timeout_s": 60, **options}
     async with client.fetch([request_of(image)], **options) as stream:
         outcome = await anext(aiter(stream))
@@ -45,7 +45,7 @@ async def fetch_put(client: EncoderClient, image: PutImage, **options: Any) -> F
 
 
 def nothing_is_left(server: Server) -> bool:
-    """Whether no lease and no room is held any more, and every page that is in use is an embedding's."""
+    """Return whether no lease and no space is held, and embeddings own all pages in use."""
     (host,) = server.store.stats().tiers
     pages = sum(
         server.store.layout.pages(entry.tokens) * server.store.layout.page_bytes
@@ -56,7 +56,7 @@ def nothing_is_left(server: Server) -> bool:
 
 
 class RawPut:
-    """A Put call by hand, past the client's own checks."""
+    """A Put call with raw messages, without the client's own checks."""
 
     def __init__(self, call: Any) -> None:
         self.call = call

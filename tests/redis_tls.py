@@ -1,4 +1,4 @@
-"""A Redis behind TLS with the user whose rights docs/operations.md gives, and no other."""
+"""A Redis behind TLS whose only user has the rights that docs/operations.md gives."""
 
 import ssl
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from tests.tcp_proxy import TcpProxy
 
 
 def rules() -> list[str]:
-    """The rights that the page gives the user in Redis, for keys and channels that begin with `encoder:`."""
+    """Return the rights that the page gives the user, for keys and channels that begin with `encoder:`."""
     page = (ROOT / "docs/operations.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("ACL SETUSER encoder "))
     return line.split()[3:]
@@ -20,7 +20,7 @@ def rules() -> list[str]:
 
 @asynccontextmanager
 async def redis_by_tls(issued: Issued) -> AsyncIterator[int]:
-    """Give the port of a Redis that admits the page's user alone, behind what ends TLS: its own build may have none."""
+    """Yield the port of a Redis that admits only the page's user. A proxy ends TLS, which this build may lack."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*issued)
     with redis_server() as server:
@@ -33,5 +33,5 @@ async def redis_by_tls(issued: Issued) -> AsyncIterator[int]:
 
 
 def redis_url(port: int, ca: Path) -> str:
-    """Where that user finds it."""
+    """Return the URL for that user."""
     return f"rediss://encoder:PASSWORD@127.0.0.1:{port}/0?ssl_ca_certs={ca}"

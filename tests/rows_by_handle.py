@@ -1,4 +1,4 @@
-"""Stores whose rows are read by their handles, and what reads them."""
+"""Stores, and readers of their rows by handle."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def reader(handle):
 
 
 def flat(handle):
-    """All bytes of a handle's rows, copied."""
+    """Return a copy of all bytes of a handle's rows."""
     return shared_rows(handle).copy().tobytes()
 
 
@@ -44,14 +44,14 @@ def as_bytes(rows):
 
 
 def mappings_of(path):
-    """The read-only mappings of a file in this process; the store's own is writable."""
+    """Return the read-only mappings of a file in this process. The store's own mapping is writable."""
     return [
         line for line in Path("/proc/self/maps").read_text().splitlines() if path in line and " r--s " in line
     ]
 
 
 def scattered(store):
-    """Put an embedding that no single run can hold; return its pin."""
+    """Put an embedding that no single run of free pages can hold; return its pin."""
     for n in range(16):
         store.put(bytes([n]), embedding(n, 512), (1, 1, 1)).release()
     for n in range(0, 16, 2):

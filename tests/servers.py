@@ -1,4 +1,4 @@
-"""A server of this process, with settings of its own, for as long as a test or a fixture needs it."""
+"""A server in this process with other settings than the fixture's."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,9 +23,9 @@ async def server_of(
     limits: Mapping[str, Any] = NONE,
     **settings: Any,
 ) -> AsyncIterator[Server]:
-    """Give a server of `config`, some settings of which are others; it is drained, however the body ends.
+    """Yield a server with `config`, changed by `settings`, and drain it at the end.
 
-    `limits` are fields of its `Budgets` that no setting changes.
+    `limits` are fields of `Budgets` that no setting changes.
     """
     config = replace(config, **settings)
     server = Server(config, model, devices, budgets=replace(Budgets.of(config), **limits))

@@ -1,4 +1,4 @@
-"""A gateway for SGLang in this process, as long as a test needs it."""
+"""A gateway for SGLang in this process."""
 
 import asyncio
 import socket

@@ -14,11 +14,11 @@ _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "
 
 
 class EmbeddingData(SimpleNamespace):
-    """Stands where the frame names SGLang's class of that name."""
+    """Stands for SGLang's class of that name, which the frame names."""
 
 
 class _Reader(pickle.Unpickler):
-    """Allows the three names that all releases allow; a type of torch is read as its name."""
+    """Allows the three names that all releases allow, and reads a type of torch as its name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData"):

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.20 to 0.5.23 does with an encoder: its calls, over real sockets, and how it reads the answers."""
+"""Calls an encoder as SGLang 0.5.20 to 0.5.23 does, over real sockets, and reads the answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tests.waiting import START_S
 
 @dataclass
 class Answer:
-    """What came of a request: the messages of each rank in the order of parts, and what failed."""
+    """The answer to a request: the messages of each rank in the order of parts, and the refusals."""
 
     messages: list[list[Message]] = field(default_factory=list)
     refusals: list[tuple[int, str]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Answer:
 
 
 class LanguageServer:
-    """The receiving side of an SGLang with so many tensor-parallel ranks."""
+    """The receiving side of an SGLang with `ranks` tensor-parallel ranks."""
 
     def __init__(self, url: str, ranks: int = 1) -> None:
         self._url = url

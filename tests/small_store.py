@@ -4,8 +4,8 @@ import torch
 
 from encoder_service.store import Store
 
-# Of a whole server, in GiB: little, for memory that others have nearly filled. What a test has closed may still be
-# mapped until the next collection, so /dev/shm needs room for several; the 64 MB of a container are too few.
+# The store of a whole server, in GiB. It is small, because a store that a test has closed may stay mapped until the
+# next garbage collection: /dev/shm needs room for several, and a container has only 64 MB.
 STORE_GIB = 0.04
 WIDTH = 16  # float32: 64 bytes a row, 1024 rows a page
 PAGE_BYTES = 64 << 10

@@ -1,12 +1,12 @@
-"""Processes for the store's torture: an owner that churns a store and hands out handles, and readers of them.
+"""Processes for the stress test of the store: an owner that churns a store and hands out handles, and readers.
 
     python -m tests.store_processes owner FOLDER      listens on FOLDER/socket until it is killed
-    python -m tests.store_processes reader FOLDER     reads until it is killed; a line of counts each 20 reads
-    python -m tests.store_processes device FOLDER     the same, of what lies on the device there
+    python -m tests.store_processes reader FOLDER     reads until it is killed; prints counts every 20 reads
+    python -m tests.store_processes device FOLDER     the same, for rows in the device tier
 
-A conversation is the Fetch stream in small: the reader names an address, the owner pins it and answers with a handle,
-the pin lasts until the reader answers or its end of the socket closes. Rows are a function of their address, so that
-every reader knows what it must find.
+They talk like the two ends of a Fetch stream: the reader names an address, the owner pins it and answers with a handle,
+and holds the pin until the reader answers or closes its end of the socket. Rows are a function of their address, so
+every reader knows the right rows.
 """
 
 import random
@@ -24,12 +24,15 @@ from encoder_contract.errors import OverloadedError, StaleHandleError
 
 WIDTH = 128  # float32: 512 bytes a row, 128 rows a page
 ADDRESSES = 60
-HOST_PAGES, DEVICE_PAGES = 96, 24  # about a third of what the addresses take: eviction never rests
+HOST_PAGES, DEVICE_PAGES = (
+    96,
+    24,
+)  # about a third of the space of all addresses, so the store evicts all the time
 PAGE_BYTES = 64 << 10
 
 
 def rows_of(number: int) -> np.ndarray:
-    """What address `number` means: [tokens, WIDTH], no two values alike."""
+    """Return the rows [tokens, WIDTH] of address `number`; all values differ."""
     tokens = 1 + number * 997 % 700
     return np.arange(tokens * WIDTH, dtype=np.float32).reshape(tokens, WIDTH) + number / 64
 
@@ -67,11 +70,11 @@ def own(folder: Path) -> None:
     def serve(reader: Connection) -> None:
         with suppress(EOFError, OSError):
             while True:
-                asked = reader.recv()
-                if asked is None:
+                request = reader.recv()
+                if request is None:
                     reader.send(store.stats().pins)
                     continue
-                number, on_device = asked
+                number, on_device = request
                 write(number)
                 with store.pin(bytes([number])) or store.put(
                     bytes([number]), tensors[number], (1, 1, 0)
@@ -89,7 +92,7 @@ def own(folder: Path) -> None:
 
 
 def read(folder: Path, *, on_device: bool = False) -> None:
-    """Read held rows, which must be right, and old handles, which must be right or stale."""
+    """Read held rows, which must be right, and rows of old handles, which must be right or stale."""
     from prefill_client import DeviceRows, Handle, SharedRows
 
     def rows_in(handle: Handle) -> SharedRows:
@@ -114,7 +117,7 @@ def read(folder: Path, *, on_device: bool = False) -> None:
         before, outdated = rng.choice(old)
         try:
             copied = rows_in(outdated).copy()
-            assert np.array_equal(copied, rows_of(before)), f"{before} is wrong and nobody noticed"
+            assert np.array_equal(copied, rows_of(before)), f"{before} is wrong, but not stale"
             outlived += 1
         except StaleHandleError:
             stale += 1

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be cut, fall silent, be slow, or answer nonsense."""
+"""A TCP proxy that can cut connections, fall silent, be slow, or answer nonsense."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,10 @@ import ssl
 
 
 class TcpProxy:
-    """A TCP proxy of a server on 127.0.0.1 that can be cut, so that one client loses a server that others keep."""
+    """A TCP proxy of a server on 127.0.0.1, with which one client can lose a server that others keep."""
 
     def __init__(self, to_port: int, tls: ssl.SSLContext | None = None, from_host: str = "127.0.0.1") -> None:
-        """With `tls` its clients speak TLS, and it speaks plainly to the server, which sees it at `from_host`."""
+        """With `tls` clients connect by TLS. The connection to the server is without TLS and comes from `from_host`."""
         self._to_port = to_port
         self._from_host = from_host
         self._tls = tls
@@ -28,32 +28,32 @@ class TcpProxy:
         return self
 
     def cut(self) -> None:
-        """Break every connection, and every new one at once."""
+        """Abort all connections, and each new one at once."""
         self._is_cut = True
         for end in self._ends:
             end.transport.abort()
 
     def fall_silent(self) -> None:
-        """Lose what is sent from now on, in both directions, a goodbye too."""
+        """Drop all data from now on, in both directions, and do not forward the end of a connection."""
         self._is_silent = True
 
     def throttle(self, bytes_per_s: float) -> None:
-        """Carry no more than this from now on, each way of each connection."""
+        """Limit the rate of each direction of each connection."""
         self._bytes_per_s = bytes_per_s
 
     def delay(self, seconds: float) -> None:
-        """Carry what is sent this much later, each way of each connection."""
+        """Delay the data of each direction of each connection."""
         self._delay_s = seconds
 
     def answer_nonsense(self, answer: bytes) -> None:
-        """From now on clients get these bytes for every line that the server sends.
+        """Send clients these bytes instead of each line of the server.
 
-        So there is an answer to each command, also where several come in one piece: nobody waits for one.
+        So each command gets an answer, even if several arrive at once, and no client waits for one.
         """
         self._nonsense = answer
 
     def mend(self, to_port: int | None = None) -> None:
-        """Carry everything again, of new connections to another server if one is named."""
+        """End all faults; forward new connections to the server at `to_port`, if given."""
         self._to_port = self._to_port if to_port is None else to_port
         self._is_cut = self._is_silent = False
         self._bytes_per_s = float("inf")

@@ -1,4 +1,4 @@
-"""Tenants of a test: the file that lists them, and the settings of a server that serves nobody else."""
+"""Tenants of a test: their file, and the settings of a server that serves only tenants."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ RIGHTS = {
 }
 
 
-# Connects with somebody's token.
+# Connects with the token of a tenant.
 As = Callable[..., AbstractAsyncContextManager[EncoderClient]]
 
 
 def table(name: str, *tokens: str, rights: Sequence[str], certificates: Sequence[str] = ()) -> str:
-    """The part of a tenants file about one of them."""
+    """Return the table of a tenant in a tenants file."""
     hashed = [hashlib.sha256(token.encode()).hexdigest() for token in tokens]
     return f"[{name}]\ntokens = {hashed}\ncertificates = {list(certificates)}\nrights = {list(rights)}\n"
 
 
 def guarded_by(tenants: Path, config: Config, **settings: str) -> Config:
-    """Settings of a server that serves the tenants of this file; the fleet's key is written beside it."""
+    """Return settings of a server that serves the tenants of this file; write the fleet's key beside it."""
     key = tenants.with_name("fleet-key")
     key.write_text("the secret of the fleet, 32 bytes")
     return replace(config, tenants_file=str(tenants), fleet_key_file=str(key), **settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Architecture rules, one test each: layers, fences, no circles, who reads the environment and the wall clock."""
+"""Architecture rules, one test each: layers, fences, no cycles, readers of the environment and the wall clock."""
 
 import ast
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ PACKAGES = {
     "prefill_client": ROOT,
     "prefill_reference": ROOT,
 }
-# Each may import from those before it, but the client and the reference service not the server.
+# Each may import from those before it, except that the client and the reference service never import the server.
 FOLDERS = [*PACKAGES, "testing", "demo", "bench", "tests"]
 
-# The service from the top down: an entry imports only from layers below its own.
+# The service from top to bottom. An entry imports only from layers below its own.
 LAYERS = [
     ["cli"],
     ["app"],
@@ -31,12 +31,12 @@ LAYERS = [
     ["scheduler", "store", "keys", "config", "logs"],
 ]
 
-# Library -> the only places that may import it.
+# Library -> the only modules and folders that may import it.
 FENCES = {
     "grpc": {"encoder_service/api/", "encoder_service/cluster/peers", "prefill_client/"},
     "grpc_health": {"encoder_service/api/server", "prefill_client/"},
     "grpc_reflection": {"encoder_service/api/server"},
-    # Where tensors are: never in what is decided, counted, named, configured or said on the wire.
+    # Modules that handle tensors. Scheduling, metrics, keys, configuration and messages do not.
     "torch": {
         "encoder_service/cluster/",
         "encoder_service/engine/",
@@ -46,7 +46,7 @@ FENCES = {
         "encoder_service/store/",
         "encoder_service/vision/",
         "prefill_client/images",
-        "prefill_client/transport/device",  # rows on a GPU are tensors: for the type checker alone
+        "prefill_client/transport/device",  # rows on a GPU are tensors; imported only for the type checker
         "prefill_client/transport/rows",
         "prefill_reference/",
         "prefill_client/vllm/",
@@ -64,7 +64,7 @@ FENCES = {
     },
     "nvidia": {"encoder_service/image/dali"},
     "PIL": {"encoder_service/image/decoder", "encoder_service/image/pillow", "prefill_client/sglang/"},
-    "cv2": {"encoder_service/image/opencv"},  # FFmpeg parses no file in the server's process
+    "cv2": {"encoder_service/image/opencv"},  # so that FFmpeg parses no file in the server's process
     "rich": {"encoder_service/cli", "encoder_service/top"},
     "fastapi": {"prefill_reference/"},
     "starlette": {"prefill_client/http_server", "prefill_client/sglang_gateway/", "prefill_reference/"},
@@ -80,7 +80,7 @@ FENCES = {
 }
 
 
-# Who touches the environment: entry points read it; the others set what a library reads.
+# Modules that use the environment. Entry points read it; the others set variables that a library reads.
 ENVIRONMENT = {
     "encoder_service/cli": "reads settings",
     "prefill_client/cli": "reads settings",
@@ -91,7 +91,7 @@ ENVIRONMENT = {
     "encoder_contract/command_line": "sets how much gRPC says",
 }
 
-# Who reads the wall clock, which may jump: nothing waits, expires or is ordered by it, for all that is monotonic.
+# Modules that read the wall clock. It may jump, so all waiting, expiry and order use the monotonic clock.
 WALL_CLOCK = {
     "encoder_service/api/caller": "refuses signatures of replicas that are a minute old, which may be replayed",
     "encoder_service/app": "tells the starts of a replica apart",
@@ -122,7 +122,7 @@ def name_of(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Every imported module by its full name; type-checking imports count too."""
+    """Return the full names of all imported modules, including type-checking imports."""
     return list(_imports(path))
 
 
@@ -146,7 +146,7 @@ def test_every_entry_of_the_service_belongs_to_a_layer() -> None:
 
 
 def all_imports() -> Iterator[tuple[str, str]]:
-    """Every import of our packages: who imports, and what."""
+    """Yield importer and imported module for every import of our packages."""
     for path in modules():
         for imported in imports(path):
             yield name_of(path), imported
@@ -199,7 +199,7 @@ def test_every_module_says_in_its_first_line_what_it_is() -> None:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Return what each module of ours imports of ours, by full names; a package stands for its `__init__`."""
+    """Return which of our modules each module imports, by full names. A package stands for its `__init__`."""
     paths = {
         name_of(path).replace("/", ".").removesuffix(".__init__"): path
         for folder in FOLDERS
@@ -208,7 +208,7 @@ def graph() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in paths.items():
         named = [each for each in imports(path) if each in paths]
-        # `from package import module` names both: it is the module that is meant.
+        # `from package import module` names both; only the module counts.
         found[name] = {n for n in named if n != name and not any(m.startswith(f"{n}.") for m in named)}
     return found
 
@@ -253,5 +253,5 @@ def _names(node: ast.ImportFrom) -> set[str]:
 
 def test_a_file_is_named_for_its_noun() -> None:
     empty = {"util", "utils", "common", "helper", "helpers", "base", "misc", "core"}
-    shadowing = {"types", "queue", "signal"}  # of the standard library, where a reader would look first
+    shadowing = {"types", "queue", "signal"}  # modules of the standard library
     assert not {path.stem for path in modules()} & (empty | shadowing)

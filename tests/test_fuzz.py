@@ -1,4 +1,4 @@
-"""The fuzzer: some cases of every target pass, and crashes and hangs are found."""
+"""The fuzzer: cases of every target pass, and it finds crashes and hangs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Processes that encode an image in a group. They import little, because there are four of them."""
+"""Processes that encode an image as a group. They import little, because there are four of them."""
 
 import functools
 import multiprocessing
@@ -21,7 +21,7 @@ def load(folder, dtype):
 
 
 def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, tile, limit_s, at_block):
-    """Encode in one process; return its rows, or the error. The last process calls `at_block` once."""
+    """Encode in one process; return its rows or its error. The last process calls `at_block` once."""
     torch.set_num_threads(1)
     blocks = []
 
@@ -40,14 +40,14 @@ def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, ti
 
 
 def serve(rank, pipe):
-    """Encode what comes through the pipe. The main function of a process."""
+    """Encode the images that come through the pipe. The main function of a process."""
     while True:
         arguments, options = pipe.recv()
         pipe.send(encode(rank, *arguments, **options))
 
 
 def hang():
-    """Make the others wait for longer than they do."""
+    """Sleep longer than the other processes wait."""
     time.sleep(3)
 
 

@@ -1,19 +1,19 @@
-"""Waiting for what will come true."""
+"""Waiting for conditions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-# What separates "soon" from "never": many times what anything takes here, on a machine that does ten other things too.
+# How long to wait for a condition: many times longer than anything takes here, even on a busy machine.
 PATIENCE_S = 30.0
-# The start of a process that imports torch, beside others that do the same: ten times what it takes alone.
+# For the start of a process that imports torch, beside others that start: ten times as long as it takes alone.
 START_S = 100.0
-# Limits on time that a test lets pass, for what has to be done within them: whoever is too slow for one, because its
-# machine stood still, is given the next.
+# Time limits for tests of what must happen within a limit. A test that misses a limit because its machine stalled
+# tries again with the next.
 LIMITS_S = (1.0, 5.0, 25.0)
 
 
 async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = PATIENCE_S) -> None:
-    """Return when it holds; fail when it does not in time."""
+    """Wait until the condition holds. Raises `TimeoutError` if it does not in time."""
     async with asyncio.timeout(within_s):
         while True:
             answer = holds()
@@ -23,7 +23,7 @@ async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = PA
 
 
 async def within_some_limit(attempt: Callable[[float], Awaitable[bool]]) -> None:
-    """Make an attempt with a limit of so many seconds, and with longer ones until it was quick enough for one."""
+    """Make attempts with longer and longer limits in seconds, until one succeeds."""
     for limit_s in LIMITS_S:
         if await attempt(limit_s):
             return

@@ -1,4 +1,4 @@
-"""`make bench`: it survives failing benchmarks, keeps results, and rewrites the pages from them."""
+"""`make bench` survives failing benchmarks, stores results, and rewrites the pages from them."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_a_run_takes_under_twenty_minutes_and_no_benchmark_over_ten() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, which the harness takes for ours."""
+    """A repository with one commit, which the harness uses as ours."""
     git(tmp_path, "init", "--quiet")
     for name in ("page.md", "code.py", "bench/results/one.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def test_uncommitted_code_is_measured_only_with_dirty_or_quick(
 
     monkeypatch.setattr(bench.__main__, "measure", measure)
     assert main(["--only", "sizing"]) == 0
-    (repository / "page.md").write_text("b\n")  # a run writes these itself
+    (repository / "page.md").write_text("b\n")  # a run writes pages itself
     (repository / "bench/results/one.json").write_text("b\n")
     assert main(["--only", "sizing"]) == 0
     (repository / "code.py").write_text("b\n")

@@ -23,7 +23,7 @@ from bench.harness.results import ROOT
 
 pytestmark = pytest.mark.slow
 
-# Modules that a machine with torch may lack, and those of them that a part needs for its measurements.
+# Modules that a machine with torch may lack, and which of them each part needs for its measurements.
 OPTIONAL = {
     "transformers",
     "tokenizers",
@@ -127,7 +127,7 @@ def test_parts_import_without_the_modules_that_they_do_not_need() -> None:
     assert sorted(ran.stdout.split()) == sorted(gpu.PARTS), ran.stderr[-3000:]
 
 
-# Modules that a part runs besides its own: in processes, or by name.
+# Modules that a part runs in other processes, or imports by name.
 ALSO = {
     "server": ["encoder_service.cli"],
     "load": ["encoder_service.cli"],
@@ -164,7 +164,7 @@ NOT_MEASURED = {"encoder_service.families.generic", "encoder_service.image.openc
 
 
 def libraries(modules: list[str]) -> set[str]:
-    """Return the libraries that these modules of ours, and ours that they import, import at the top level."""
+    """Return the libraries that our modules import at the top level, directly or through our other modules."""
     found, seen, left = set(), {*NOT_MEASURED}, [*modules]
     while left:
         if (name := left.pop()) in seen:

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles, as it is launched in production, for a GPU that need not be here."""
+"""Every Triton kernel compiles for a GPU as in production. This machine needs no GPU."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
-# Compiling takes long on a busy machine, and counts for the first test.
+# Compiling takes long on a busy machine, and counts towards the first test's time.
 pytestmark = pytest.mark.timeout(600)
 
 Kernels = list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Tests and benchmarks run on the Redis of the project's packages, not on an installed one."""
+"""Tests and benchmarks run on the Redis of the project's packages, not on the system's."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What deploy/ promises, read: settings that the programs know, bounds that fit, names that exist."""
+"""Checks the files in deploy/: settings that the programs know, bounds that fit, names that exist."""
 
 import os
 import re
@@ -34,7 +34,7 @@ KUBERNETES = DEPLOY / "kubernetes"
 
 
 def filled(value: str, variables: Mapping[str, str] = EXAMPLE) -> str:
-    """A value of the compose file with its variables filled in, as compose does."""
+    """Return a value of the compose file with its variables filled in, as compose does."""
     return VARIABLE.sub(lambda match: variables.get(match[1]) or match[2] or "", str(value))
 
 
@@ -43,12 +43,12 @@ def environment(service: str) -> dict[str, str]:
 
 
 def gib(size: str) -> float:
-    """`2304m` and `17Gi` in GiB."""
+    """Return a size such as `2304m` or `17Gi` in GiB."""
     number, unit = re.fullmatch(r"([\d.]+)([a-zA-Z]+)", size).groups()  # type: ignore[union-attr]
     return float(number) * {"m": 1 / 1024, "g": 1, "mi": 1 / 1024, "gi": 1}[unit.lower()]
 
 
-# The compose file, read
+# The compose file
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -66,7 +66,7 @@ def test_every_service_is_hardened_bounded_watched_and_pinned(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["encoder-cpu", "encoder-gpu"])
-def test_the_encoders_environment_is_a_configuration(name: str) -> None:
+def test_the_encoders_environment_is_a_valid_configuration(name: str) -> None:
     config = Config.read({}, environment(name))
     assert config.index.startswith("redis://redis:")
     assert config.metrics_listen.endswith(":9464")
@@ -76,13 +76,13 @@ def test_the_encoders_environment_is_a_configuration(name: str) -> None:
     assert config.drain_s < float(SERVICES[name]["stop_grace_period"].rstrip("s"))
 
 
-def test_the_prefill_services_environment_is_a_configuration() -> None:
+def test_the_prefill_services_environment_is_a_valid_configuration() -> None:
     config = ServiceConfig.read({}, {k: v for k, v in environment("prefill").items() if "PREFILLSVC" in k})
     assert config.encoder == "dns:encoder:50051", "all replicas, not the first"
     assert "encoder" in SERVICES["encoder-cpu"]["networks"]["default"]["aliases"]
 
 
-def test_the_example_sets_every_variable_and_no_other() -> None:
+def test_the_example_sets_exactly_the_variables_in_use() -> None:
     text = re.sub(r"^\s*#.*$", "", (DEPLOY / "docker-compose.yml").read_text(), flags=re.M)
     used = {match[1] for match in VARIABLE.finditer(text)}
     assert used | {"COMPOSE_PROFILES"} == set(EXAMPLE)
@@ -113,9 +113,11 @@ def test_every_scrape_target_is_a_listening_service() -> None:
 def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")}
-    assert asked == {"server", "video", "dali-cuda13", "flash3", "reference", "sglang-gateway", "vllm"}
-    assert asked <= set(extras)
+    installed = {
+        extra for group in re.findall(r"'\.\[([\w,-]+)\]'", dockerfile) for extra in group.split(",")
+    }
+    assert installed == {"server", "video", "dali-cuda13", "flash3", "reference", "sglang-gateway", "vllm"}
+    assert installed <= set(extras)
     assert re.search(r"^USER \d+:\d+$", dockerfile, re.M)
     targets = {service["build"]["target"] for service in SERVICES.values() if "build" in service}
     assert targets == {"encoder", "prefill"} <= set(re.findall(r"^FROM .* AS (\w+)$", dockerfile, re.M))
@@ -124,7 +126,7 @@ def test_the_image_installs_existing_extras_and_runs_unprivileged() -> None:
     assert {name for names in copied for name in names.split()} == kept
 
 
-def test_dependencies_are_installed_before_sources_are_copied_and_images_say_what_they_are() -> None:
+def test_dependencies_are_installed_before_sources_are_copied_and_images_have_labels() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", dockerfile, re.M | re.S))
     for name in ("encoder-build", "prefill-build", "sglang-gateway-build"):
@@ -136,8 +138,8 @@ def test_dependencies_are_installed_before_sources_are_copied_and_images_say_wha
         assert labels["version"] == __version__
 
 
-def test_a_package_without_sources_has_the_needs_of_ours(tmp_path: Path) -> None:
-    """What the image installs before the sources are copied."""
+def test_metadata_built_without_sources_has_our_version_and_extras(tmp_path: Path) -> None:
+    """The image installs dependencies from this metadata before it copies the sources."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "proto/encoder_contract/version.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
@@ -147,15 +149,15 @@ def test_a_package_without_sources_has_the_needs_of_ours(tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    told = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text()
+    metadata = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"Version: {__version__}\n" in told
-    assert all(f"Provides-Extra: {extra}\n" in told for extra in extras)
+    assert f"Version: {__version__}\n" in metadata
+    assert all(f"Provides-Extra: {extra}\n" in metadata for extra in extras)
 
 
 @pytest.mark.parametrize(("torch", "has_flash3"), [("cpu", False), ("cu128", False), ("cu130", True)])
 def test_only_the_cuda_13_image_has_flash_attention_3(torch: str, has_flash3: bool) -> None:
-    """Its step is run, with a pip that only says what it is asked for."""
+    """Runs the step of the Dockerfile with a pip that only prints its arguments."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     stage = dockerfile.partition("FROM build AS encoder-build\n")[2].partition("\nFROM ")[0]
     step = stage.partition("RUN ")[2].partition("\nCOPY ")[0]
@@ -170,7 +172,7 @@ def test_only_the_cuda_13_image_has_flash_attention_3(torch: str, has_flash3: bo
     assert ("[flash3]" in ran.stdout) == has_flash3
 
 
-# The Kubernetes manifests, read
+# The Kubernetes manifests
 
 
 def manifests() -> list[dict[str, Any]]:
@@ -184,7 +186,7 @@ def literals(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
-def test_the_pods_environment_is_a_configuration_whose_store_fits(overlay: str) -> None:
+def test_the_pods_environment_is_a_valid_configuration_whose_store_fits(overlay: str) -> None:
     settings = literals(KUBERNETES / "base/kustomization.yaml")
     settings |= literals(KUBERNETES / f"overlays/{overlay}/kustomization.yaml")
     config = Config.read({}, settings)
@@ -227,7 +229,7 @@ def test_the_pod_outlives_the_drain_and_is_locked_down() -> None:
 def test_the_disruption_budget_selects_the_pods() -> None:
     (budget,) = (each for each in manifests() if each["kind"] == "PodDisruptionBudget")
     (deployment,) = (each for each in manifests() if each["kind"] == "Deployment")
-    selected = budget["spec"]["selector"]["matchLabels"]  # without one it selects none
+    selected = budget["spec"]["selector"]["matchLabels"]  # an empty selector selects no pod
     assert selected
     assert selected.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
 
@@ -237,7 +239,7 @@ def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
         Config.read({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
 
 
-def test_the_driver_lends_every_gpu_deployment_its_hardware_jpeg_decoder() -> None:
+def test_every_gpu_deployment_may_use_the_hardware_jpeg_decoder() -> None:
     wanted = "compute,utility,video"
     assert f"NVIDIA_DRIVER_CAPABILITIES={wanted}\n" in (DEPLOY / "Dockerfile").read_text()
     assert environment("encoder-gpu")["NVIDIA_DRIVER_CAPABILITIES"] == wanted

@@ -1,4 +1,4 @@
-"""What deploy/ promises of any LLM engine beside the service, read."""
+"""Checks what deploy/ has for every LLM engine beside the service."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.deployed_vllm import VLLM
 SGLANG = DeployedEngine("sglang")
 ENGINES = pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
 READERS = {"vllm": "vllm", "sglang": "gateway"}
-"""Which service of the compose file reads the rows in the encoder's shared memory."""
+"""The service of each compose file that reads rows in the encoder's shared memory."""
 RELEASED = (f":{__version__}", f":{__version__}-cuda", f":v{SUPPORTED[-1]}")
 
 
@@ -65,11 +65,11 @@ def test_the_namespaces_of_vllm_and_its_encoder_outlive_both() -> None:
     for name in ("encoder", "vllm"):
         service = VLLM.services[name]
         assert service["ipc"] == service["pid"] == "service:namespaces"  # CUDA asks for both
-    assert VLLM.services["namespaces"]["init"], "it reaps what others leave behind"
+    assert VLLM.services["namespaces"]["init"], "it reaps orphaned processes"
 
 
 @ENGINES
-def test_the_example_sets_every_variable_and_no_other(engine: DeployedEngine) -> None:
+def test_the_example_sets_exactly_the_variables_in_use(engine: DeployedEngine) -> None:
     text = re.sub(r"^\s*#.*$", "", engine.text, flags=re.M)
     text += "".join(str(OTHER[name]) for name in engine.extended)
     assert {match[1] for match in VARIABLE.finditer(text)} == set(engine.example)
@@ -77,8 +77,8 @@ def test_the_example_sets_every_variable_and_no_other(engine: DeployedEngine) ->
 
 @ENGINES
 def test_pods_find_and_may_call_the_encoders_service(engine: DeployedEngine) -> None:
-    said = yaml.safe_dump(engine.manifests["deployment"], width=10_000)
-    (found,) = {*re.findall(r"dns:([\w.-]+:\d+)", said)}
+    text = yaml.safe_dump(engine.manifests["deployment"], width=10_000)
+    (found,) = {*re.findall(r"dns:([\w.-]+:\d+)", text)}
     service, namespace, port = re.fullmatch(r"([\w-]+)\.([\w-]+)\.svc:(\d+)", found).groups()  # type: ignore[union-attr]
     base = yaml.safe_load((DEPLOY / "kubernetes/base/kustomization.yaml").read_text())
     assert namespace == base["namespace"]
@@ -93,7 +93,7 @@ def test_pods_find_and_may_call_the_encoders_service(engine: DeployedEngine) -> 
 
 
 @ENGINES
-def test_there_is_an_overlay_for_each_family_and_its_pod_is_locked_down(engine: DeployedEngine) -> None:
+def test_each_family_has_an_overlay_and_its_pod_is_locked_down(engine: DeployedEngine) -> None:
     served = {
         "vllm": ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5"],
         "sglang": ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"],

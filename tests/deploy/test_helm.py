@@ -1,4 +1,4 @@
-"""The Helm chart: rendered by Helm, it is what kustomize makes of the overlays."""
+"""The Helm chart renders the same manifests as kustomize does from the overlays."""
 
 import json
 import re
@@ -32,7 +32,7 @@ Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
 def rendered(values: Mapping[str, Any]) -> Manifests:
-    """What Helm makes of the chart, by kind and name."""
+    """Return the manifests that Helm renders, by kind and name."""
     if helm := shutil.which("helm"):
         command = [helm, "template", "encoder", CHART, "--namespace", "encoder", "--values", "-"]
         done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=True)
@@ -46,7 +46,7 @@ def rendered(values: Mapping[str, Any]) -> Manifests:
 
 
 def by_name(manifests: Any) -> Manifests:
-    """Manifests without what the two ways name differently: the hash of a ConfigMap, and the checksum of settings."""
+    """Return manifests without what the two tools name differently: a ConfigMap's hash, the settings' checksum."""
     text = "\n---\n".join(json.dumps(each) for each in manifests)
     text = re.sub(r'"encoder-[a-z0-9]{10}"', '"encoder"', text)
     found = list(yaml.safe_load_all(text))
@@ -57,7 +57,7 @@ def by_name(manifests: Any) -> Manifests:
 
 
 def built(overlay: str, *components: str, folder: Path) -> Manifests:
-    """What kustomize makes of an overlay, less the namespace, which is not the chart's."""
+    """Return the manifests that kustomize renders from an overlay, without the namespace, which the chart lacks."""
     kustomize = check.kustomize()
     assert kustomize is not None
     target = check.overlay_with(components, folder / "it", overlay)
@@ -88,14 +88,14 @@ TLS = {"tls": {"enabled": True}}
 def test_the_chart_renders_what_kustomize_renders(
     overlay: str, components: tuple[str, ...], values: dict[str, Any], tmp_path: Path
 ) -> None:
-    ours, theirs = rendered(values), built(overlay, *components, folder=tmp_path)
-    assert ours.keys() == theirs.keys()
-    for name, manifest in theirs.items():
+    ours, expected = rendered(values), built(overlay, *components, folder=tmp_path)
+    assert ours.keys() == expected.keys()
+    for name, manifest in expected.items():
         assert ours[name] == manifest, name
 
 
 @with_helm
-def test_values_reach_the_replicas() -> None:
+def test_chart_values_reach_the_replicas() -> None:
     values = {
         "replicas": 5,
         "modelClaim": "another",
@@ -120,7 +120,7 @@ def test_values_reach_the_replicas() -> None:
 
 
 @with_helm
-def test_helm_finds_nothing_wrong_and_an_unknown_profile_is_refused() -> None:
+def test_helm_lint_passes_and_an_unknown_profile_is_refused() -> None:
     if helm := shutil.which("helm"):
         done = subprocess.run([helm, "lint", "--strict", CHART], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""The wheel: built from the tree, installed elsewhere, complete and able to serve."""
+"""The wheel: built from the tree, installed in another folder, complete and able to serve."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PACKAGES = {
     "prefill_reference": ROOT,
     "encoder_contract": ROOT / "proto",
 }
-# Copied: a build in the tree would leave files behind, and pack those of the last build.
+# The tree is copied, because a build in it would leave files behind and pack those of an earlier build.
 SOURCES = (
     *("pyproject.toml", "MANIFEST.in", "Makefile", "constraints.txt", "requirements-vllm.txt"),
     *("requirements-sglang.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md"),
@@ -30,12 +30,12 @@ SOURCES = (
     *("bench", "demo", "deploy", "docs", "examples", "testing", "tests"),
 )
 NOT_OURS = ("__pycache__", "*.egg-info", "node_modules", ".env", "*.log")
-WAIT_S = 200  # building and installing the wheel takes five
+WAIT_S = 200  # building and installing the wheel takes five seconds
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the tree."""
+    """The wheel, built from a copy of the tree."""
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel installed and nothing else of ours."""
+    """A folder in which only the wheel is installed."""
     folder = tmp_path_factory.mktemp("site")
     pip("install", "--target", folder, wheel)
     return folder
@@ -70,7 +70,7 @@ def pip(*arguments: str | Path) -> None:
 
 
 def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the installed wheel outside the tree; its errors go to the output of the test."""
+    """Run a command of the installed wheel outside the tree. Its errors go to the output of the test."""
     return subprocess.run(
         command,
         cwd=site,
@@ -83,7 +83,7 @@ def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[s
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Return an environment in which the wheel precedes the tree, which this interpreter may know too."""
+    """Return an environment in which the wheel precedes the tree, which may be installed in this interpreter too."""
     return {**os.environ, "PYTHONPATH": str(site)}
 
 
@@ -107,10 +107,10 @@ def test_the_source_distribution_is_complete_and_builds_the_same_wheel(wheel: Pa
         assert tracked - {name.partition("/")[2] for name in packed.getnames()} == set()
     pip("wheel", "--no-build-isolation", "--wheel-dir", tmp_path / "dist", source)
     (again,) = (tmp_path / "dist").iterdir()
-    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as theirs:
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as rebuilt:
         names = {name for name in ours.namelist() if ".dist-info/" not in name}
-        assert names == {name for name in theirs.namelist() if ".dist-info/" not in name}
-        assert all(ours.read(name) == theirs.read(name) for name in names)
+        assert names == {name for name in rebuilt.namelist() if ".dist-info/" not in name}
+        assert all(ours.read(name) == rebuilt.read(name) for name in names)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -118,7 +118,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def test_the_command_of_the_readme_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """As typed, in the folder where `make wheel` left it; its dependencies are installed already."""
+    """Runs the command as typed, in the folder of `make wheel`. The dependencies are installed already."""
     (line,) = re.findall(r"^pip (install \S*dist/.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     (tmp_path / "dist").mkdir()
     shutil.copy(wheel, tmp_path / "dist")
@@ -144,7 +144,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
 
 
 @pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
-def test_commands_are_the_installed_ones(site: Path, command: str) -> None:
+def test_commands_run_the_installed_packages(site: Path, command: str) -> None:
     assert installed(site, site / "bin" / command, "--version").stdout.split() == [command, __version__]
     code = f"import {command.replace('-', '_')} as package; print(package.__file__)"
     assert Path(installed(site, sys.executable, "-c", code).stdout).is_relative_to(site)

@@ -1,4 +1,4 @@
-"""What the overlays by TLS render, started by hand: the same arguments, environment, Secrets and probes, and asked."""
+"""Starts the pod of the TLS overlay by hand, with its arguments, environment, Secrets and probes, and calls it."""
 
 import asyncio
 import re
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def rendered(folder: Path, *components: str) -> list[dict[str, Any]]:
-    """What kustomize makes of the overlay for CPUs with these components."""
+    """Return the manifests that kustomize renders from the overlay for CPUs with these components."""
     build = check.kustomize()
     assert build is not None
     overlay = check.overlay_with(components, folder / "overlay")
@@ -48,7 +48,7 @@ def rendered(folder: Path, *components: str) -> list[dict[str, Any]]:
 
 
 def secrets_of_the_page(folder: Path, *names: str) -> dict[str, dict[str, str]]:
-    """The Secrets that the commands on the page create of the files in `folder`: those with `names`, or all."""
+    """Return the Secrets that the page's commands create from files in `folder`: those with `names`, or all."""
     found: dict[str, dict[str, str]] = {}
     for line in (ROOT / "docs/operations.md").read_text().splitlines():
         if line.startswith("kubectl -n encoder create secret generic "):
@@ -64,7 +64,7 @@ def _entry(option: str, folder: Path) -> tuple[str, str]:
 
 
 class Pod:
-    """A pod of the Deployment `encoder` as this host can run it: its container's process, its Secrets as folders."""
+    """A pod of the Deployment `encoder` on this host: the process of its container, and folders for its Secrets."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Pod:
         folder: Path,
         here: Mapping[str, str],
     ) -> None:
-        """`here` says what stands for a part of a setting on this host."""
+        """`here` maps parts of settings to what replaces them on this host."""
         self._configs = {
             each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"
         }
@@ -89,7 +89,7 @@ class Pod:
             self.mount(name, secrets[name])
 
     def mounts(self) -> dict[str, Path]:
-        """Where each Secret is mounted on this host."""
+        """Return the folder of each Secret on this host."""
         names = {
             each["name"]: each["secret"]["secretName"] for each in self._spec["volumes"] if "secret" in each
         }
@@ -101,7 +101,7 @@ class Pod:
         return {names[volume]: Path(self.here(path)) for volume, path in paths.items()}
 
     def mount(self, name: str, data: Mapping[str, str]) -> None:
-        """Put a Secret in place as Kubernetes does: links to a folder that is renamed, so all changes at once."""
+        """Mount a Secret as Kubernetes does: a renamed link to a folder changes all its files at once."""
         folder = self.mounts()[name]
         folder.mkdir(parents=True, exist_ok=True)
         version = folder / f"..{len(list(folder.iterdir()))}"
@@ -120,13 +120,13 @@ class Pod:
         (folder / "..new").rename(folder / "..data")
 
     def here(self, value: str) -> str:
-        """A value of the manifests as it is on this host."""
+        """Return a value of the manifests as it is on this host."""
         for there, ours in self._here.items():
             value = value.replace(there, ours)
         return value
 
     def environment(self) -> dict[str, str]:
-        """What the container's environment is, by the rules of Kubernetes."""
+        """Return the container's environment, by the rules of Kubernetes."""
         found: dict[str, str] = {}
         for source in self.container["envFrom"]:
             found |= self._configs[source["configMapRef"]["name"]]
@@ -140,7 +140,7 @@ class Pod:
             else:
                 value = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], each["value"])
             found[each["name"]] = value
-        found["ENCSVC_STORE_HOST_GIB"] = "0.25"  # of this host's memory
+        found["ENCSVC_STORE_HOST_GIB"] = "0.25"  # small, for this host's memory
         return {name: self.here(value) for name, value in found.items()}
 
     def start(self) -> "subprocess.Popen[bytes]":
@@ -156,26 +156,26 @@ class Pod:
                 cwd=self._folder,
             )
 
-    def said(self) -> str:
-        """All that it has printed."""
+    def output(self) -> str:
+        """Return all that the process has printed."""
         return self._log.read_text()
 
     def listens(self) -> bool:
-        """Whether it has said where it listens, on both ports."""
-        return len(self._said_ports()) == 2
+        """Whether it has printed the addresses of both ports."""
+        return len(self._printed_ports()) == 2
 
-    def _said_ports(self) -> dict[str, str]:
-        return dict(re.findall(r'"(listening|metrics)": "(?:https://)?0\.0\.0\.0:(\d+)\b', self.said()))
+    def _printed_ports(self) -> dict[str, str]:
+        return dict(re.findall(r'"(listening|metrics)": "(?:https://)?0\.0\.0\.0:(\d+)\b', self.output()))
 
     def ports(self) -> dict[str, str]:
-        """Which address each of the container's ports has on this host, once it listens."""
-        found = self._said_ports()
+        """Return the address of each of the container's ports on this host, once it listens."""
+        found = self._printed_ports()
         return {
-            name: f"localhost:{found[said]}" for name, said in (("grpc", "listening"), ("metrics", "metrics"))
+            name: f"localhost:{found[key]}" for name, key in (("grpc", "listening"), ("metrics", "metrics"))
         }
 
     def probe(self, name: str) -> int:
-        """Probe the container as the kubelet does, which checks no certificate."""
+        """Probe the container like the kubelet, which does not check certificates."""
         http = self.container[name]["httpGet"]
         url = f"{http.get('scheme', 'HTTP').lower()}://{self.ports()[http['port']]}{http['path']}"
         context = ssl._create_unverified_context()
@@ -183,7 +183,7 @@ class Pod:
             return int(answer.status)
 
     def scraped(self) -> str:
-        """Scrape the container as the Prometheus operator's PodMonitor says."""
+        """Scrape the container as the PodMonitor says."""
         ((endpoint,),) = (each["podMetricsEndpoints"] for each in self._monitors)
         assert endpoint["scheme"] == "https"
         ca, token = (
@@ -207,7 +207,7 @@ class Pod:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """Who signs Redis's certificate."""
+    """The authority that signs Redis's certificate."""
     authority = Authority()
     authority.write(tmp_path / "redis-ca.pem")
     return authority
@@ -215,21 +215,21 @@ def authority(tmp_path: Path) -> Authority:
 
 @asynccontextmanager
 async def running(pod: Pod) -> AsyncIterator[None]:
-    """Run the pod until the block ends; then it drains."""
+    """Run the pod until the block ends; then drain it."""
     process = pod.start()
     try:
         await soon(lambda: process.poll() is not None or pod.listens(), START_S)
-        assert process.poll() is None, pod.said()
+        assert process.poll() is None, pod.output()
         yield
     finally:
         process.terminate()
         code = await asyncio.to_thread(process.wait, 60)
-    assert code == 0, pod.said()
+    assert code == 0, pod.output()
 
 
 @pytest.fixture
 async def pod(checkpoint: Path, authority: Authority, tmp_path: Path) -> AsyncIterator[Pod]:
-    """A running pod with everything by TLS."""
+    """A running pod that uses TLS on all connections."""
     subprocess.run([sys.executable, "-m", "testing.certificates", tmp_path], check=True, cwd=ROOT)
     (tmp_path / "fleet.key").write_text("of a fleet that exists only in this test\n")
     (tmp_path / "tenants.toml").write_text(
@@ -247,11 +247,11 @@ async def pod(checkpoint: Path, authority: Authority, tmp_path: Path) -> AsyncIt
 
 
 NEW = ("encoded", "host")
-"""How rows of a new image come: from the store if they were encoded before they were asked for."""
+"""The sources of a new image's rows: the store, if they were encoded before the Fetch."""
 
 
 async def fetched(pod: Pod, credentials: Credentials, seed: int) -> str:
-    """Encode an image there; return how its rows came."""
+    """Encode an image in the pod; return the source of its rows."""
     async with await EncoderClient.connect(
         pod.ports()["grpc"], credentials=credentials, wait=False
     ) as client:
@@ -263,7 +263,7 @@ async def fetched(pod: Pod, credentials: Credentials, seed: int) -> str:
 
 
 async def refused(pod: Pod, credentials: Credentials) -> None:
-    """Hold that a client with these does not get in."""
+    """Check that a client with these credentials is refused."""
     with pytest.raises(UnavailableError):
         await EncoderClient.connect(
             pod.ports()["grpc"], credentials=credentials, timeout_s=START_S, wait=False
@@ -286,10 +286,10 @@ async def test_a_tls_pod_serves_probes_and_tenants_and_rereads_its_secret(pod: P
 
     folder = tmp_path / "new"
     folder.mkdir()
-    signs = Authority("new")
-    signs.write(folder / "ca.pem")
-    signs.issue(folder, "server", HOSTS)
-    issued = signs.issue(folder, "client")
+    new_authority = Authority("new")
+    new_authority.write(folder / "ca.pem")
+    new_authority.issue(folder, "server", HOSTS)
+    issued = new_authority.issue(folder, "client")
     pod.mount("encoder-tls", secrets_of_the_page(folder, "encoder-tls")["encoder-tls"])
     assert await fetched(pod, Credentials(str(folder / "ca.pem"), *issued, NAME), 2) in NEW
     await refused(pod, tenant)

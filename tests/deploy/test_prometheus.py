@@ -1,4 +1,4 @@
-"""Dashboard, rules and alerts, every expression of them, against what a live fleet member exports."""
+"""Checks every expression of the dashboard, rules and alerts against the metrics of a live replica."""
 
 import json
 import re
@@ -33,7 +33,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/encoder-service.json"
 RULES = [DEPLOY / "prometheus/rules.yml", DEPLOY / "prometheus/alerts.yml"]
 
-TARGET_LABELS = {"job", "instance"}  # given by Prometheus to whatever it scrapes
+TARGET_LABELS = {"job", "instance"}  # added by Prometheus to every target
 OF_PROMETHEUS = {"up": TARGET_LABELS, "ALERTS": {"alertname", "alertstate", "severity"}}
 VARIABLES = {"$__rate_interval": "5m", "$job": ".*", "$instance": ".*"}
 
@@ -46,7 +46,7 @@ def rules(kind: str) -> list[dict[str, str]]:
 
 
 def dashboard_expressions() -> Iterator[tuple[str, str, str]]:
-    """Every query of the dashboard: panel, expression, legend."""
+    """Yield panel, expression and legend of every query of the dashboard."""
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", []):
             expression = target["expr"]
@@ -64,7 +64,7 @@ EXPRESSIONS = {
 
 @dataclass
 class Reads:
-    """What an expression reads: its selectors, and every label it names."""
+    """The selectors of an expression, and the labels that it names."""
 
     selectors: list[promql.VectorSelector] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
@@ -88,7 +88,7 @@ def reads(expression: str) -> Reads:
 
 @pytest.fixture
 async def exported(config: Config, model: Model) -> AsyncIterator[Series]:
-    """Every series of a replica with Redis behind it that has served images, and of the prefill side."""
+    """All series of a replica with Redis that has served images, and of the prefill side."""
     with redis_server() as redis:
         listening = replace(config, index=redis.url, metrics_listen="127.0.0.1:0", device_peak_tflops=1.0)
         async with server_of(listening, model) as server:
@@ -105,7 +105,7 @@ async def _serve_some(server: Server) -> Series:
                 async for _ in stream:
                     pass
         now: Scrape = await numbers(server)
-    series = {_exported(name): [labels for labels, _ in given] for name, given in now.samples.items()}
+    series = {_exported(name): [labels for labels, _ in samples] for name, samples in now.samples.items()}
     for registry in (PrefillMetrics().registry, _gateway_metrics().registry):
         for family in text_string_to_metric_families(generate_latest(registry).decode()):
             for sample in family.samples:
@@ -132,7 +132,7 @@ def _labels_of_recorded(expression: str) -> set[str]:
 
 
 def _matches(labels: Mapping[str, str], selector: promql.VectorSelector) -> bool:
-    """Whether a series has the labels that a selector asks for; what Prometheus adds is not looked at."""
+    """Return whether a series has the labels of a selector, without those that Prometheus adds."""
     for matcher in selector.matchers.matchers:
         if matcher.name in TARGET_LABELS | {"alertstate"}:
             continue
@@ -168,7 +168,7 @@ async def test_every_legend_names_labels_that_its_expression_keeps(exported: Ser
 
 
 async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Series) -> None:
-    """A metric that no panel, rule or alert reads is either dead or forgotten."""
+    """A metric that no panel, rule or alert reads may be useless, so it must be listed."""
     read = {selector.name for expression in EXPRESSIONS.values() for selector in reads(expression).selectors}
     stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in read}
     ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported if name.startswith("encsvc_")}
@@ -192,7 +192,7 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
     assert ours - stems == for_top_and_queries
 
 
-def test_the_check_sees_what_is_wrong() -> None:
+def test_unknown_labels_and_label_values_are_detected() -> None:
     expression = 'sum by (nothing) (rate(encsvc_calls_total{call="fetch"}[5m]))'
     found = reads(expression)
     assert (found.labels, [s.name for s in found.selectors]) == ({"nothing"}, ["encsvc_calls_total"])
@@ -201,21 +201,21 @@ def test_the_check_sees_what_is_wrong() -> None:
     assert not _matches({}, found.selectors[0])
 
 
-def test_the_dashboard_is_what_its_panels_make() -> None:
+def test_the_dashboard_is_built_from_its_panels_file() -> None:
     built = subprocess.run(
         [sys.executable, DEPLOY / "grafana/build.py", "--check"], capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr
 
 
-def test_the_operator_gets_the_same_rules_and_scrapes_the_pods() -> None:
+def test_the_prometheus_operator_gets_the_same_rules_and_scrapes_the_pods() -> None:
     check = [sys.executable, DEPLOY / "prometheus/operator.py", "--check"]
     built = subprocess.run(check, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     folder = DEPLOY / "kubernetes"
     rule = yaml.safe_load((folder / "components/monitoring/prometheusrule.yaml").read_text())
-    told = [each for group in rule["spec"]["groups"] for each in group["rules"]]
-    assert told == [*rules("record"), *rules("alert")]
+    operator_rules = [each for group in rule["spec"]["groups"] for each in group["rules"]]
+    assert operator_rules == [*rules("record"), *rules("alert")]
     monitor = yaml.safe_load((folder / "components/monitoring/podmonitor.yaml").read_text())["spec"]
     pod = yaml.safe_load((folder / "base/deployment.yaml").read_text())["spec"]["template"]
     assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
@@ -226,18 +226,18 @@ def test_the_operator_gets_the_same_rules_and_scrapes_the_pods() -> None:
 
 
 def test_panels_do_not_overlap_and_fill_their_rows() -> None:
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     panels = json.loads(DASHBOARD.read_text())["panels"]
     for panel in panels:
         place = panel["gridPos"]
         cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not cells & taken, panel["title"]
+        assert not cells & occupied, panel["title"]
         assert place["x"] + place["w"] <= 24
-        taken |= cells
+        occupied |= cells
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_every_stat_has_a_colour_for_each_range() -> None:
+def test_every_stat_panel_has_a_colour_for_each_range() -> None:
     stats = [each for each in json.loads(DASHBOARD.read_text())["panels"] if each["type"] == "stat"]
     assert len(stats) == 8
     for each in stats:
@@ -272,7 +272,7 @@ def test_every_alert_has_a_case_a_severity_and_a_page() -> None:
     [("check", "config", "prometheus.yml", "vllm.yml"), ("test", "rules", "rules.test.yml")],
     ids=" ".join,
 )
-def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_configurations_and_rules(arguments: tuple[str, ...]) -> None:
     check = subprocess.run(
         ["promtool", *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""The services of the compose file, started without Docker: they answer a chat, and PromQL reads its metrics."""
+"""Starts the services of the compose file without Docker: they answer a chat, and PromQL reads their metrics."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ from tests.deploy.test_prometheus import EXPRESSIONS
 from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S
 
-# For a very busy machine; a service that exits is noticed at once.
+# Enough for a very busy machine. A service that exits is noticed at once.
 START_S = 300.0
 
 
@@ -73,7 +73,7 @@ class Started:
         while not self._healthy(service):
             assert self._processes[service].poll() is None, self.output(service)
             assert time.monotonic() < deadline, self.output(service)
-            time.sleep(0.5)  # each health check is a process
+            time.sleep(0.5)  # each health check starts a process
 
     def _healthy(self, service: str) -> bool:
         """Run the service's own health check, with the tools of this host."""
@@ -179,7 +179,7 @@ def test_a_chat_is_counted_and_a_known_image_is_encoded_once(started: Started) -
         now = scrape(f"127.0.0.1:{started.ports['9464']}", PATIENCE_S)
         if (
             now.total("index_call_seconds_count", call="publish", outcome="ok") >= 1
-        ):  # published after the answers
+        ):  # metrics are updated after the answers
             break
         assert time.monotonic() < until, "nothing is published"
         time.sleep(0.1)

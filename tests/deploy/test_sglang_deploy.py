@@ -1,4 +1,4 @@
-"""What deploy/ and docs/sglang.md promise of the gateway for SGLang, read."""
+"""Checks the gateway for SGLang in deploy/ and docs/sglang.md."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PAGE = DEPLOY.parent / "docs/sglang.md"
 
 
 def gateway_config(environment: dict[str, str]) -> GatewayConfig:
-    """Read settings as the gateway would; the checkpoint is where this machine has a folder."""
+    """Read settings as the gateway does. A folder of this machine replaces the checkpoint's."""
     return GatewayConfig.read({}, environment | {"SGLANGSVC_LANGUAGE_MODEL": str(DEPLOY)})
 
 
@@ -25,12 +25,12 @@ def compose_gateway() -> GatewayConfig:
 
 
 def pod_gateway() -> GatewayConfig:
-    given = SGLANG.containers["gateway"]["env"]
-    return gateway_config({each["name"]: each["value"] for each in given})
+    variables = SGLANG.containers["gateway"]["env"]
+    return gateway_config({each["name"]: each["value"] for each in variables})
 
 
-def typed() -> dict[str, list[str]]:
-    """The commands of the page, by program."""
+def page_commands() -> dict[str, list[str]]:
+    """Return the commands of the page by program."""
     page = PAGE.read_text().replace("\\\n", " ")
     lines = [
         shlex.split(line)
@@ -45,13 +45,13 @@ def typed() -> dict[str, list[str]]:
 
 
 def sglang_lines() -> dict[str, list[str]]:
-    """The arguments of SGLang, by where they are said, a flag and its value apart."""
-    said = {
+    """Return the arguments of SGLang by the file that has them; flags and values are separate words."""
+    commands = {
         "compose": [SGLANG.filled(each) for each in SGLANG.services["sglang"]["command"]],
         "pod": SGLANG.containers["sglang"]["args"],
-        "page": typed()["sglang"],
+        "page": page_commands()["sglang"],
     }
-    return {name: [word for each in line for word in each.split("=", 1)] for name, line in said.items()}
+    return {name: [word for each in line for word in each.split("=", 1)] for name, line in commands.items()}
 
 
 def test_the_gateway_finds_the_encoder_and_shares_the_loopback_of_sglang() -> None:
@@ -61,14 +61,14 @@ def test_the_gateway_finds_the_encoder_and_shares_the_loopback_of_sglang() -> No
 
 
 @pytest.mark.parametrize("where", ["compose", "pod", "page"])
-def test_sglang_is_told_the_safe_back_end_and_virtual_encoders_of_the_gateway(where: str) -> None:
+def test_sglangs_flags_name_the_safe_back_end_and_the_gateways_virtual_encoders(where: str) -> None:
     line = sglang_lines()[where]
     assert "--language-only" in line
     assert line[line.index("--encoder-transfer-backend") + 1] == "zmq_to_tokenizer"
     urls = line[line.index("--encoder-urls") + 1 :]
     listen = {"compose": compose_gateway().listen, "pod": pod_gateway().listen}.get(where)
     if listen is None:
-        gateway = typed()["gateway"]
+        gateway = page_commands()["gateway"]
         listen = gateway[gateway.index("--listen") + 1]
     assert urls == [f"http://{listen}/v{number}" for number in range(4)]
 
@@ -76,7 +76,7 @@ def test_sglang_is_told_the_safe_back_end_and_virtual_encoders_of_the_gateway(wh
 def test_rows_stay_on_the_loopback() -> None:
     environment = {each["name"]: each["value"] for each in SGLANG.containers["sglang"]["env"]}
     assert environment["SGLANG_HOST_IP"] == SGLANG.environment("sglang")["SGLANG_HOST_IP"] == "127.0.0.1"
-    assert "SGLANG_HOST_IP=127.0.0.1" in typed()["sglang"]
+    assert "SGLANG_HOST_IP=127.0.0.1" in page_commands()["sglang"]
     for config in (compose_gateway(), pod_gateway()):
         assert config.receivers == "127.0.0.0/8,::1"
         assert config.listen.startswith("127.0.0.1:")

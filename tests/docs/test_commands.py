@@ -16,13 +16,13 @@ from tests.processes import run
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
 OURS = ("encoder-service", "prefill-client")
 MAIN = 'if __name__ == "__main__"'
-BENCHMARK = "command_line(__doc__)"  # which brings the flag that all benchmarks take
-# Programs that are not ours, whose flags are their own business.
+BENCHMARK = "command_line(__doc__)"  # adds the flag that all benchmarks have
+# Programs that are not ours. Their flags are not checked.
 FOREIGN = (
     r"\b(docker compose|docker|helm|kubectl|redis-cli|redis-server|pip|hf|curl|git|npm|pytest|up --detach)\b"
 )
 PACKAGES = ("bench", "demo", "testing")
-# Flags of vLLM, on pages about it; that they exist is read from vLLM itself by tests/vllm.
+# Flags of vLLM on pages about it. tests/vllm checks that they exist.
 VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
@@ -30,14 +30,14 @@ VLLM = {
     *("--load-format", "--kv-transfer-config", "--trust-request-mm-kwargs"),
     *("--chat-template-content-format", "--video-pruning-rate"),
 }
-# Flags of SGLang, on the page about it; tests/sglang starts it with them.
+# Flags of SGLang on the page about it. tests/sglang starts it with them.
 SGLANG = {
     *("--model-path", "--enable-metrics", "--mm-process-config", "--language-model-only", "--language-only"),
     *("--encoder-urls", "--encoder-transfer-backend", "--pp-size"),
 }
-# What only the changelog may name.
+# Names that only the changelog may use.
 REMOVED_FLAGS = {flag_of(name) for name in Config.removed}
-# Which of our programs a line runs: `encoder-service top`, `python -m bench.store`, `bench.store`.
+# Matches our program in a line: `encoder-service top`, `python -m bench.store`, `bench.store`.
 PROGRAM = (
     rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+(?:-[a-z]+)*)"
     rf"|-m ((?:{'|'.join(PACKAGES)})[\w.]*)|\b(bench\.\w+)\b(?!/)"
@@ -48,9 +48,9 @@ Commands = Mapping[str, str]
 
 @pytest.fixture(scope="module")
 def commands() -> Commands:
-    """What every command of ours says to --help; of one that `python -m` runs, its source."""
+    """The --help text of each of our commands; for a command of `python -m`, its source."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("COLUMNS", "1000")  # nothing is broken over lines
+        environment.setenv("COLUMNS", "1000")  # so that no line is wrapped
         found = {}
         for program in OURS:
             for sub in re.findall(r"^    ([\w-]+)(?: |$)", run(program, "--help").stdout, re.MULTILINE):
@@ -75,15 +75,15 @@ def programs_in(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_command_a_page_types_exists(page: Path, commands: Commands) -> None:
+def test_every_command_on_a_page_exists(page: Path, commands: Commands) -> None:
     for line in lines_in(page):
         for program in programs_in(line):
             assert program in commands, f"{program!r} in {line!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_flag_a_page_names_is_one_of_its_command(page: Path, commands: Commands) -> None:
-    """A flag alone is one of the services, or of a benchmark that the page names."""
+def test_every_flag_on_a_page_exists(page: Path, commands: Commands) -> None:
+    """A flag without a command must be one of the services', or of a benchmark that the page names."""
     lines = list(lines_in(page))
     here = {program for line in lines for program in programs_in(line)} & set(commands)
     services = {*(f"{name} serve" for name in OURS), "prefill-client sglang-gateway"}
@@ -99,7 +99,7 @@ def test_every_flag_a_page_names_is_one_of_its_command(page: Path, commands: Com
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_value_that_a_page_gives_a_flag_is_one_it_takes(page: Path, commands: Commands) -> None:
+def test_every_flag_value_on_a_page_is_accepted(page: Path, commands: Commands) -> None:
     choices = {
         flag: set(values.split(","))
         for name in OURS
@@ -141,7 +141,7 @@ def test_every_module_and_flag_that_the_makefile_runs_exists(commands: Commands)
     assert {"bench", "bench.gpu", "demo.run", "demo.local_cluster"} <= set(run_by)
 
 
-def test_every_exit_code_a_page_names_is_one_of_ours() -> None:
+def test_every_exit_code_on_a_page_is_one_of_ours() -> None:
     for page in PAGES:
         codes = named(r"(?i)\bexit(?:s| code)? (\d+)\b|\bcode (\d+)\b", page.read_text())
         found = {int(code) for pair in codes for code in pair if code}

@@ -1,4 +1,4 @@
-"""The pictures of the dashboard: every panel can be asked for and drawn."""
+"""The pictures of the dashboard: every panel can be queried and drawn."""
 
 import asyncio
 import io
@@ -43,7 +43,7 @@ def test_a_row_is_drawn_with_its_lines(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "told"),
+    ("value", "unit", "text"),
     [
         (0.5, "percentunit", "50 %"),
         (0.0, "percentunit", "0 %"),
@@ -56,12 +56,12 @@ def test_a_row_is_drawn_with_its_lines(number: int) -> None:
         (1200.0, "short", "1,200"),
     ],
 )
-def test_amounts_have_the_units_of_the_dashboard(value: float, unit: str, told: str) -> None:
-    assert amount(value, unit) == told
+def test_amounts_have_the_units_of_the_dashboard(value: float, unit: str, text: str) -> None:
+    assert amount(value, unit) == text
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
-async def test_a_real_prometheus_is_asked_and_drawn(config: Config, model: Model, tmp_path: Path) -> None:
+async def test_panels_are_drawn_from_a_real_prometheus(config: Config, model: Model, tmp_path: Path) -> None:
     async with server_of(replace(config, metrics_listen="127.0.0.1:0"), model) as server:
         at = server.watch.url.removeprefix("http://").rstrip("/")
         (tmp_path / "prometheus.yml").write_text(prometheus_config({"encoder-0": at}, at))

@@ -1,4 +1,4 @@
-"""The pages against the code: what they name exists, and what an operator can meet is named."""
+"""Checks the pages against the code: the names on pages exist, and pages name what an operator can encounter."""
 
 import importlib.util
 import re
@@ -28,7 +28,7 @@ OURS = (
 WRITTEN_BY_THE_READER = {"deploy/.env", "deploy/vllm/.env", "deploy/sglang/.env"}
 MARKER = r"<!-- bench:(\w+)(?:\.tables)? -->"
 OPERATIONS = ROOT / "docs" / "operations.md"
-# Names of other people's code: transformers, Kubernetes, redis; and of the reader's own, in an example.
+# Names of other projects (transformers, Kubernetes, redis), and names of the reader's own in examples.
 FOREIGN = {
     *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
     *("ec_connector_module_path", "encoder_cache_manager_cls", "ECExampleConnector", "ECCPUConnector"),
@@ -42,13 +42,13 @@ FOREIGN = {
         "PlainModel",
         "load_file",
         "kernel_size",
-    ),  # of the plug-in that a page shows, which a test runs
+    ),  # names in the plug-in that a page shows, which a test runs
 }
 
 
 @pytest.fixture(scope="module")
 def code() -> str:
-    """All that programs, benchmarks and deployment say."""
+    """The text of programs, benchmarks and deployment."""
     return "\n".join(path.read_text() for path in sources())
 
 
@@ -76,7 +76,7 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 def file_or_module(dotted: str) -> bool:
-    """Whether a dotted name is a module, or a name in one."""
+    """Return whether a dotted name is a module, or a name in a module."""
     parent, _, name = dotted.rpartition(".")
     for module in (dotted, parent):
         try:
@@ -121,7 +121,7 @@ def test_the_code_names_only_pages_that_exist(code: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_identifier_a_page_names_is_in_the_code(page: Path, words: set[str]) -> None:
-    """What looks like a name of the code: `snake_case`, `CamelCase`, `CAPITAL_LETTERS`; metrics have their own test."""
+    """Checks words in the form of names: `snake_case`, `CamelCase`, `CAPITAL_LETTERS`. Metrics have their own test."""
     looks_like_one = (
         r"(?<![\w/-])([A-Za-z]+(?:_[A-Za-z0-9]+)+|(?:[A-Z][a-z0-9]+){2,}|[a-z]+(?:[A-Z][a-z]+)+)\b"
     )
@@ -140,7 +140,7 @@ def test_every_http_path_a_page_names_is_served(page: Path, code: str) -> None:
 
 
 def exported(server: Server) -> dict[str, set[str]]:
-    """Every series of the server under the name it has in Prometheus, with its labels."""
+    """Return all series of the server by their names in Prometheus, with their labels."""
     suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     series: dict[str, set[str]] = {}
     for metric in server.metrics._registry.collect():
@@ -156,20 +156,20 @@ async def test_every_metric_a_page_names_is_exported_with_its_labels(server: Ser
             for name, selector in re.findall(rf"\b((?:{PREFIX}|process)_\w+)(?:\{{([^}}]*)\}})?", code):
                 found = series.get(
                     name, series.get(f"{name}_bucket")
-                )  # a histogram has no series of its name
+                )  # a histogram has no series with its own name
                 assert found is not None, f"{page.name}: {name}"
                 assert named(r"(\w+) ?=", selector) <= found, f"{page.name}: {name}{{{selector}}}"
 
 
-def test_the_settings_page_is_what_the_declarations_say() -> None:
+def test_the_settings_page_matches_the_declarations() -> None:
     assert settings_page() == (ROOT / "docs/settings.md").read_text(), "run `python -m docs.reference`"
 
 
-async def test_the_metrics_page_is_what_the_declarations_say(server: Server) -> None:
+async def test_the_metrics_page_matches_the_declarations(server: Server) -> None:
     assert metrics_page(server) == (ROOT / "docs/metrics.md").read_text(), "run `python -m docs.reference`"
 
 
-def test_what_the_page_of_migration_calls_gone_is_gone() -> None:
+def test_names_that_the_migration_page_calls_gone_do_not_exist() -> None:
     cells = "".join(row.split("|")[1] for row in rows_of_gone((ROOT / "docs/migrating.md").read_text()))
     gone = named(r"`([^`]+)`", cells)
     assert {name for name in gone if name.startswith("--")} == {flag(name) for name in Config.removed}
@@ -212,14 +212,14 @@ def test_the_contract_page_names_every_error_with_its_status() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_status_and_state_a_page_names_is_of_the_contract(page: Path, words: set[str]) -> None:
-    """Words in capitals: a gRPC code must be one that we use; anything else a state, or a name of the code."""
+def test_every_status_and_state_on_a_page_is_in_the_contract(page: Path, words: set[str]) -> None:
+    """A word in capitals must be a gRPC code that we use, a state, or a name in the code."""
     ours = {status.name for status in errors.Status} | {"OK"}
-    theirs = {code.name for code in grpc.StatusCode} - ours
+    unused = {code.name for code in grpc.StatusCode} - ours
     states = {name.removeprefix("STATE_") for name in encoder_pb2.State.keys()}  # noqa: SIM118 - an enum, no dict
     for code in code_in(page):
         capitals = named(r"(?<![\w=./:-])([A-Z]{4,}(?:_[A-Z]+)*)\b(?![/.-])", code)
-        assert not capitals & theirs, code
+        assert not capitals & unused, code
         if " " not in code:
             assert capitals <= ours | states | words | FOREIGN, code
 
@@ -285,7 +285,7 @@ def test_every_test_a_page_links_to_exists(page: Path) -> None:
         assert f"def {name}(" in (page.parent / path).read_text(), name
 
 
-def test_every_point_of_the_review_of_the_cuda_code_is_held_by_something() -> None:
+def test_every_point_of_the_cuda_review_names_its_proof() -> None:
     page = (ROOT / "docs/decisions/cuda-review.md").read_text()
     tables = re.findall(r"^\|.+\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", page, re.MULTILINE)
     points = [row for table in tables for row in table.splitlines()]
@@ -294,7 +294,7 @@ def test_every_point_of_the_review_of_the_cuda_code_is_held_by_something() -> No
         assert row.removesuffix("|").rpartition(" | ")[2].strip(), row
 
 
-def test_issue_forms_ask_for_something_once() -> None:
+def test_issue_forms_have_unique_and_required_fields() -> None:
     forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
     assert len(forms) == 3
     for form in forms:
@@ -307,9 +307,9 @@ def test_issue_forms_ask_for_something_once() -> None:
         assert all(each["attributes"]["label"] for each in fields)
 
 
-def test_what_the_matrix_of_vllm_calls_tested_names_its_test() -> None:
+def test_every_tested_row_of_the_vllm_matrix_links_a_test() -> None:
     page = (ROOT / "docs/vllm.md").read_text()
     rows = re.findall(r"^\| .+ \| ([✓◐✗]) \| (.*) \|$", page, re.MULTILINE)
     assert {mark for mark, _ in rows} == {"✓", "◐", "✗"}
-    for mark, told in rows:
-        assert mark != "✓" or "](../tests/vllm/test_" in told, told
+    for mark, note in rows:
+        assert mark != "✓" or "](../tests/vllm/test_" in note, note

@@ -19,7 +19,7 @@ def test_the_site_has_every_page_and_name_and_refuses_a_broken_link() -> None:
     api = (site.SITE / "docs/api/index.html").read_text()
     for name in prefill_client.__all__:
         assert name.startswith("__") or f'id="prefill_client.{name}"' in api, name
-    # A page that is not there, and a place that its page lacks: each is told of.
+    # A missing page and a missing anchor are both reported.
     (site.STAGE / "docs/store.md").write_text("[one](gone.md) and [two](overlap.md#gone)\n")
     broken = site.build()
     assert broken.returncode != 0

@@ -148,7 +148,7 @@ def test_both_precisions_are_found_in_one_reading(tmp_path: Path) -> None:
     }
 
 
-def test_the_older_prefix_and_shards_change_nothing(tmp_path: Path) -> None:
+def test_the_older_prefix_and_shards_do_not_change_the_fingerprint(tmp_path: Path) -> None:
     fingerprint = model_fingerprint(write(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     weight_map = {}

@@ -34,7 +34,7 @@ def test_a_frame_is_what_the_generated_class_writes(index, parts):
 
 
 @given(index=indices, data=payloads)
-def test_a_frame_is_a_piece_of_a_put_too(index, data):
+def test_a_framed_piece_is_also_a_valid_put_message(index, data):
     message = frame(index, [memoryview(data)])
     assert message == pb.PutRequest(rows=pb.Rows(index=index, data=data)).SerializeToString()
 

@@ -59,7 +59,7 @@ def test_grids_and_tokens_equal_the_processors(geometry):
         assert grid.h % geometry.merge_size == grid.w % geometry.merge_size == 0
 
 
-def test_known_grids():
+def test_published_sizes_have_known_grids():
     assert QWEN3_VL.grid(1280, 720) == Grid(1, 44, 80)
     assert QWEN3_VL.tokens(QWEN3_VL.grid(1280, 720)) == 880
     assert QWEN3_VL.grid(2560, 1440) == Grid(1, 90, 160)

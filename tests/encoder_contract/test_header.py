@@ -107,7 +107,7 @@ XMP = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta tiff:Orientation="6"/>'
         ([b"\xff\xff\xff", app1(b"Exif\0\0" + EXIF[5])], 5),
     ],
 )
-def test_unusual_orientation_in_a_jpeg(segments, expected):
+def test_unusual_exif_blocks_in_a_jpeg_are_read_as_by_pillow(segments, expected):
     image = jpeg_with(*segments)
     assert read_header(image).orientation == expected
     assert read_header(image).upright == by_pillow(image)[2]
@@ -139,7 +139,7 @@ def test_orientation_of_a_png_before_and_after_its_pixels(chunk, after_pixels):
     ("kind", "format_"),
     [(3, "HH"), (4, "L"), (8, "hH"), (9, "l"), (6, "bBH"), (1, "BBH"), (7, "BBH"), (2, "BBH")],
 )
-def test_exif_value_types_count_as_pillow_counts_them(order, kind, format_):
+def test_exif_orientation_is_read_from_the_value_types_that_pillow_reads(order, kind, format_):
     value = struct.pack(order + format_, 6, *[0] * (len(format_) - 1))
     magic = b"MM\0\x2a" if order == ">" else b"II\x2a\0"
     block = magic + struct.pack(f"{order}LHHHL", 8, 1, 0x112, kind, 1) + value + bytes(4)

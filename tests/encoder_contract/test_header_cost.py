@@ -132,7 +132,7 @@ STARTS = [JPEG[:2] + b"\xff", JPEG[:-400], PROGRESSIVE, PNG_START, WEBP_START, G
     st.sampled_from(STARTS),
     st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 20_000)), min_size=1, max_size=6),
 )
-def test_no_combination_of_parts_costs_much_more_than_that_walk(start, parts):
+def test_no_combination_of_parts_costs_much_more_than_a_walk(start, parts):
     image = start + b"".join(
         piece * (times if len(piece) < 100 else 1 + times % 300) for piece, times in parts
     )

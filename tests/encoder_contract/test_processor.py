@@ -97,7 +97,7 @@ def test_a_missing_setting_is_named_with_its_file(tmp_path, missing):
         ("rescale_factor", "1/255"),
     ],
 )
-def test_a_setting_we_would_not_honour_is_refused_by_name(tmp_path, name, value):
+def test_an_unsupported_processor_setting_is_refused_by_name(tmp_path, name, value):
     with pytest.raises(ValueError, match=name):
         ProcessorSettings.from_folder(write(tmp_path, {**QWEN3_PREPROCESSOR, name: value}))
 

@@ -77,7 +77,7 @@ async def test_a_refusal_is_answered_late(client: EncoderClient, refused: Refuse
 
 
 @REFUSED
-async def test_a_refusal_keeps_nobody_else_waiting(
+async def test_a_refusal_delays_no_other_call(
     client: EncoderClient, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (exchange, inbound):
@@ -247,7 +247,7 @@ async def test_a_submit_deadline_at_any_moment_is_a_contract_error(
     assert outcomes <= {"answered", "late"}
 
 
-async def test_a_full_queue_says_no_to_a_name_before_its_bytes_travel(
+async def test_a_full_queue_refuses_a_name_before_its_bytes_are_sent(
     config: Config, model: Model, gate: Gate
 ) -> None:
     images = [photo(300 + n, 300, 800 + n) for n in range(3)]

@@ -157,7 +157,7 @@ async def test_rows_that_one_worker_cannot_copy_come_through_host_memory(server:
         assert engine.staging.has_room(LIMIT * TOKENS * engine.client.description.row_bytes)
 
 
-async def test_copies_are_bounded(server: Server) -> None:
+async def test_staged_copies_are_bounded(server: Server) -> None:
     async with engine_of(server) as engine:
         images = await engine.submit(*range(LIMIT + 1))
         engine.join()

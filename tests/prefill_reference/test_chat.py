@@ -159,7 +159,7 @@ class TestPrefixCache:
             assert (prefix.tokens, prefix.cache.get_seq_length()) == (tokens, tokens)
             assert prefixes.take(layout, digests) is None
 
-    def test_a_generated_placeholder_is_not_an_image(self, engine: Engine) -> None:
+    def test_a_placeholder_in_a_generated_answer_is_not_an_image(self, engine: Engine) -> None:
         prefixes = PrefixCache(100)
         self.kept(engine, prefixes, expand_prompt([1, 2], self.IMAGE, []), self.IMAGE, 3)
         prefix = prefixes.take(expand_prompt([1, 2, self.IMAGE, 3, 4], self.IMAGE, [1]), [b"\0"])

@@ -79,7 +79,7 @@ async def test_a_new_image_shows_every_stage_in_order_on_one_clock(
         assert spans["wait"].ended_s <= spans["prefill"].began_s
 
 
-async def test_a_held_image_has_a_hit_and_no_stages(chat: Chat, server: Server, gate: Gate) -> None:
+async def test_a_stored_image_has_a_hit_span_and_no_stages(chat: Chat, server: Server, gate: Gate) -> None:
     await chat.prefill(question(PHOTOS[0]))
     trace = Trace("second")
     with gate.closed():

@@ -104,7 +104,7 @@ def test_a_chunk_fetches_the_images_that_overlap_it_and_no_others(
     assert fetches(server, after) == [first_chunks.count(chunk) for chunk in sorted({*first_chunks})]
 
 
-def test_controls_differ(engine: SglangEngine) -> None:
+def test_other_images_or_another_order_change_the_answer(engine: SglangEngine) -> None:
     first, second, third = (photo(256, 192, seed, "PNG") for seed in (31, 32, 33))
     right = engine.ask(["A: ", first, " B: ", second, " differ?"])
     others: list[list[Part]] = [

@@ -107,7 +107,7 @@ def frame(part: int, grids: list[Grid], rows: int, **other: Any) -> bytes:
     return embedding_frame(f"r_local_part_{part}", 2, part, **given)
 
 
-def test_a_release_puts_the_parts_of_a_request_together(release: Release) -> None:
+def test_a_release_joins_the_parts_of_a_request(release: Release) -> None:
     whole = torch.arange(7 * 8, dtype=torch.float32).reshape(7, 8)
     parts = [(frame(0, [Grid(1, 4, 6)], 6), whole[:6]), (frame(1, [Grid(1, 2, 2)], 1), whole[6:])]
     together = None
@@ -122,7 +122,7 @@ def test_a_release_puts_the_parts_of_a_request_together(release: Release) -> Non
     assert together.get_mm_extra_meta()["img_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 2]]
 
 
-def test_a_release_puts_the_times_of_videos_together(release: Release) -> None:
+def test_a_release_joins_the_times_of_videos(release: Release) -> None:
     """Each part has those of its videos, in order."""
     times, together = [[0.25, 1.5], [0.0]], None
     for part, own in enumerate((times, times[:1])):

@@ -33,12 +33,14 @@ def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[Sgla
         yield engine
 
 
-def test_it_is_the_newest(engine: SglangEngine) -> None:
+def test_the_engine_is_the_newest_supported_release(engine: SglangEngine) -> None:
     assert httpx.get(f"{engine.url}/server_info", timeout=60).json()["version"] == "0.5.23"
 
 
 @pytest.mark.parametrize("name", ["one png", "text between", "the same twice", "sixteen"])
-def test_it_answers_as_the_own_tower_of_the_oldest(engine: SglangEngine, own: Own, name: str) -> None:
+def test_the_newest_release_answers_as_the_oldest_with_its_own_tower(
+    engine: SglangEngine, own: Own, name: str
+) -> None:
     before = fetched(engine)
     assert_equal(engine.ask(AT_ONCE[name]), own(AT_ONCE[name]))
     assert fetched(engine) - before == len(images_in(AT_ONCE[name]))

@@ -70,7 +70,7 @@ def test_one_package_without_the_other_is_refused(
 
 
 @pytest.mark.parametrize("package", ["processors", "models"])
-def test_sglang_does_not_ignore_a_package_that_does_not_know_its_release(package: str) -> None:
+def test_a_package_that_does_not_support_the_release_stops_sglang(package: str) -> None:
     program = f"""
 from importlib import metadata
 version = metadata.version

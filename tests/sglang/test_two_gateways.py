@@ -143,9 +143,7 @@ def test_no_request_fails_as_a_gateway_is_ended_and_started_again(pair: Pair, ow
     assert load.refused == 0
 
 
-def test_requests_that_a_killed_gateway_had_are_refused_and_served_when_asked_again(
-    pair: Pair, own: Own
-) -> None:
+def test_requests_of_a_killed_gateway_are_refused_and_served_when_retried(pair: Pair, own: Own) -> None:
     """SGLang counts three failed checks until it leaves a gateway out, and sends nothing a second time itself."""
     with loaded(pair, own, retries=RETRIES) as load:
         pair.gateways.pop(0).kill()

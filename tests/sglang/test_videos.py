@@ -97,7 +97,7 @@ def without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_accelerator")
-def test_what_the_tower_is_given_is_what_sglang_makes_of_a_video(tmp_path: Path) -> None:
+def test_the_tower_gets_the_frames_times_and_pixels_of_sglang(tmp_path: Path) -> None:
     """Frames, sizes, times and pixels, without an engine."""
     from transformers import AutoVideoProcessor
 
@@ -131,7 +131,7 @@ def test_what_the_tower_is_given_is_what_sglang_makes_of_a_video(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("without_accelerator")
-def test_sglang_lays_out_what_the_gateway_says_as_its_own_video(tmp_path: Path) -> None:
+def test_sglang_lays_out_the_gateways_video_as_its_own(tmp_path: Path) -> None:
     """Tokens, positions and the rows of each pair, without an engine: by its receiver's code and by its own path."""
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
     from sglang.srt.managers.schedule_batch import Modality

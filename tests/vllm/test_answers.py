@@ -37,7 +37,7 @@ def test_answers_equal_those_of_the_own_tower(engine: Engine, images: int) -> No
     engine.assert_nothing_is_held()
 
 
-def test_sixteen_concurrent_requests(engine: Engine) -> None:
+def test_sixteen_concurrent_requests_answer_as_with_the_own_tower(engine: Engine) -> None:
     prompts = [prompt(200 + seed, 1 + seed % 8) for seed in range(16)]
     for parts in prompts:
         engine.submit(*(part for part in parts if isinstance(part, bytes)))
@@ -69,7 +69,7 @@ def test_a_prefix_cache_hit_gives_the_same_answer(engine: Engine) -> None:
     assert cold.distance(warm) <= TOLERANCE
 
 
-def test_controls_differ(engine: Engine) -> None:
+def test_other_images_or_another_order_change_the_answer(engine: Engine) -> None:
     parts = ["what is this?", photo(200, 150, 1, "PNG")]
     right = engine.ask(parts, own=True)
     another = engine.ask(["what is this?", photo(200, 150, 2, "PNG")])

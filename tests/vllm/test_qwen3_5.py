@@ -112,7 +112,7 @@ def test_rows_are_close_to_the_own_towers_and_give_the_same_answers(
     assert min(tower.cosines) >= COSINE
 
 
-def test_controls_differ(engine: Engine, ours: list[Answer]) -> None:
+def test_other_images_or_another_order_change_the_answer(engine: Engine, ours: list[Answer]) -> None:
     for parts, answer in zip(PROMPTS, ours, strict=True):
         others = [photo(250, 250, 99, "PNG") if isinstance(part, bytes) else part for part in parts]
         assert engine.ask(others).distance(answer) > 100 * TOLERANCE

@@ -84,7 +84,7 @@ def test_a_worker_whose_tower_encoded_a_stand_in_ends_before_any_answer(
     assert len(encoded) == 1, "a blank"
 
 
-def test_without_both_guards_the_answer_is_that_of_a_blank(
+def test_without_both_guards_the_answer_is_computed_from_the_stand_in(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = engine.ask(["x", WIDE], own=True)

@@ -28,7 +28,7 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]
         engine.close()
 
 
-def test_five_hundred_random_requests(engine: Engine) -> None:
+def test_five_hundred_random_requests_answer_as_with_the_own_tower(engine: Engine) -> None:
     draw = random.Random(7)
     pool = [
         photo(

@@ -94,7 +94,7 @@ def test_a_request_that_does_not_wait_ends_the_engine(
         engine.run(request_id, steps=50)
 
 
-def test_a_false_claim_that_rows_are_here_ends_the_engine(
+def test_rows_wrongly_reported_as_arrived_end_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)

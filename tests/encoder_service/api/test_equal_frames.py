@@ -81,7 +81,7 @@ async def test_rows_that_were_evicted_are_encoded_again(server: Server, client: 
     assert torch.equal(*first, *second)
 
 
-async def test_without_room_for_a_copy_they_are_encoded_once_there_is(
+async def test_equal_frames_without_room_for_a_copy_wait_for_room_and_are_encoded(
     server: Server, client: EncoderClient
 ) -> None:
     first = await rows(client, pairs(SHORT, [0]))

@@ -24,9 +24,7 @@ INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL, CANCELLED = 3
 HELD, YOURS, WAIT, FAILED = pb.HOLDING_HELD, pb.HOLDING_YOURS, pb.HOLDING_WAIT, pb.HOLDING_FAILED
 
 
-async def test_a_server_takes_no_rows_unless_its_operator_allows_it(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_server_refuses_puts_without_accept_put(server: Server, client: EncoderClient) -> None:
     async with client.put(PRODUCER) as session:
         (answer,) = await session.name([new_image()])
     assert answer.state == "failed"

@@ -55,7 +55,7 @@ async def test_any_replica_can_retract_a_stale_location(join: Join) -> None:
     await b.index.retract([address], replica_id="nobody")
 
 
-async def test_publications_of_an_earlier_start_do_not_count(join: Join) -> None:
+async def test_publications_of_an_earlier_start_are_ignored(join: Join) -> None:
     a, b = await join("a", epoch=1), await join("b")
     addresses = new_addresses(2)
     await publish(a, grids(addresses))
@@ -94,7 +94,7 @@ async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     assert (await a.acquire([working])).granted == {working}
 
 
-async def test_after_leaving_the_index_acts_as_empty(join: Join) -> None:
+async def test_the_index_acts_as_empty_for_a_replica_that_left(join: Join) -> None:
     a, b = await join("a"), await join("b")
     addresses = new_addresses(2)
     await publish(a, grids(addresses))

@@ -62,7 +62,7 @@ async def test_an_address_held_only_by_excluded_replicas_is_granted(join: Join) 
     assert (await b.acquire([address], excluding={"a"})).granted == {address}
 
 
-async def test_an_own_lost_publication_is_granted_again(join: Join) -> None:
+async def test_a_replica_is_granted_an_address_that_it_published_and_lost(join: Join) -> None:
     a = await join("a")
     (address,) = new_addresses(1)
     await publish(a, grids([address]))

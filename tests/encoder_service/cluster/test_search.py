@@ -45,7 +45,7 @@ def address(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-async def test_paced_lookups_cover_every_searched_image() -> None:
+async def test_paced_lookups_cover_all_searched_images() -> None:
     index, count = FakeIndex(), 4 * SEARCH_IMAGES
     waiters = searching(index, lambda: True)
     for n in range(count):

@@ -17,7 +17,7 @@ FULL, SMALL = (
 )
 
 
-def test_a_damaged_file_is_known_in_every_variant() -> None:
+def test_a_damaged_file_fails_in_every_variant() -> None:
     failures = FailureCache()
     failures.note(FULL, InvalidImageError("damaged"))
     for key in (FULL, SMALL):

@@ -66,7 +66,7 @@ def difference(pixels: torch.Tensor | EncoderError, image: bytes) -> int:
     return int((pixels.cpu().int() - reference.int()).abs().max())
 
 
-def test_the_name_says_what_decodes(decoder):
+def test_the_decoders_name_lists_its_libraries(decoder):
     assert ("DALI" in decoder.name) == (decoder._jpegs is not None)
     assert "Pillow" in decoder.name
     assert ("in separate processes" in decoder.name) == isinstance(decoder._files, DecoderPool)
@@ -108,7 +108,7 @@ def test_each_orientation_is_applied_once_as_exif_transpose_does(decoder, kind, 
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_the_first_frame_of_an_animation_counts(decoder, kind):
+def test_the_first_frame_of_an_animation_is_decoded(decoder, kind):
     frames = [Image.new("RGB", (40, 20), colour) for colour in ("red", "lime")]
     image = encoded(frames[0], kind, save_all=True, append_images=frames[1:], lossless=True)
     (pixels,) = decode_files(decoder, [image])
@@ -135,7 +135,7 @@ def with_a_broken_app14(image: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("spoil", [with_junk_before_the_tables, with_a_broken_app14])
-def test_a_jpeg_that_only_pillow_reads_is_read_beside_others(decoder, spoil):
+def test_a_jpeg_that_only_pillow_reads_is_decoded_in_a_batch_of_others(decoder, spoil):
     good = photo(120, 80, 1)
     images = [good, spoil(good), good]
     for pixels in decode_files(decoder, images):
@@ -239,7 +239,7 @@ def test_several_threads_may_decode_at_once(decoder):
     assert outcomes == [True] * 80
 
 
-def test_asking_for_dali_where_it_is_not_installed_is_an_error(monkeypatch):
+def test_requesting_dali_where_it_is_not_installed_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(ValueError, match="DALI decoder is not installed"):
         DaliJpegs(CPU, 1)
@@ -252,7 +252,7 @@ def test_asking_for_dali_where_it_is_not_installed_is_an_error(monkeypatch):
         ("cuda:0", {"decoder_process": "yes"}, r"in the server's process: use --decoder-process auto"),
     ],
 )
-def test_dali_where_it_cannot_decode_is_an_error_at_start(config, device, settings, message):
+def test_requesting_dali_where_it_cannot_decode_is_an_error_at_start(config, device, settings, message):
     with pytest.raises(ConfigError, match=message):
         _jpegs(replace(config, decoder="dali", **settings), device, 1)
 
@@ -265,7 +265,7 @@ def test_a_gpu_server_without_dali_warns(config, monkeypatch, caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_an_error_at_start(config):
+def test_a_missing_device_is_an_error_at_start(config):
     with pytest.raises(
         ConfigError, match=r"--devices cuda:3: torch .* sees 0 CUDA devices; use --devices cpu"
     ):

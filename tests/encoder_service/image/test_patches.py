@@ -202,7 +202,7 @@ def test_a_pixel_takes_no_more_device_memory_than_is_planned_for_it(size, kernel
     assert taken <= RESIZED_BYTES_PER_PIXEL * width * height * count
 
 
-def test_a_decoded_file_goes_through():
+def test_decoded_pixels_become_patches():
     image = torch.from_numpy(np.array(Image.open(io.BytesIO(photo(70, 50, 1)))))
     (patches,) = to_patches([image], [grid_of(image, QWEN3_VL)], RESIZE)
     assert patches.shape == (grid_of(image, QWEN3_VL).patches, 768)

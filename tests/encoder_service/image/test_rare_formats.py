@@ -56,7 +56,7 @@ def test_every_format_of_stock_vllm_is_accepted(pool: DecoderPool, kind: str, mo
     check(pool, encoded(PICTURE.convert(mode), kind), kind)
 
 
-def test_a_reader_whose_name_is_not_in_capitals_is_accepted(pool: DecoderPool) -> None:
+def test_a_format_whose_pillow_name_is_not_in_capitals_is_accepted(pool: DecoderPool) -> None:
     thumbnail = b"P7 332\n#END_OF_COMMENTS\n4 3 255\n" + bytes(range(12))
     header = pool.read_header(thumbnail, RARE_FORMATS)
     assert isinstance(header, Header), header
@@ -103,7 +103,7 @@ def test_the_orientation_in_xmp_applies_if_tags_have_none(pool: DecoderPool) -> 
     assert found.shape[:2] == (97, 41)
 
 
-def test_the_first_page_counts(pool: DecoderPool) -> None:
+def test_the_first_page_of_a_tiff_is_decoded(pool: DecoderPool) -> None:
     pages = [Image.new("RGB", size, colour) for size, colour in (((40, 20), "red"), ((90, 80), "lime"))]
     found = check(pool, encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:]), "TIFF")
     assert found[10, 10].tolist() == [255, 0, 0]
@@ -141,7 +141,7 @@ def replaced(image: bytes, kind: bytes, offset: int, content: bytes) -> bytes:
 
 @pytest.mark.parametrize("turns", range(4))
 @pytest.mark.parametrize("axis", [None, 0, 1])
-def test_rotation_and_mirror_of_an_avif_count(pool: DecoderPool, turns: int, axis: int | None) -> None:
+def test_rotation_and_mirror_of_an_avif_are_applied(pool: DecoderPool, turns: int, axis: int | None) -> None:
     image = encoded(PICTURE, "AVIF", 6 if axis is None else 5, speed=10)
     image = replaced(image, b"irot", 0, bytes([turns]))
     if axis is not None:

@@ -78,7 +78,7 @@ def test_patches_of_the_kernels_have_the_bits_of_the_plain_form(geometry, size, 
     assert torch.equal(made, exact_patches(pixels, grid, geometry))
 
 
-def test_programs_that_share_rows_columns_and_images_lose_none():
+def test_blocks_that_end_inside_rows_columns_and_images_lose_no_pixels():
     """With the blocks of production, which end inside rows, columns and images."""
     geometry, pixels, grid = GEOMETRIES["threes"], images(45, 7, count=2), Grid(1, 3, 27)
     rows, columns = resize_triton.BLOCK

@@ -72,7 +72,7 @@ def test_a_queue_refuses_by_seconds_unless_it_is_empty():
     admit(alone, 1, patches=900)
 
 
-def test_an_image_that_could_never_fit_is_refused_for_good():
+def test_an_image_that_can_never_fit_is_refused_without_a_retry_hint():
     with pytest.raises(ImageLimitError, match="10001 patches"):
         admit(make(), 0, patches=10_001)
 

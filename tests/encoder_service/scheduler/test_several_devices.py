@@ -43,7 +43,7 @@ def test_halves_of_a_failed_batch_stay_with_their_device():
     assert names(scheduler.next_batch(0.0, 10 * PATCHES, 1)) == ["a"]
 
 
-def test_what_a_device_lost_is_decoded_again_by_any():
+def test_images_of_a_lost_device_are_decoded_again_by_any_device():
     scheduler = make(devices=2)
     for name in "abcde":
         want(scheduler, name)

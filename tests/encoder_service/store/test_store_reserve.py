@@ -56,7 +56,7 @@ def test_reserving_without_waiting_does_not_start_the_wait(
 
 
 @pytest.mark.parametrize("how", ["rows that never came", "a pin that was forgotten"])
-def test_space_that_was_free_meanwhile_restarts_the_wait(
+def test_space_that_was_briefly_free_restarts_the_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     store = make_store(tmp_path, host_pages=10, wait_s=0.2)

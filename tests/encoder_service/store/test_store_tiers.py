@@ -77,7 +77,7 @@ def test_an_embedding_moves_to_the_device_after_enough_readers(tmp_path):
     store.close()
 
 
-def test_readers_of_the_host_tier_promote_nothing(tmp_path):
+def test_pins_alone_do_not_promote_rows_to_the_device(tmp_path):
     store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))

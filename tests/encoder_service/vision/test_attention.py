@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 HEAD_SIZES = [72, 80]
 
 
-def test_attention_by_segments_equals_a_masked_product():
+def test_attention_by_segments_equals_masked_attention():
     lengths = [5, 5, 3, 0, 7]
     query, key, value = torch.randn(3, 20, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
     segments = Segments.of(lengths, CPU)

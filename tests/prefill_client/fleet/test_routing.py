@@ -137,7 +137,7 @@ def test_endpoints_that_are_down_come_last_until_they_return() -> None:
     assert router.order(DIGESTS[0]) == preferred
 
 
-def test_if_all_are_down_the_next_to_be_retried_comes_first() -> None:
+def test_if_all_endpoints_are_down_the_first_to_be_retried_comes_first() -> None:
     now = 0.0
     router = Router(ENDPOINTS[:3], clock=lambda: now)
     for n, name in enumerate(ENDPOINTS[:3]):

@@ -155,7 +155,7 @@ def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
 
 
-def test_a_gpu_that_is_not_there_is_an_error_that_says_so() -> None:
+def test_a_missing_gpu_is_an_error_that_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(DeviceMemoryError, match="cudaError"):

@@ -1,4 +1,4 @@
-"""Certificates in files: what is refused at start, and what happens when the files change."""
+"""Certificates in files: refusals at start, and changes of the files."""
 
 import os
 import shutil

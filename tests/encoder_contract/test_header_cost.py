@@ -74,7 +74,7 @@ MOST_WALKS = 14
 def seconds(image: bytes, enough: float = 0.0) -> float:
     """Return what reading the header takes of a processor: the best of seven, or of more until it is `enough`.
 
-    A busy machine makes a reading slower (its caches are shared), never faster: what is dear stays dear however often.
+    A busy machine makes a read slower, never faster. So a file that is really expensive stays so in every attempt.
     """
     best, tries = float("inf"), 0
     while tries < 7 or (best > enough > 0 and tries < 200):
@@ -143,7 +143,7 @@ def test_no_combination_of_parts_costs_much_more_than_a_walk(start, parts):
 
 
 def with_scans(image: bytes, scans: int) -> bytes:
-    """Repeat the last scan of a progressive JPEG until it has so many."""
+    """Repeat the last scan of a progressive JPEG until the file has `scans` scans."""
     last, have = image.rindex(b"\xff\xda"), image.count(b"\xff\xda")
     return image[:last] + image[last:-2] * (scans - have + 1) + image[-2:]
 

@@ -41,14 +41,14 @@ def refused(*command: str | Path, code: int) -> str:
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A port at which somebody listens."""
+    """A port on which a server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
 def free() -> Iterator[str]:
-    """A port at which nobody listens."""
+    """A port on which no server listens."""
     with closed_port() as port:
         yield port
 

@@ -1,4 +1,4 @@
-"""What a signal does to a command, whatever it is at: it ends, soon and without a traceback."""
+"""Signals end a command soon and without a traceback, whatever it is doing."""
 
 import asyncio
 import os

@@ -28,7 +28,7 @@ MAX_GROWTH_BYTES = 16 << 20
 
 @pytest.fixture(scope="module")
 def small_images(kept_checkpoint: Callable[..., Path]) -> Path:
-    """A checkpoint that resizes whatever it gets to 16 patches: the files are the work here, not the tower."""
+    """A checkpoint that resizes every image to 16 patches, so that the tower costs little."""
     size = {"shortest_edge": 1024, "longest_edge": 4096}
     return kept_checkpoint(preprocessor={"size": size})
 

@@ -51,7 +51,7 @@ async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
                 [submitted] = await client.submit([photo(256, 256, seed)], timeout_s=60)
                 async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
                     assert [rows.error async for rows in stream] == [None]
-            [damaged] = await client.submit([b"\xff\xd8\xff no image"], timeout_s=60)  # what is worth a line
+            [damaged] = await client.submit([b"\xff\xd8\xff no image"], timeout_s=60)  # writes a log line
             assert damaged.error is not None
     finally:
         process.terminate()
@@ -59,7 +59,7 @@ async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
 
 
 def _fill(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Take what is free in the folder."""
+    """Fill the free space of the folder."""
     with open(_seen(process, folder) / "of others", "ab", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 16))

@@ -25,7 +25,7 @@ async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None
     async with await EncoderClient.connect(server.endpoint) as client:
         images = await use(client)
     await settled(server, "calls_total", 3, status="OK")
-    # A scrape is no snapshot: this may be read before what is above.
+    # A scrape is not a snapshot: this value may be read before those above.
     now = await settled(server, "store_pins", 0)
     assert now.total("submitted_images_total", outcome="queued") == 3
     assert now.total("encoded_images_total", outcome="kept") == 2

@@ -1,4 +1,4 @@
-"""A server that may open no more files: callers that are connected are served, and everybody is once there is room."""
+"""A server at its limit of open files serves connected callers, and all callers once descriptors are free."""
 
 import resource
 import socket
@@ -18,7 +18,7 @@ SPARE = 12  # files that the server may open beside those it has
 
 @contextmanager
 def crowding(endpoint: str, connections: int) -> Iterator[None]:
-    """Hold so many connections to a port; those beyond the server's backlog may be refused."""
+    """Hold connections to a port. Connections beyond the server's backlog may be refused."""
     host, _, port = endpoint.rpartition(":")
     with ExitStack() as stack:
         for _ in range(connections):

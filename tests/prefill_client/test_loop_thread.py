@@ -23,7 +23,7 @@ class Opened(Connection):
         self.closed = False
 
     async def close(self, after_s: float = 0.0) -> None:
-        """Let others run, as the end of a channel does."""
+        """Yield to other tasks, as closing a channel does."""
         await asyncio.sleep(0)
         self.closed = True
 
@@ -51,7 +51,7 @@ class TwoOfThree(Pool):
 
 @contextmanager
 def a_call_that_closing_ends(loop: LoopThread) -> Iterator[None]:
-    """Have another thread wait for what never comes; fail unless that ends, as a closed client's calls do."""
+    """Start an endless wait in another thread; fail unless it ends like the calls of a closed client."""
     waits = threading.Event()
     errors: list[BaseException] = []
 

@@ -107,7 +107,7 @@ async def test_a_cancelled_put_keeps_shared_memory_until_its_thread_ends(
         has_left = []
         for _ in range(2):  # a second cancel is no reason to leave either
             first.cancel()
-            await fetch_put(client, new_image())  # so many passes of the loop that it could have left
+            await fetch_put(client, new_image())  # enough passes of the loop for the first call to end
             has_left.append(first.done())
         writers.may_write.set()
         assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], asyncio.CancelledError)

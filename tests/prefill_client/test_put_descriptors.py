@@ -28,7 +28,7 @@ def open_segments() -> int:
     """Count this process's descriptors of segments: those of the client, and of servers in this process."""
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that lists the folder
+        with suppress(FileNotFoundError):  # the descriptor that lists the folder is closed
             found += Path(os.readlink(descriptor)).name.startswith(CALLERS_PREFIX)
     return found
 

@@ -82,7 +82,7 @@ SIXTY_FOUR: list[Part] = [photo(96, 96, 3300 + number) for number in range(64)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give those of this folder their time; the limit in pyproject.toml is for tests that start no engine."""
+    """Raise the time limit of this folder's tests. The limit in pyproject.toml is for tests without an engine."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.timeout(HANG_S))
@@ -130,7 +130,7 @@ def images_in(parts: Iterable[Part]) -> set[bytes]:
 
 
 def let_it_encode(service: Restartable, parts: Iterable[Part]) -> dict[bytes, int]:
-    """Have the service encode images that the engine does not know: its cache forgets none when it is told to.
+    """Let the service encode images that are new to the engine, whose cache cannot be emptied.
 
     Returns the number of tokens of each.
     """

@@ -9,7 +9,7 @@ from testing.sglang_engine import SglangEngine, serving
 from testing.sglang_gateway import GatewayProcess, running_gateway
 from tests.vllm.restartable import Restartable
 
-# SGLang counts a failed check of health every so many seconds, and leaves an encoder out after three.
+# SGLang checks the health of encoders at this interval, and drops an encoder after three failed checks.
 HEALTH_S = 1.0
 
 
@@ -38,7 +38,7 @@ def fed(
     back_end: str = "zmq_to_tokenizer",
     **settings: object,
 ) -> Iterator[tuple[SglangEngine, GatewayProcess]]:
-    """Run an SGLang, and a gateway that is so many encoders to it; 0: one without a path."""
+    """Run an SGLang, and a gateway that looks like `encoders` encoders; 0 means one encoder without a path."""
     with running_gateway(service.endpoint, language_model=checkpoint, **settings) as gateway:
         urls = [f"{gateway.url}/v{number}" for number in range(encoders)] or [gateway.url]
         with language_server(checkpoint, *flags, back_end=back_end, urls=urls) as (engine, _):

@@ -44,7 +44,7 @@ def test_an_answer_is_that_of_the_own_tower(
 def test_an_image_is_seen_upright_and_on_white(
     engine: SglangEngine, own: Own, file: bytes, name: str
 ) -> None:
-    """SGLang's own processor ignores an orientation, and shows what is transparent."""
+    """SGLang's own processor ignores orientation and transparency."""
     assert_equal(engine.ask([file, *PROMPTS[name][1:]]), own(PROMPTS[name]))
 
 

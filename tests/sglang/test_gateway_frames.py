@@ -22,7 +22,7 @@ from prefill_client.sglang_gateway.frames import SUPPORTED, Modality, embedding_
 RECEIVER = "sglang/srt/disaggregation/encoder/receiver.py"
 UNPICKLER = "sglang/srt/utils/common.py"
 CLASSES = ("sglang/srt/multimodal/modality.py", "sglang/srt/managers/schedule_batch.py")
-# What of the receiver reads a message: everything but what needs a server.
+# The receiver's functions that read a message, without those that need a server.
 READING = {
     *("EmbeddingData", "MultiModalEmbeddingData", "_cat_grid", "_validate_embedding_part"),
     *("extract_original_req_id", "_resolve_embedding_part_request_id", "_embedding_part_matches_request"),
@@ -123,7 +123,7 @@ def test_a_release_joins_the_parts_of_a_request(release: Release) -> None:
 
 
 def test_a_release_joins_the_times_of_videos(release: Release) -> None:
-    """Each part has those of its videos, in order."""
+    """Each part has the times of its videos, in order."""
     times, together = [[0.25, 1.5], [0.0]], None
     for part, own in enumerate((times, times[:1])):
         grids = [Grid(2, 4, 6), Grid(1, 2, 2)][: len(own)]

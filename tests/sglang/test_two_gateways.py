@@ -42,7 +42,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path, own: Own) -> Iterator[Pair]:
-    """All of them, running."""
+    """Two services with gateways, and an engine."""
     with ExitStack() as held:
         services = [held.enter_context(service_of(checkpoint)) for _ in range(2)]
         engine, bootstrap = held.enter_context(language_server(checkpoint))
@@ -98,14 +98,14 @@ class Load:
                 break
 
     def serves_more(self, requests: int = 6) -> None:
-        """Return when so many more were answered."""
+        """Wait until `requests` more requests have been answered."""
         goal = self.served + requests
         until(lambda: self.served >= goal or self.ended.is_set())
 
 
 @contextmanager
 def loaded(pair: Pair, own: Own, *, retries: int = 0) -> Iterator[Load]:
-    """Let callers ask in the background; raise what any of them has met."""
+    """Run callers in the background; raise the first error of a caller."""
     load = Load()
     with ThreadPoolExecutor(CALLERS) as pool:
         asking = [pool.submit(load.ask_on, pair.engine, own, retries=retries) for _ in range(CALLERS)]

@@ -56,7 +56,7 @@ class Decoder:
 def release(
     request: pytest.FixtureRequest, wheels: Callable[[str], zipfile.ZipFile]
 ) -> Callable[[VideoInfo], tuple[list[int], tuple[int, int]]]:
-    """Return what a release makes of a video: the numbers of its frames, and their height and width."""
+    """Return the frame numbers that a release samples from a video, and their height and width."""
     sizes: list[tuple[int, int]] = []
 
     def resize(video: torch.Tensor, size: list[int], **_: Any) -> torch.Tensor:

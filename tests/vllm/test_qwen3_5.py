@@ -118,7 +118,7 @@ def test_other_images_or_another_order_change_the_answer(engine: Engine, ours: l
         assert engine.ask(others).distance(answer) > 100 * TOLERANCE
 
 
-# An engine that ends takes what others of this process run in with it: those below have engines of their own.
+# Closing an engine breaks the other engines of its process, so each test below has its own engine.
 
 
 def test_a_video_gets_the_answer_of_the_own_loader(

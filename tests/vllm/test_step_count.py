@@ -19,7 +19,7 @@ from tests.vllm.test_without_middleware_cures import behind_middleware
 SPACED: list[Part] = [
     part for n in range(6) for part in (photo(250, 250, 7000 + n, "PNG"), "text between " * 7)
 ]
-"""Enough text between images that no step begins two: the engine then encodes no more than fits into a step."""
+"""With so much text between images, no step begins two images, so a step encodes only images that fit into it."""
 DENSE: list[Part] = ["a", *(photo(200, 150, 7100 + n, "PNG") for n in range(8))]
 
 

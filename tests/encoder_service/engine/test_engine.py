@@ -266,7 +266,7 @@ async def test_an_image_without_space_in_the_store_is_refused_before_encoding(
                 await bench.rows(photo(256, 256, n), demanded(str(n)))
             took_s.append(time.monotonic() - began)
             assert refused.value.retry_after_ms > 0
-        # The store has been full for its two seconds: those who come later do not wait them again.
+        # The store has been full for its wait time, so later images do not wait again.
         assert min(took_s) < 1
         assert len(gate.batches) == encoded
         while held:

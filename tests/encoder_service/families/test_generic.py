@@ -1,4 +1,4 @@
-"""The towers of `transformers`: the parity kit on each family, and what is read of large checkpoints."""
+"""The towers of `transformers`: the parity kit on each family, and reading only parts of large checkpoints."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""Admission: limits, shares, retry hints, and that what is given is given back."""
+"""Admission: limits, shares, retry hints, and that every reservation is released."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Batches: what joins a batch, what is prepared ahead of it, what becomes of a failed batch."""
+"""Batches: which images join a batch, which are prepared ahead, and how a failed batch is split."""
 
 import pytest
 from hypothesis import given, settings

@@ -85,7 +85,7 @@ def test_a_pause_earns_a_holder_no_credit():
 
 
 def test_submitting_one_image_at_a_time_gains_no_extra_share():
-    """A holder's tag is kept while it has nothing queued, as long as others wait."""
+    """An idle holder keeps its tag while other holders wait."""
     scheduler = make()
     fill(scheduler, "queued", 400, patches=10)
     done = {"queued": 0, "single": 0}

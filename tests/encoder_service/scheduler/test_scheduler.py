@@ -93,10 +93,10 @@ def test_withdrawing_the_demand_makes_the_work_speculative_again():
 
 def test_a_reused_request_identifier_does_not_stay_the_oldest():
     scheduler = make()
-    want(scheduler, "x0", "for-ever")
+    want(scheduler, "x0", "endless")
     rival = want(scheduler, "rival", "rival", patches=2 * PATCHES)
     for turn in range(1, 100):
-        want(scheduler, f"x{turn}", "for-ever")  # named before the one before it is done
+        want(scheduler, f"x{turn}", "endless")  # claimed before the previous image is encoded
         prepare_all(scheduler)
         scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
         if rival.task is None:

@@ -27,7 +27,7 @@ class Model:
     clock: int = 0
     clocks: dict[str, int] = field(default_factory=dict)  # by holder
     marks: dict[tuple[str, str], int] = field(default_factory=dict)
-    # By stage and class: what each holder was charged, and the tag of the one that was served last.
+    # By stage and class: the charge of each holder, and the tag of the holder that was served last.
     charged: dict[tuple[State, bool], dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     served: dict[tuple[State, bool], int] = field(default_factory=lambda: defaultdict(int))
 
@@ -152,10 +152,10 @@ class Schedule:
                 assert dropped is task
                 self.outcome(dropped, "dropped")
 
-    def took(self, state: State, ask: Callable[[], list[Task]]) -> list[Task]:
-        """Return what `ask` takes out of `state`; each must have been the best of those left there."""
+    def took(self, state: State, take: Callable[[], list[Task]]) -> list[Task]:
+        """Return the tasks that `take` moves out of `state`; each must have been the best in that state."""
         left = [t for t in self.tasks if t.state is state and t.claims]
-        taken = ask()
+        taken = take()
         now = [(task, task.state) for task in left]
         for task, _ in now:
             task.state = state

@@ -1,11 +1,11 @@
-"""Several devices, which share what waits; and a device that loses what it had."""
+"""Several devices that share the queue, and a device that loses its images."""
 
 from encoder_service.scheduler import MOST_INTERRUPTIONS, State
 from tests.scheduling import PATCHES, is_empty, make, names, want
 
 
 def prepare(scheduler, device, images):
-    """Have a device decode so many images at most; return them."""
+    """Decode at most `images` images on a device; return them."""
     tasks = scheduler.next_to_prepare(0.0, images, device=device)
     for task in tasks:
         assert scheduler.prepared(task, 0.0)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Anything anyone may do, in any order. `versions` is all the model knows: what an address means while held."""
+    """Runs all operations of a store in any order. `versions` is the model: the rows of each held address."""
 
     pins = Bundle("pins")
     device_pages = 0

@@ -73,7 +73,7 @@ def test_space_that_was_briefly_free_restarts_the_wait(
 
 
 def taken(store: Store, how: str) -> Callable[[], None]:
-    """Take more than half of the store; return what gives it back without waking anybody who waits for room."""
+    """Fill more than half of the store; return a call that frees it without waking writers that wait."""
     if how == "rows that never came":
         incoming = store.receive(b"rows", FIVE, GRID)
         assert incoming is not None

@@ -31,7 +31,7 @@ def pages_by_holder(tier: Tier) -> dict[str, int]:
 
 
 def ask(store: Store, holder: str, *numbers: int) -> int:
-    """Ask for rows; return how many of them are held."""
+    """Pin and release rows; return how many of them are stored."""
     pins = [store.pin(f"{holder} {number}".encode()) for number in numbers]
     for pin in pins:
         if pin is not None:
@@ -116,7 +116,7 @@ def test_incoming_rows_count_against_their_holder(tmp_path: Path) -> None:
 
 
 def test_rows_unused_for_ten_minutes_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a holder that left would keep its part for ever."""
+    """Otherwise a holder that left would keep its part of the store."""
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(8))
     put(store, "b", *range(8))

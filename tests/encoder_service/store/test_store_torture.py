@@ -86,7 +86,7 @@ def test_readers_see_only_correct_bytes_and_killed_readers_leave_no_pin(owner, t
             probe.send(None)
             return probe.recv()
 
-        within(PATIENCE_S, lambda: pins() <= 2)  # what the two churning threads hold at the moment
+        within(PATIENCE_S, lambda: pins() <= 2)  # the two churning threads may hold one each
 
 
 def test_a_start_removes_segments_of_killed_owners_only(owner, tmp_path):

@@ -1,4 +1,4 @@
-"""FP8: what is quantised and how, the error of rows, and that they never share addresses with full precision."""
+"""FP8: which products are quantised and how, the error of rows, and addresses separate from full precision."""
 
 import pytest
 import torch

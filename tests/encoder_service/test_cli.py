@@ -132,7 +132,7 @@ async def test_encode_prints_address_grid_and_stages_and_refuses_non_images(
 
 
 def test_operator_commands_inspect_and_empty_the_store(process: ServerProcess, tmp_path: Path) -> None:
-    operate("flush", process.endpoint)  # what other tests left
+    operate("flush", process.endpoint)  # rows of other tests
     (tmp_path / "photo.jpg").write_bytes(photo(320, 240, 2))
     at = ("--server", process.endpoint)
     encoded = run("prefill-client", "encode", tmp_path / "photo.jpg", *at).stdout

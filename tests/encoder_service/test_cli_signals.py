@@ -30,7 +30,7 @@ HEED_CTRL_C = (
 
 
 def last_words(process: "subprocess.Popen[str]") -> str:
-    """What it said until its end; kill what does not end."""
+    """Return the output of a process until its end; kill it if it does not end."""
     try:
         return process.communicate(timeout=START_S)[0]
     finally:
@@ -63,7 +63,7 @@ def test_a_signal_during_loading_ends_the_server_silently(
     process.send_signal(number)
     said = last_words(process)
     assert "Traceback" not in said
-    served = later_s > 0 or "listening" in said  # it was faster than we, and drained
+    served = later_s > 0 or "listening" in said  # it started before the signal, and drained
     assert process.returncode in ((-number, 0) if served else (-number,))
 
 
@@ -84,7 +84,7 @@ def test_process_1_of_a_container_ends_at_a_signal_while_loading(
     wait_until_torch_is_loaded(int(child))
     os.kill(int(child), number)
     said = last_words(process)
-    if "listening" in said:  # this machine held us up until it served
+    if "listening" in said:  # a busy machine delayed the signal until it served
         assert process.returncode == 0
         return
     assert process.returncode == 128 + number

@@ -21,7 +21,7 @@ def server(checkpoint: Path) -> Iterator[ServerProcess]:
 
 
 def decoders(server: ServerProcess) -> list[psutil.Process]:
-    """The processes that decode for it: those of its device's process. Its own only read headers."""
+    """Return the decoder processes of the device's process. Those of the server itself only read headers."""
     engines = [each for each in psutil.Process(server.process.pid).children() if each.name() == "engine"]
     return [each for engine in engines for each in engine.children() if each.name() == "decoder"]
 

@@ -1,4 +1,4 @@
-"""Full disks and a full /dev/shm: told at start by the flag to change, and no reason not to serve afterwards."""
+"""Full disks and a full /dev/shm: an error at start names the flag to change; later they do not stop the server."""
 
 import shutil
 import subprocess

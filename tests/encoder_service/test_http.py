@@ -110,7 +110,7 @@ class Drips:
 
 
 def answer_of(url: str) -> bytes:
-    """Return what a probe is told. It tries again, as probes do: a busy machine may send its request too late."""
+    """Return the answer to a probe. Retry, as probes do: a busy machine may send the request too late."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -129,7 +129,9 @@ def test_health_is_answered_beside_slow_connections() -> None:
             assert b"encsvc_" in answer_of(f"http://{http.endpoint}/metrics")
             # Some read metrics; connections have none, or there would be one for each.
             assert threading.active_count() < threads + MAX_CONNECTIONS
-        until = time.monotonic() + PATIENCE_S  # those that were cut off for others notice at their next byte
+        until = (
+            time.monotonic() + PATIENCE_S
+        )  # connections that the server has closed notice it at their next byte
         while not drips.reopened and time.monotonic() < until:
             time.sleep(0.02)
         assert drips.reopened > 0

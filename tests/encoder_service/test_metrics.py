@@ -110,7 +110,7 @@ async def test_a_blocked_event_loop_shows_in_the_lag_metric(server: Server) -> N
         )
 
     before = await late()
-    time.sleep(0.5)  # what no code of ours may do
+    time.sleep(0.5)  # blocks the event loop, as no code of ours may
 
     async def one_more() -> bool:
         return await late() > before

@@ -13,7 +13,7 @@ from testing.photos import photo
 from tests.processes import running
 from tests.waiting import soon
 
-SPARE = 12  # files that the server may open beside those it has
+SPARE = 12  # additional files that the server may open
 
 
 @contextmanager

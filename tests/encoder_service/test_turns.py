@@ -35,7 +35,7 @@ async def test_each_pass_grants_only_a_few_turns() -> None:
         await asyncio.sleep(0)
         passes.append(gone_on - before)
     await asyncio.gather(*tasks)
-    assert max(passes) <= 2 * AT_A_TIME  # those of one pass, and those that were granted in the one before
+    assert max(passes) <= 2 * AT_A_TIME  # the turns of one pass, and those granted in the pass before
 
 
 async def test_each_pass_runs_two_units_of_other_clients_work() -> None:

@@ -24,7 +24,7 @@ LINES = 200
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """A small pipe: what reads and what writes."""
+    """The read end and the write end of a small pipe."""
     reads, writes = os.pipe()
     fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     yield reads, writes

@@ -108,10 +108,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = Posts()
         self.queue = new_queue(self.loop, self.end)
         self.made: list[Job] = []
-        self.ended: list[Job] = []  # told to have ended: each job once
+        self.ended: list[Job] = []  # jobs in the order of their reported ends, each once
         self.preparing: list[Job] = []
         self.batches: list[list[Job]] = []
-        self.replaced: list[Job] = []  # abandoned, and begun anew before that was told
+        self.replaced: list[Job] = []  # abandoned jobs that were resubmitted before the report
 
     @rule(
         target=claims,

@@ -223,9 +223,9 @@ def summary(lines: Lines) -> str:
     text = _failures(lines)[: MAX_SUMMARY // 4]
     for number, part in enumerate(parts):
         room = (MAX_SUMMARY - len(text)) // (len(parts) - number)
-        text = "\n".join([f"\n\n== {part}", *(_in_short(row) for row in _rows_of(part, lines))])
+        rows = "\n".join([f"\n\n== {part}", *(_in_short(row) for row in _rows_of(part, lines))])
         text += (
-            text if len(text) <= room else f"{text[: room - 40].rpartition(chr(10))[0]}\n… more in gpu.jsonl"
+            rows if len(rows) <= room else f"{rows[: room - 40].rpartition(chr(10))[0]}\n… more in gpu.jsonl"
         )
     return text
 

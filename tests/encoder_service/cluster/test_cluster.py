@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import socket
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,8 +22,7 @@ from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
 from testing.photos import photo
-from testing.redis_servers import RedisServer, redis_server
-from tests.cluster_replica import PROMPTLY, Replica, Start, starting
+from tests.cluster_replica import PROMPTLY, Replica, Start
 from tests.index_replicas import grids
 from tests.waiting import PATIENCE_S, soon
 
@@ -33,19 +31,6 @@ numbers = itertools.count(1000)
 
 def new_photo(width: int = 300, height: int = 280) -> bytes:
     return photo(width, height, next(numbers))
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
-    """Return a function that starts a replica on a separate address; all are drained after the test."""
-    async with starting(config, model, redis.url) as start:
-        yield start
 
 
 async def test_images_are_fetched_through_any_replica_and_encoded_once(start: Start) -> None:

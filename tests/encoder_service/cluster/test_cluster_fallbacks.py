@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +11,10 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_service.cluster import peers
 from encoder_service.cluster.cluster import Acquired
-from encoder_service.config import Config
-from encoder_service.engine.model import Model
 from encoder_service.images import LEASE_WAIT_S
 from encoder_service.keys import ImageKey
 from testing.photos import photo
-from testing.redis_servers import RedisServer, redis_server
-from tests.cluster_replica import Start, starting
+from tests.cluster_replica import Start
 from tests.index_replicas import grids
 from tests.waiting import PATIENCE_S, soon
 
@@ -26,19 +23,6 @@ numbers = itertools.count(5000)
 
 def new_photo() -> bytes:
     return photo(300, 280, next(numbers))
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-async def start(config: Config, model: Model, redis: RedisServer) -> AsyncIterator[Start]:
-    """Return a function that starts a replica on a separate address; all are drained after the test."""
-    async with starting(config, model, redis.url) as start:
-        yield start
 
 
 async def fails(_endpoint: str, _key: ImageKey) -> None:

@@ -1,7 +1,6 @@
 """Claimed grids of images that a peer holds or encodes: only the image's own grid is confirmed."""
 
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import cast
 
@@ -32,12 +31,6 @@ IMPOSSIBLE = {
 
 def new_photo(width: int = 300, height: int = 280) -> bytes:
     return photo(width, height, next(numbers))
-
-
-@pytest.fixture
-async def start(config: Config, model: Model, redis_url: str) -> AsyncIterator[Start]:
-    async with starting(config, model, redis_url) as start:
-        yield start
 
 
 def grid_of(replica: Replica, file: bytes) -> pb.Grid:

@@ -374,11 +374,17 @@ def test_an_interrupted_image_forms_no_group_and_the_next_group_has_a_new_number
 WINDOW_PIXELS = 10_000
 
 
-def take_single(queue: JobQueue) -> Job:
-    """Take an image to decode by itself, or fail when the queue hands out none."""
+def take_single_on_a_thread(queue: JobQueue) -> tuple[threading.Thread, list[Job]]:
+    """Start a thread that takes an image to decode by itself. Return it, and the list that gets the image."""
     taken: list[Job] = []
     stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
     stage.start()
+    return stage, taken
+
+
+def take_single(queue: JobQueue) -> Job:
+    """Take an image to decode by itself, or fail when the queue hands out none."""
+    stage, taken = take_single_on_a_thread(queue)
     stage.join(PATIENCE_S)
     assert taken, "no image is handed out"
     return taken[0]
@@ -419,9 +425,7 @@ def test_a_withdrawn_single_decode_holds_its_pixels_until_it_is_reported() -> No
     small = take_single(queue)
     queue.withdraw(claim)
     submit(queue, b"small too", Claim("2", "a", demanded=True), single=True, width=100)
-    taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
-    stage.start()
+    stage, taken = take_single_on_a_thread(queue)
     stage.join(0.05)
     assert not taken, "the pixels of both exceed the window"
     queue.drop(small, InternalError("abandoned"))
@@ -436,9 +440,7 @@ def test_a_single_decode_that_began_before_its_image_was_resubmitted_holds_its_p
     first = take_single(queue)
     queue.withdraw(claim)
     again = submit(queue, b"small", Claim("2", "a", demanded=True), single=True, width=100)
-    taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
-    stage.start()
+    stage, taken = take_single_on_a_thread(queue)
     stage.join(0.05)
     assert not taken, "the pixels of both exceed the window"
     queue.prepared([(first, {})], None)

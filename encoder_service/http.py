@@ -266,7 +266,7 @@ class Watch:
                 )
             except OSError as error:
                 raise ConfigError(
-                    f"{flag('metrics_listen')} {listen}: the address is taken or not one of this host "
+                    f"{flag('metrics_listen')} {listen}: the address is taken, or does not belong to this host "
                     f"({error.strerror}); port 0 picks a free port"
                 ) from error
         self.endpoint = self._port.endpoint if self._port else ""

@@ -92,7 +92,8 @@ class Listener:
                 port = self._server.add_secure_port(address, _credentials(certificates))
         except RuntimeError as error:
             raise ConfigError(
-                f"{flag('listen')} {address}: the address is taken or not one of this host; port 0 picks a free port"
+                f"{flag('listen')} {address}: the address is taken, or does not belong to this host; "
+                "port 0 picks a free port"
             ) from error
         self._port = port
         host = address.rpartition(":")[0]

@@ -213,7 +213,7 @@ class RowFetcher(RowSource[FetchQuery]):
         client = await self._connect(wait=False)
         try:
             await asyncio.to_thread(self._check, client.description)
-        except ValueError:
+        except BaseException:  # cancelled too, if the engine ends now
             await client.close()
             raise
         self._client = client
@@ -296,7 +296,7 @@ async def retry_join(join: Callable[[], Awaitable[None]], settings: Settings) ->
             await join()
         except (UnavailableError, DeadlineError):
             continue
-        except (EncoderError, ValueError) as error:
+        except (EncoderError, ValueError, OSError) as error:  # OSError: the checkpoint cannot be read
             # The text of an internal error has a new incident id each time.
             kind = type(error), "" if isinstance(error, InternalError) else str(error)
             if kind not in logged:

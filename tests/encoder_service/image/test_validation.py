@@ -32,7 +32,8 @@ def new_validator() -> Validator:
 async def test_uploads_with_wrong_digests_do_not_delay_another_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sources, "THREADS", 1)  # the order in which several threads finish is up to the system
+    # The order in which several threads finish is up to the system.
+    monkeypatch.setattr(sources, "THREADS", 1)
     validator, image = new_validator(), photo(300, 200, 1)
     order: list[str] = []
 

@@ -44,7 +44,7 @@ class Caller:
 
     @property
     def holder(self) -> str:
-        """The first of `holders`, against which all shares count that do not also count against the host."""
+        """The first of `holders`. A budget that is not `per_host` counts against it alone."""
         return self.holders[0]
 
     def claim(self, chunk: int = 0, needed_at: float | None = None) -> Claim:
@@ -60,7 +60,7 @@ class Caller:
         )
 
 
-# Shares are held for the length of a call, so a share is likely to be free after about a network round trip.
+# A share is held for the length of a call, so it is often free again after a network round trip.
 RETRY_AFTER_MS = 200
 
 
@@ -231,7 +231,7 @@ class Budgets:
             # Submits stay open while their callers retain images. They must leave room for other calls.
             submits=Budget(config.max_calls, "open Submit calls"),
             health_calls=Budget(HEALTH_CALLS, "open health calls"),
-            # A Fetch above this is refused as a whole and first: refusing must be cheaper than asking again.
+            # A Fetch above this is refused whole, before its names are read: refusing must cost less than asking again.
             fetched_images=Budget(claims, "images in Fetch calls"),
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
             upload_bytes=Budget(upload_bytes, "upload bytes", per_host=True),
@@ -267,7 +267,7 @@ def name_turns(names: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
 class Turns:
     """Allows `AT_A_TIME` units of work in each pass of the event loop, for all callers of `take` together.
 
-    Clients take turns, regardless of how much each requests. Work of more units than are left uses up the pass.
+    Holders take turns, regardless of how much each requests. Work of more units than are left uses up the pass.
     """
 
     def __init__(self) -> None:
@@ -275,8 +275,8 @@ class Turns:
         self._is_passing = False
         self._left = AT_A_TIME
 
-    async def take(self, client_id: str, units: int = 1) -> None:
-        """Wait for this client's turn to run `units` of work. Returns at once while the loop is not contended."""
+    async def take(self, holder: str, units: int = 1) -> None:
+        """Wait for this holder's turn to run `units` of work. Returns at once while the loop is not contended."""
         if not self._is_passing:
             self._is_passing = True
             asyncio.get_running_loop().call_soon(self._pass)
@@ -284,17 +284,17 @@ class Turns:
             self._left = max(0, self._left - units)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client_id, deque()).append((units, turn))
+        self._waiting.setdefault(holder, deque()).append((units, turn))
         await turn
 
     def _pass(self) -> None:
         """Start a pass of the loop. Callers that wait go before new ones."""
         self._left = AT_A_TIME
         while self._left and self._waiting:
-            client_id, turns = self._waiting.popitem(last=False)
+            holder, turns = self._waiting.popitem(last=False)
             units, turn = turns.popleft()
             if turns:
-                self._waiting[client_id] = turns  # behind the other clients
+                self._waiting[holder] = turns  # behind the other holders
             if not turn.done():
                 turn.set_result(None)
                 self._left = max(0, self._left - units)

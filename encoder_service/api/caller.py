@@ -99,8 +99,8 @@ class Identity:
         away_s = time() - signed_at
         if abs(away_s) > MAX_SKEW_S:
             log.warning(
-                "a replica's call was refused: by this host's clock it was signed %.0f s ago, more than %g s off; it "
-                "was replayed, or the clocks differ (check NTP)",
+                "a replica's signature was rejected: by this host's clock the call was signed %.0f s ago (limit %g s); "
+                "it was replayed, or the clocks differ (check NTP)",
                 away_s,
                 MAX_SKEW_S,
             )
@@ -212,8 +212,8 @@ def _bearer(tenants: Tenants, authorization: str) -> Tenant:
     return tenant
 
 
-# A share leaves space for three others of its size. Four names and the host itself, five shares, leave a sixteenth to
-# other hosts.
+# A holder may have three times what it leaves free (`most_held`). So five shares, of four names and the host itself,
+# leave a sixteenth to other hosts.
 MAX_NAMES_PER_HOST = 4
 # How long after its last use a name keeps its own share. Images that were queued under it have left the queue by then.
 KEEP_NAME_S = 600.0

@@ -41,7 +41,8 @@ class Exchange(ABC, Generic[Request, Name, Image, Wanted, Answer]):
         self._info = info
         self._turns = turns
         self._wanted: dict[int, Wanted] = {}  # by the caller's index
-        # Pieces of these indexes are ignored unless the image is wanted: they were in transit when the image failed.
+        # Indexes of ended images; in Submit, of all images named so far. Their pieces are ignored unless the image is
+        # wanted: they were in transit when it failed.
         self._finished: set[int] = set()
         self._refused_any = False  # since the last `_pause`
 

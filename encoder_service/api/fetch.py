@@ -220,9 +220,8 @@ class FetchCall:
                     self._pinned.release(outcome.hold)
             self._record.complete = True
             if self._pinned:
-                await (
-                    asyncio.Event().wait()
-                )  # the caller reads the rows in place, and cancels when it is done
+                # The caller reads the rows in place, and cancels when it is done.
+                await asyncio.Event().wait()
         finally:
             await self._end(tasks)
 

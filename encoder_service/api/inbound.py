@@ -70,10 +70,8 @@ class Requests(Generic[Request]):
         try:
             raw = reading.result()
         finally:
-            del (
-                reading,
-                awaited,
-            )  # an exception refers to this frame: the cycle would keep the call's messages
+            # An exception refers to this frame: the cycle would keep the call's messages.
+            del reading, awaited
         if raw is None:
             raise StopAsyncIteration
         return self._parse(raw)
@@ -116,7 +114,7 @@ class Inbound(Generic[Request]):
 
 
 class CallGate:
-    """Admits as many calls as its budget allows, each host only its share of them; makes gRPC handlers."""
+    """Makes gRPC handlers that admit calls within a budget, of which each host gets a share."""
 
     def __init__(self, budget: Budget, reader_idle_s: float) -> None:
         """A call ends if its caller takes longer than `reader_idle_s` to read one answer, of at most 1 MiB."""
@@ -161,9 +159,9 @@ class CallGate:
         """Return the handler of a method that answers one request with a stream."""
 
         async def answers(call: Inbound[Request]) -> Answers:
-            async with aclosing(serve(await call.requests.first(), call)) as messages:
-                async for message in messages:
-                    yield message
+            async with aclosing(serve(await call.requests.first(), call)) as replies:
+                async for reply in replies:
+                    yield reply
 
         return self.stream(answers, parse)
 
@@ -243,12 +241,12 @@ class CallRecord:
         self._reasons: Counter[str] = Counter()
         self._stage_ms: dict[str, float] = {}
         self._bytes = 0
-        # Not the error: its traceback refers to the frames of the call, and they to this.
+        # Text, not the error: its traceback refers to the call's frames, which refer to this record.
         self._status, self._error_message = "", ""
         self._proxy_request_id = caller.proxy_request_id
         self._trace = {"trace": caller.trace_id} if caller.trace_id else {}
         self.set_caller("", caller.host)
-        # Every image has its outcome: a caller that disconnects now ended its call normally.
+        # Set once every image has its outcome: a caller that disconnects later has ended its call normally.
         self.complete = False
         metrics.call_began(kind)
 

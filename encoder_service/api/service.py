@@ -183,7 +183,6 @@ def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_
         "Describe": gate.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
         "Submit": submit_gate.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
         "Put": gate.stream(service.put, partial(messages.parse_put, max_images=max_images)),
-        "Fetch": gate.stream(
-            service.fetch, bytes
-        ),  # parsed by the handler, after it has checked the caller's rights
+        # `fetch` parses its request itself, after it has checked the caller's rights.
+        "Fetch": gate.stream(service.fetch, bytes),
     }

@@ -172,7 +172,7 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         return [*self._answer_retained(), *self._time_out_uploads()]
 
     def _answer_retained(self) -> list[pb.SubmitResponse]:
-        """Ask for the bytes of retained images that are needed again; raises the error with which the server ends."""
+        """Ask again for the bytes of retained images that are needed. Raises the retainer's error, to end the call."""
         self._retainer.changed.clear()
         if self._retainer.error is not None:
             raise self._retainer.error

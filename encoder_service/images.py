@@ -144,9 +144,9 @@ LEASE_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SubmittedImage:
-    """An image of a Submit call: the caller's index, grid and size of it (0: unknown), and the call's claim on it.
+    """An image of a Submit call: its index, grid and size (0: unknown) as the caller gave them, and the call's claim.
 
-    With `is_video`, it is a video. The caller wants to know its frames, and nothing is encoded.
+    With `is_video`, it is a whole video: the caller asks what its container says, and nothing is encoded.
     """
 
     index: int
@@ -468,8 +468,8 @@ class Images:
         return source
 
 
-# Addresses, leased to callers of other replicas, whose end this replica follows at a time. Fetches that wait for others
-# learn only when their grace ends that no rows came.
+# Most Put leases at other replicas whose end this replica awaits at a time. A Fetch of any other image that is leased
+# there learns only at the end of its grace that no rows came.
 MAX_FOLLOWED = 4096
 
 
@@ -536,20 +536,20 @@ class PutLeases:
         answers: list[PutAnswer | EncoderError | None] = []
         leases: dict[int, Lease] = {}
         try:
-            for place, image in enumerate(images):
+            for position, image in enumerate(images):
                 answers.append(self._local_answer(image))
-                if answers[place] is None:
+                if answers[position] is None:
                     try:
-                        leases[place] = self._lease(image, caller)
+                        leases[position] = self._lease(image, caller)
                     except EncoderError as error:
-                        answers[place] = error
+                        answers[position] = error
             acquired = await self._cluster.acquire([lease.image.key.address for lease in leases.values()])
         except BaseException:  # also if cancelled: the caller does not learn of its leases
             for lease in leases.values():
                 self.give_up(lease)
             raise
-        for place, lease in leases.items():
-            answers[place] = self._cluster_answer(lease, acquired)
+        for position, lease in leases.items():
+            answers[position] = self._cluster_answer(lease, acquired)
         return [answer for answer in answers if answer is not None]
 
     def complete(self, lease: Lease) -> None:

@@ -22,7 +22,8 @@ from encoder_contract.framing import frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.store import Pin, Store
 
-# A separate pool: a copy that waits for space must not occupy the event loop's default threads, which hash uploads.
+# A separate pool: a copy that waits for space must not occupy the event loop's default threads, which checksum and sign
+# rows.
 _copies = ThreadPoolExecutor(8, "to-host")
 
 

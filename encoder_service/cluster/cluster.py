@@ -62,7 +62,10 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The state of this replica, its live peers, and how many image files it has shared and not shared so far."""
+    """The state of this replica, its live peers, and how many image files it has shared and not shared so far.
+
+    `foreign_*` count what it ignored because the fleet's key had not signed it.
+    """
 
     state: IndexState
     peers: int = 0

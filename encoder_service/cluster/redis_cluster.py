@@ -157,9 +157,8 @@ class RedisCluster(Cluster):
             try:
                 answer = await asyncio.shield(acquiring)
             except asyncio.CancelledError:
-                acquiring.add_done_callback(
-                    self._release_unused
-                )  # otherwise other replicas would wait in vain
+                # Otherwise other replicas would wait until the leases expire.
+                acquiring.add_done_callback(self._release_unused)
                 raise
         self.leases.add(answer.granted)
         return Acquired(frozenset(filter(self.leases.holds, addresses)), answer.located)
@@ -251,7 +250,8 @@ class Transfers:
         self._store = store
         self._running: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = asyncio.Semaphore(MAX_TRANSFERS)
-        # A separate pool: a write that waits for space must not delay the validation of uploads.
+        # A separate pool: a write that waits for space must not occupy the event loop's default threads, which checksum
+        # and sign rows.
         self._threads = ThreadPoolExecutor(MAX_TRANSFERS, "cluster-put")
         # One semaphore for each peer that has transfers, running or waiting.
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()

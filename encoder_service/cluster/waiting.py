@@ -11,11 +11,11 @@ from encoder_service.keys import ImageKey
 # The delay until a lost notification, or an expired lease (which notifies no waiter), is noticed. One read covers all
 # waiters.
 REREAD_S = 0.2
-# One read looks up at most this many searched images, those first whose last lookup is longest ago. This bounds the
-# load to about a thousand keys a second.
+# Each read looks up at most this many searched images, least recently looked up first. This bounds the load to about a
+# thousand keys a second.
 SEARCH_IMAGES = 200
 
-# Returns the addresses that are published, with their locations, or no longer being encoded, without.
+# Returns the addresses that are published, with their locations, and those that no replica is encoding, with none.
 Read = Callable[[Collection[bytes]], Awaitable[Mapping[bytes, Locations]]]
 # See `Cluster.find`.
 Find = Callable[[Collection[ImageKey]], Awaitable[Mapping[bytes, Locations]]]
@@ -40,9 +40,8 @@ class PeerWaiters:
         self._has_peers = has_peers
         # With the replicas that each waiter excludes.
         self._waiters: dict[bytes, dict[asyncio.Future[Locations], Collection[str]]] = {}
-        self._searches: dict[
-            bytes, tuple[ImageKey, Found]
-        ] = {}  # in the order in which they are looked up next
+        # In the order in which they are looked up next.
+        self._searches: dict[bytes, tuple[ImageKey, Found]] = {}
         self._subscribed: set[bytes] = set()
         self._changed: set[bytes] = set()
         self._wake = asyncio.Event()

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# A process is ready in half a second, on a busy machine in five. One that is not ready by now never will be.
+# A process is ready in half a second, on a busy machine in five. One that is not ready after this time never will be.
 START_LIMIT_S = 60.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptor}, **{settings!r})"
 _MODULE = "encoder_service.image.decoder_process"
@@ -187,8 +187,8 @@ class _Process:
 
     def __init__(self, stderr: StderrPipe, memory_bytes: int, *, videos: bool) -> None:
         """Start the process. Raises `OSError` if memory, processes or descriptors are short."""
-        # Two, so that the next request can be answered while the pixels of the last one are in use. Memory is only
-        # taken once it is used. All descriptors that the process needs are taken here and none later.
+        # Two, so that the next request can be answered while the pixels of the last one are in use. They take memory
+        # only where they are used, and a descriptor until they are first sent.
         self.buffers = [SharedBuffer(), SharedBuffer()]
         self.sandbox: tuple[str, ...] | None = None
         self.channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -267,7 +267,7 @@ class DecoderDiedError(Exception):
 class DecoderChild:
     """One decoder process, restarted when it dies; for one thread at a time.
 
-    Each process may take `memory_bytes`, and `cpu_s` of CPU time an image. It must be started by the `launcher` thread,
+    Each process may take `memory_bytes`, and `cpu_s` of CPU time per image. The `launcher` thread must start it,
     because the kernel kills it when the thread that started it ends. The methods that send a request raise
     `DecoderDiedError` and the errors of `ready`. Only a child for `videos` opens videos.
     """
@@ -705,7 +705,7 @@ class DecoderPool:
             )
         texts = {
             "crashed": f"the decoder crashed while {what}",
-            "senseless": f"the decoder broke while {what}",
+            "senseless": f"the decoder gave an invalid answer while {what}",
             "time": f"{what} takes more than {cpu_time}",
             "memory": f"{what} takes more memory than {memory_bytes // 1_000_000} MB",
         }

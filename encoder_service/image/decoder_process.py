@@ -3,8 +3,8 @@
 `DecoderPool` starts it. It imports everything that decoding needs, enters the sandbox, and answers requests until the
 server closes the socket. The sandbox (no network, files or processes, bounded memory) is enforced by the kernel and
 needs no privileges. The process tells the server which parts of it this kernel has. Requests and replies are JSON, one
-a packet; files and pixels are in buffers that the server shares with this process. A process for videos keeps one video
-open and decodes its frames on request.
+per packet; files and pixels are in buffers that the server shares with this process. A process for videos keeps one
+video open and decodes its frames on request.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """A source: a submitted image file with its header, or a video with what its container says.
 
-Apart from `sources.py`, because every decoder process imports this module and none of what that one needs.
+Separate from `sources.py`, because every decoder process imports this module, and needs none of that module's imports.
 """
 
 import fcntl

@@ -226,8 +226,7 @@ class Validator:
     def agreed_grid(self, recorded: Iterable[Grid], claimed: Grid | None) -> Grid | None:
         """Return the first grid that the index has `recorded` and the caller, if it claims one, agrees with.
 
-        None: the grid must be read from the bytes. The index alone neither confirms an impossible grid nor refutes what
-        the caller computed.
+        Without such a grid, return None: it must be read from the bytes, because an entry of the index may be wrong.
         """
         return next((grid for grid in recorded if self.geometry.has(grid) and claimed in (None, grid)), None)
 

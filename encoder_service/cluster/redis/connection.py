@@ -124,9 +124,8 @@ class Connection:
                 await connection._client.initialize()
             server = await connection._client.info("server")
             connection.sharded_channels = int(str(server["redis_version"]).split(".")[0]) >= 7
-        except (
-            TypeError
-        ) as error:  # redis-py passes unknown options of the URL to a constructor: "... argument 'foo'"
+        except TypeError as error:
+            # redis-py passes unknown options of the URL to a constructor: "... argument 'foo'".
             await connection.close()
             option = str(error).rpartition(" ")[2]
             raise ConfigError(f"--index: the URL has an unknown option {option}") from error

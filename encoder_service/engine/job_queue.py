@@ -254,7 +254,7 @@ class JobQueue(Work):
         self._failures = FailureCache()
         self._turn = threading.Condition()
         self._jobs: dict[bytes, Job] = {}
-        self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # their newest address
+        self._of_pixels: LRUCache[bytes, bytes] = LRUCache(KNOWN_FRAMES)  # pixels -> newest address
         self._closed = False
         self._devices = [_DeviceState() for _ in range(devices)]
         self._group_number = 0
@@ -566,7 +566,7 @@ class JobQueue(Work):
         return []
 
     def _task_left(self) -> None:
-        """Note that an image will not be encoded: devices that wait may not be starved any more."""
+        """Note that an image left without being encoded: if it was the last one, no waiting device is starved now."""
         if not self._scheduler.waiting_images:
             for device in self._devices:
                 device.idle_since = None

@@ -283,7 +283,7 @@ class CopyOut:
             del batch
 
     def drop(self) -> None:
-        """Discard batches until the last one, in place of `run` when it died: the ViT's thread must not block."""
+        """Discard batches until None, after `run` died: the ViT's thread must not block."""
         while self._batches.get() is not None:
             pass
 
@@ -329,7 +329,7 @@ class CopyOut:
 
 
 def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:
-    """Return an error if pixels have not the size in their header, from which the grid was computed."""
+    """Return an error unless the pixels have the size in their header: the grid was computed from it."""
     *_, height, width, _ = pixels.shape
     if (width, height) == size:
         return None
@@ -347,7 +347,7 @@ def are_finite(rows: Sequence[Tensor]) -> Tensor:
 
 
 class Overtaking:
-    """The tower calls this between the blocks of a batch, to encode smaller images that were demanded meanwhile.
+    """The tower calls this between the blocks of a batch, to encode smaller images that have become demanded.
 
     Otherwise they would wait for the whole batch, on the CPU for seconds. Together they are less work than the batch,
     so it takes at most twice as long.
@@ -507,5 +507,9 @@ class Vit:
             self._store.release(self._tokens(job.grid))
         if self._jobs.lost_device(error):
             return
-        log.warning("a batch of %d images failed; retrying in smaller batches", len(jobs), exc_info=error)
+        log.warning(
+            "a batch of %d images failed; several images are retried in smaller batches",
+            len(jobs),
+            exc_info=error,
+        )
         self._jobs.failed(jobs, error)

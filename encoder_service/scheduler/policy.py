@@ -17,11 +17,12 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It moves down this list, except from SPLIT to ENCODING, and from PREPARING to SINGLE.
+    """The state of a task. It moves down this list, except that:
 
-    A task that the batch decoder does not accept begins as SINGLE or LARGE, not WAITING. A task on which the batch
-    decoder failed becomes SINGLE or LARGE. A task that was interrupted goes back to the state in which it waited to be
-    decoded.
+    - a task that the batch decoder does not accept begins as SINGLE or LARGE;
+    - a task on which the batch decoder failed goes back from PREPARING to SINGLE or LARGE;
+    - a task in SPLIT goes back to ENCODING;
+    - an interrupted task goes back to the state in which it waited to be decoded.
     """
 
     WAITING = "waiting"  # to be decoded in a batch

@@ -566,9 +566,8 @@ class Scheduler:
             return True
         if not task.demanded:
             return self._fits(images, patches, task, 1)
-        if (
-            task.patches > self._max_ahead.patches
-        ):  # fits beside nothing, and the device may never be free of others
+        # Such a task fits beside no other, and the device may always have others.
+        if task.patches > self._max_ahead.patches:
             return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, device, now)
         if not self._fits(images, patches, task, 2):
             return False
@@ -577,7 +576,7 @@ class Scheduler:
     def _is_next(self, task: Task, device: int, now: float) -> bool:
         prepared = self._table.prepared[device]
         if prepared.first(now) is None:
-            return task.state in SINGLES  # batches being decoded are all that is ahead, and may never cease
+            return task.state in SINGLES  # only batches in decoding are ahead, and there may always be another
         return self._table.orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:

@@ -22,8 +22,8 @@ from encoder_service.vision.qwen import TowerModule, in_order
 from encoder_service.vision.ulysses import MIN_PATCHES, Group, UlyssesAttention, even_shares
 
 # In bfloat16 the tables of Qwen3-VL take 2.6 KB a patch (its position embedding and its rotation). On the CPU that is
-# at most 170 MB, for eighteen different 720p grids. On a GPU it is 1.7 GB, because to make the tables of a grid costs
-# more there than a forward.
+# at most 170 MB, for eighteen different 720p grids. On a GPU it is 1.7 GB, because making the tables of a grid
+# costs more there than a forward.
 MAX_TABLE_PATCHES = {"cpu": 65536, "cuda": 655360}
 
 
@@ -293,9 +293,8 @@ class Tower:
     @property
     def batch_bytes(self) -> int:
         """The most bytes that a batch takes outside of its forward: its patches before it, its rows after it."""
-        patch_bytes = (
-            self.spec.temporal_patch_size * self.spec.patch_values
-        )  # of a pair of frames, the largest
+        # Of a pair of frames, the largest.
+        patch_bytes = self.spec.temporal_patch_size * self.spec.patch_values
         row_bytes = -(-self.width * self.dtype.itemsize // self.spec.merge_unit)  # per patch
         return self._largest_patches * (patch_bytes + row_bytes)
 

@@ -299,9 +299,8 @@ class Tier:
         if runs is None and arena.free_pages >= pages + self._spare_pages:
             runs = arena.allocate(pages, MAX_RUNS)
         if runs is None and not self.evictable_pages:
-            runs = arena.allocate(
-                pages, arena.free_runs
-            )  # evicting is no alternative: accept any number of runs
+            # There is nothing to evict: accept any number of runs.
+            runs = arena.allocate(pages, arena.free_runs)
         if runs is None:
             return None
         return Entry(self, address, tokens, grid, runs, self.order.reserve(holder, pages))

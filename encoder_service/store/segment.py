@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "encoder-service-"
 _HEADER_BYTES = 4096
-_PAGE_TABLE_BYTES = 4096
+_ALIGNMENT = 4096  # of the rows
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PREFAULT_BYTES = 32 << 20  # one call takes 0.1 s at worst, and ends before `close` takes effect
 
@@ -106,7 +106,7 @@ class Segment:
 
 
 def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE_TABLE_BYTES) * _PAGE_TABLE_BYTES
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 GIB = 1 << 30

@@ -202,9 +202,8 @@ class Store:
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
         entry, is_new = self.begin_put(address, len(rows), grid, holder, is_reserved=is_reserved)
         if is_new:
-            self._fill(
-                entry, map(flat, [rows])
-            )  # lazily: rows that are discarded are not even made contiguous
+            # Lazily: `_fill` abandons the entry if `flat` raises.
+            self._fill(entry, map(flat, [rows]))
         return Pin(self, entry)
 
     def begin_put(
@@ -258,9 +257,9 @@ class Store:
         """Reserve space for embeddings that are about to be computed; return how many fit, counted from the first.
 
         No other writer gets the space. Call `release` once for each reserved embedding, after its `put` or instead.
-        Fails before rows are computed that could not be stored: raises `ImageLimitError` as `put` does. With `wait`,
-        raises `OverloadedError` once space for the first embedding, or for a smaller one, has been missing for
-        `wait_s`. All callers share that time, so later ones get the error at once. Without `wait`, may return 0.
+        Raises `ImageLimitError` as `put` does, but before the rows are computed. With `wait`, raises `OverloadedError`
+        once space for the first embedding, or for a smaller one, has been missing for `wait_s`. All callers share that
+        time, so later ones get the error at once. Without `wait`, may return 0.
         """
         self._check_size(tokens[0])
         pages = [self.layout.pages(count) for count in tokens]

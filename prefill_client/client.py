@@ -21,7 +21,7 @@ from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS, Receivers, rec
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
-DEFAULT_GRACE_MS = 10_000  # how long a fetch may come before another process submits its image
+DEFAULT_GRACE_MS = 10_000  # how long a fetch waits for another process to submit its image
 MAX_PROBED_VIDEOS = 4096  # videos whose properties are cached, some 200 bytes each
 DEFAULT_TIMEOUT_S = 120.0  # users do not wait longer than this for a first token
 

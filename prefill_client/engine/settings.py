@@ -19,7 +19,7 @@ class ServiceSettings:
     """Where the user writes the keys, for error messages."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()
-    """Keys of seconds and GiB that have a meaning at 0."""
+    """Keys in seconds or GiB that may be 0."""
 
     endpoints: tuple[str, ...]
     """host:port or unix:/path of each server; a string for a single one."""
@@ -41,13 +41,13 @@ class ServiceSettings:
     tls_name: str = ""
     """The name in the service's certificate, if endpoints are addresses."""
     token_file: str = ""
-    """File with the token of this engine's tenant; sent by TLS or within this host only, read again when it changes."""
+    """File with the tenant's token; sent only over TLS or within this host, read again when it changes."""
     tenant_salt: str = ""
     """Part of the address of every image: this engine shares embeddings only with engines of the same salt."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """Read the keys. Raises `ValueError` that names a wrong one."""
+        """Read the keys. Raises `ValueError`, which names the wrong key."""
         known = sorted(field.name for field in fields(cls))
         if unknown := sorted(values.keys() - {*known}):
             raise ValueError(f"{cls.location}: unknown keys {unknown} (known: {known})")

@@ -17,7 +17,7 @@ MIN_PRIORITY, MAX_PRIORITY = -8, 8
 
 
 class State(StrEnum):
-    """The state of a task. It moves down this list, except that:
+    """The state of a task. It moves down this list, with these exceptions.
 
     - a task that the batch decoder does not accept begins as SINGLE or LARGE;
     - a task on which the batch decoder failed goes back from PREPARING to SINGLE or LARGE;

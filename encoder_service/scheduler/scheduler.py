@@ -576,7 +576,8 @@ class Scheduler:
     def _is_next(self, task: Task, device: int, now: float) -> bool:
         prepared = self._table.prepared[device]
         if prepared.first(now) is None:
-            return task.state in SINGLES  # only batches in decoding are ahead, and there may always be another
+            # Only batches in decoding are ahead, and there may always be another.
+            return task.state in SINGLES
         return self._table.orders[task.state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:

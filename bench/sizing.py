@@ -92,12 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     spec, geometry = _model(args.model)
     costs = [cost(size, spec, geometry, args.sustained_tflops, args.llm_billions) for size in SIZES]
-    title = f"{spec.model_type}: rows of {spec.width}, {args.sustained_tflops:g} TFLOP/s sustained"
+    title = f"{spec.model_type}: rows of {spec.width} values, {args.sustained_tflops:g} TFLOP/s sustained"
     table(title, HEADS, costs)
     decoding_gib = decoding_bytes(DECODE_PIXELS, Config.max_image_pixels) / GIB
     print(
-        f"\nEncoder devices: for each that prefills a model of {args.llm_billions:g} billion parameters, both at the\n"
-        "same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
+        f"\nEncoder devices: the number for each device that prefills a model of {args.llm_billions:g} billion "
+        "parameters\nat the same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
         f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings."
     )
     print_figures({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, args)

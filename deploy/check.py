@@ -1,4 +1,4 @@
-"""Checks what lies in deploy/ without an engine or a cluster: image, compose file, manifests, rules, dashboard."""
+"""Checks the files of deploy/ without Docker or a cluster: image, compose files, manifests, rules, dashboard."""
 
 import os
 import re
@@ -19,7 +19,7 @@ KUBERNETES = ("1.30.0", "")
 
 
 def run(what: str, command: Sequence[str | Path], cwd: Path = DEPLOY) -> bool:
-    """Run a check; print what it said only if it failed."""
+    """Run a check; print its output only if it failed."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{what}: failed\n{done.stdout}{done.stderr}", file=sys.stderr)
@@ -27,7 +27,7 @@ def run(what: str, command: Sequence[str | Path], cwd: Path = DEPLOY) -> bool:
 
 
 def check_compiler() -> bool:
-    """Hold that Triton can compile in the image for CUDA, and load what it compiled where compose mounts a folder."""
+    """Check that Triton can compile in the image for CUDA, and load the result from the folder that compose mounts."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     encoder = dockerfile.partition("\nFROM runtime AS encoder\n")[2].partition("\nFROM ")[0]
     folder = re.search(r"^ENV TRITON_CACHE_DIR=(\S+)$", encoder, re.MULTILINE)
@@ -41,13 +41,13 @@ def check_compiler() -> bool:
 
 
 def _service(name: str) -> str:
-    """Return what the compose file says of a service."""
+    """Return the text of a service in the compose file."""
     text = (DEPLOY / "docker-compose.yml").read_text()
     return re.split(r"^  (?=\S)", text.partition(f"\n  {name}:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def check_manifests() -> list[bool]:
-    """Build every overlay, and every component over one, where kubectl or kustomize is; else check the base alone."""
+    """Build and check every overlay, and every component over one; without kubectl and kustomize, only the base."""
     build = kustomize()
     if build is None:
         print(
@@ -92,7 +92,7 @@ def overlay_with(components: Sequence[str], folder: Path, overlay: str = "cpu") 
 
 
 def of_kubernetes(manifests: str) -> str:
-    """Return the manifests whose schemas Kubernetes has itself: without those of the Prometheus operator."""
+    """Return the manifests of Kubernetes's own kinds: without those of the Prometheus operator."""
     each = re.split(r"^---\n", manifests, flags=re.MULTILINE)
     return "---\n".join(one for one in each if not one.startswith("apiVersion: monitoring.coreos.com/"))
 
@@ -105,7 +105,7 @@ def _valid(files: Sequence[Path]) -> bool:
 
 
 def check_rules() -> list[bool]:
-    """Have promtool check configuration and rules, and play the alerts' cases, where it is installed."""
+    """Have promtool, if it is installed, check configuration and rules, and run the test cases of the alerts."""
     promtool = shutil.which("promtool")
     if promtool is None:
         print(
@@ -120,7 +120,7 @@ def check_rules() -> list[bool]:
 
 
 def check_pins() -> bool:
-    """Hold that every image that is fetched is pinned to one release: three numbers or more in its tag, or a digest."""
+    """Check that every pulled image is pinned to one release: three numbers or more in its tag."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", dockerfile, re.MULTILINE))
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
@@ -137,7 +137,7 @@ def check_pins() -> bool:
 
 
 def is_pinned(image: str) -> bool:
-    """Whether the name of an image is that of one release."""
+    """Whether the name of an image is pinned to one release."""
     return bool(re.search(r":v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?$", image))
 
 

@@ -1,4 +1,4 @@
-"""The licences of all that the images have: `make licences` lists them, and CI refuses one that is not allowed."""
+"""Licences of the packages in the images: `make licences` lists them, and CI refuses those that are not allowed."""
 
 import argparse
 import json
@@ -12,9 +12,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# What the images have. Tools that only developers run are not distributed with anything.
+# The packages in the images. Tools that only developers use are not distributed.
 SHIPPED = "encoder-service[server,video,reference,sglang-gateway,dali-cuda13,flash3]"
-# As packages say it: by SPDX, by classifier, or in words of their own.
+# As package metadata spells them: SPDX identifiers, classifiers, or free text.
 ALLOWED = {
     "0BSD",
     "3-Clause BSD License",
@@ -42,7 +42,7 @@ ALLOWED = {
     "Unlicense",
     "Zlib",
 }
-# NVIDIA's own terms, for the packages that come with DALI and with torch's builds for CUDA, and for no others. Those
+# NVIDIA's own terms, allowed only for the packages that come with DALI and with torch's builds for CUDA. Those
 # who redistribute an image have to comply with them.
 OF_NVIDIA = {
     "LICENSE AGREEMENT FOR NVIDIA SOFTWARE DEVELOPMENT KITS",
@@ -82,7 +82,7 @@ def _is_installed(name: str) -> bool:
 
 
 def licences(names: set[str]) -> dict[str, str]:
-    """Return what each installed package says of its licence."""
+    """Return the licence that each installed package states."""
     script = str(Path(sys.executable).with_name("pip-licenses"))
     command = [script, "--from=mixed", "--format=json", "--packages", *sorted(names)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -90,13 +90,13 @@ def licences(names: set[str]) -> dict[str, str]:
 
 
 def is_allowed(name: str, licence: str) -> bool:
-    """Whether one side of each OR, and all that an AND or a list joins, is allowed."""
+    """Whether a licence expression is allowed: all licences of at least one side of its ORs."""
     allowed = ALLOWED | OF_NVIDIA if name.startswith("nvidia-") else ALLOWED
     return any(set(re.split(r" AND |; ", side)) <= allowed for side in licence.split(" OR "))
 
 
 def refused(found: Mapping[str, str]) -> dict[str, str]:
-    """Return those whose licence is not allowed, or not known."""
+    """Return the packages whose licence is unknown or not allowed."""
     return {name: licence for name, licence in sorted(found.items()) if not is_allowed(name, licence)}
 
 

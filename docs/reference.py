@@ -26,14 +26,14 @@ PROGRAMS: tuple[tuple[str, type[Settings]], ...] = (
 )
 SETTINGS = """# Settings
 
-Every setting is a flag and an environment variable; flags win. An unknown name or a bad value ends the start with exit
-code 2 and one line that names it. `python -m docs.reference` writes this page from the declarations, which `--help`
-shows, too.
+Every setting is a flag and an environment variable; flags win. If a name is unknown or a value is invalid, the program
+does not start: it exits with code 2 and prints one line that names it. `python -m docs.reference` writes this page from
+the declarations that `--help` shows.
 """
 METRICS = """# Metrics
 
-What `/metrics` of `encoder-service serve --metrics-listen ...` exports, beside the `process_` metrics that Prometheus'
-client libraries have. A counter's name ends in `_total`; a histogram has `_bucket`, `_sum` and `_count`. The alerts and
+`encoder-service serve --metrics-listen ...` exports these metrics at `/metrics`, besides the `process_` metrics of all
+Prometheus clients. A counter's name ends in `_total`; a histogram has `_bucket`, `_sum` and `_count`. The alerts and
 their remedies are in [operations.md](operations.md#alerts). `python -m docs.reference` writes this page from the
 declarations.
 

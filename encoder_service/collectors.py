@@ -75,7 +75,7 @@ def device_readings(model: Model, devices: Sequence[DeviceProcess]) -> Iterator[
     yield gauge("device_up", "1 while the device's process runs.", up, *labels)
     yield counter(
         "device_restarts",
-        "Restarts of the device's process, by the reason why the last one ended.",
+        "Restarts of the device's process, by the reason why the previous process ended.",
         restarts,
         *labels,
         "reason",
@@ -94,7 +94,7 @@ def model_readings(model: Model) -> Iterator[Reading]:
     decoder, tower = model.decoder, model.tower
     yield counter(
         "decoder_restarts",
-        "Decoder processes that ended and were replaced, by the reason why they ended.",
+        "Decoder processes that ended and were replaced, by the reason for their end.",
         decoder.deaths,
         "reason",
     )
@@ -179,7 +179,7 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
     yield counter("store_moves", "Embeddings moved between the tiers.", moves, "direction")
     yield counter(
         "store_waits",
-        "Waits of a writer, 50 ms at most, for space or for another writer of the address.",
+        "Waits of at most 50 ms by a writer, for space or for another writer of the address.",
         stats.waits,
     )
     yield counter(

@@ -254,7 +254,7 @@ class Config(Settings):
     device_peak_tflops: float = knob(
         0.0,
         zero=True,
-        help="peak speed of one device at --dtype, TFLOP/s, for the utilization metric; 0: no such metric",
+        help="peak speed of one device at --dtype, TFLOP/s, for the utilisation metric; 0: no such metric",
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", help="lowest level to log")
     log_format: Literal["console", "json"] = knob(

@@ -1,4 +1,4 @@
-"""From panels.yml to the dashboard that Grafana reads: run it to write the JSON, with `--check` to compare."""
+"""Writes the dashboard that Grafana reads from panels.yml; `--check` only compares."""
 
 import json
 import re

@@ -28,12 +28,12 @@ OURS = (
 WRITTEN_BY_THE_READER = {"deploy/.env", "deploy/vllm/.env", "deploy/sglang/.env"}
 MARKER = r"<!-- bench:(\w+)(?:\.tables)? -->"
 OPERATIONS = ROOT / "docs" / "operations.md"
-# Names of other projects (transformers, Kubernetes, redis), and names of the reader's own in examples.
+# Names of other projects (transformers, Kubernetes, redis, NCCL), and names of the reader's own in examples.
 FOREIGN = {
     *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
     *("ec_connector_module_path", "encoder_cache_manager_cls", "ECExampleConnector", "ECCPUConnector"),
     *("ECMooncakeConnector", "ec_producer", "cross_encoder_cache"),
-    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"),
+    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "NCCL_SOCKET_IFNAME"),
     *("preprocess_kwargs", "max_long_side_pixel", "time_stats_json", "zmq_to_tokenizer", "zmq_to_scheduler"),
     *("SGLANG_ENCODER_MM_RECEIVER_MODE", "SGLANG_ENCODER_RECV_TIMEOUT", "MMReceiverGrpc", "TypeError"),
     *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),

@@ -45,6 +45,7 @@ from encoder_service.collectors import (
     store_readings,
 )
 from encoder_service.config import GIB, Config, ConfigError, flag
+from encoder_service.engine import EXIT_LOST
 from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess
 from encoder_service.engine.job_queue import Job, JobQueue
@@ -64,7 +65,6 @@ from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
 
-LOST_DEVICE = 70  # exit code after a lost device: the orchestrator starts a new process
 ABORT_S = 10.0  # seconds after `drain_s` at which an aborted server exits: threads may wait forever for a lost device
 # Most images decoded ahead of the ViT. The limit in patches alone would allow a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
@@ -141,11 +141,11 @@ class Server:
             say(self.banner())
         await self._stop.wait()
         if self._aborted:
-            forced_exit = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (LOST_DEVICE,))
+            forced_exit = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (EXIT_LOST,))
             forced_exit.daemon = True
             forced_exit.start()
         await self.drain()
-        return LOST_DEVICE if self._aborted else 0
+        return EXIT_LOST if self._aborted else 0
 
     async def start(self) -> None:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""

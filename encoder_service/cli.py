@@ -29,6 +29,7 @@ from encoder_contract.endpoint import Endpoint
 from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import Config, ConfigError, flag
+from encoder_service.engine import EXIT_LOST
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.engine.devices import start_devices
 from encoder_service.families.choice import check_model
@@ -205,7 +206,7 @@ def _serve_with(config: Config) -> int:
     _announce_loading(config)
     devices = start_devices(config)
     # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.
-    from encoder_service.app import LOST_DEVICE, Server, require_host_memory
+    from encoder_service.app import Server, require_host_memory
     from encoder_service.engine.model import load_model
     from encoder_service.engine.session import served_model
 
@@ -217,7 +218,7 @@ def _serve_with(config: Config) -> int:
 
     with out_of_collections():
         code = asyncio.run(serve())
-    if code == LOST_DEVICE:  # a lost device may hang or crash an interpreter that shuts down in order
+    if code == EXIT_LOST:  # a lost device may hang or crash an interpreter that shuts down in order
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)

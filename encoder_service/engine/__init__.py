@@ -1,4 +1,4 @@
 """The engine: the job queue, and a process for each device, whose threads encode its jobs."""
 
-LOST, STUCK = 70, 71
-"""Exit codes of a device process whose device was lost, or hangs."""
+EXIT_LOST, EXIT_STUCK = 70, 71
+"""Exit codes of a process whose device was lost, or hangs: a server, or one of its device processes."""

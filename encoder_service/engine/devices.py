@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.engine import LOST, STUCK
+from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 
 if TYPE_CHECKING:
     from encoder_service.engine.model import MemoryPlan
@@ -101,7 +101,7 @@ class DeviceProcess:
         self._counts, self.state = self.counts, None
         status = self.process.wait()
         self.end()
-        reasons = {LOST: "lost", STUCK: "stuck", -signal.SIGKILL: "killed"}
+        reasons = {EXIT_LOST: "lost", EXIT_STUCK: "stuck", -signal.SIGKILL: "killed"}
         why = reasons.get(status, "crashed")
         self.restarts[why] += 1
         return why

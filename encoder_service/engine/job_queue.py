@@ -46,7 +46,7 @@ Pick = Callable[[Scheduler, float], Sequence[Task] | None]  # None: stop waiting
 # for cores and the interpreter, and would delay the answer by milliseconds. Busy workers do not wait for this.
 ANSWER_FIRST_S = 0.001
 SHORT_RETRY_MS = 500  # other images in the pipeline release memory soon
-LOST = "the server lost its device"
+DEVICE_LOST = "the server lost its device"
 # Pairs of frames whose rows can be found by their pixels, about 200 bytes each.
 KNOWN_FRAMES = 65536
 
@@ -181,7 +181,7 @@ class Work(ABC):
         Ends the process if the device is lost; see `lost_device`.
         """
         if self.lost_device(error):
-            return UnavailableError(LOST)
+            return UnavailableError(DEVICE_LOST)
         if self._device.is_full(error):
             log.warning("the device is short of memory", exc_info=error)
             return OverloadedError("the device is out of memory: retry", retry_after_ms=SHORT_RETRY_MS)
@@ -198,7 +198,7 @@ class Work(ABC):
             if self._device.is_full(error):
                 self._device.recover(error)
             return False
-        self.abort(LOST, error)
+        self.abort(DEVICE_LOST, error)
         return True
 
 

@@ -29,11 +29,10 @@ from encoder_contract.errors import EncoderError, InternalError
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.settings import ConfigError, flag
 from encoder_service.config import Config
-from encoder_service.engine import LOST, STUCK
+from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.engine.device import Device, DeviceMemory, HungDeviceError
-from encoder_service.engine.job_queue import LOST as LOST_DEVICE
-from encoder_service.engine.job_queue import GroupEncode, Job, Work
+from encoder_service.engine.job_queue import DEVICE_LOST, GroupEncode, Job, Work
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads, load_model
 from encoder_service.engine.workers import Engine, GroupEncoder
 from encoder_service.families.model import CountedRows, Inputs, VisionModel
@@ -284,7 +283,7 @@ class RemoteWork(Work):
 
     def abort(self, why: str, error: BaseException) -> None:
         log.critical("%s: ending its process", why, exc_info=error)
-        _end(STUCK if isinstance(error, HungDeviceError) else LOST if why == LOST_DEVICE else 1)
+        _end(EXIT_STUCK if isinstance(error, HungDeviceError) else EXIT_LOST if why == DEVICE_LOST else 1)
 
     def _take(self, call: str, *bounds: int) -> list[Job]:
         taken, gone = self._wire.ask(call, *bounds)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_service.engine.device import DECODE_S, FRAME_S, CudaStream, Watchdog
-from encoder_service.engine.job_queue import LOST, GroupEncode, Job, Work
+from encoder_service.engine.job_queue import DEVICE_LOST, GroupEncode, Job, Work
 from encoder_service.engine.model import Model
 from encoder_service.families.model import tensors_of
 from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
@@ -69,7 +69,7 @@ class Engine:
         the same number as `large_pixels`: one image of more pixels is decoded beside these. `group_encoder` encodes a
         large image with the processes of the other devices.
         """
-        self._watchdog = Watchdog(partial(jobs.abort, LOST))
+        self._watchdog = Watchdog(partial(jobs.abort, DEVICE_LOST))
         prepare = Prepare(jobs, model, metrics, self._watchdog, max_pixels=decode_pixels)
         copy_out = CopyOut(jobs, model, store, metrics, self._watchdog)
         vit = Vit(

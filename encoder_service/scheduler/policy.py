@@ -198,8 +198,7 @@ def least_work_left(stretch: float = STRETCH) -> Policy:
 LEAST_WORK_LEFT = least_work_left()
 
 
-Rank = tuple[int, float, float, int]  # lane, request key, claim key, request number
-Top = tuple[int, float, float, int, "Line"]  # the rank of a line, and the line
+Top = tuple[int, float, float, int, "Line"]  # lane, request key, claim key, request number, and the line
 Head = tuple[float, int, float, float, int, "Flow"]  # the tag and the best rank of a flow, and the flow
 Entry = tuple[float, int, Claim]  # claim key (or `needed_at`), claim number
 

@@ -16,8 +16,8 @@ import yaml
 from bench.sizing import main as show_sizing
 from encoder_contract.command_line import BAD_USAGE
 from encoder_contract.version import __version__
-from encoder_service.app import LOST_DEVICE
 from encoder_service.config import Config, ConfigError
+from encoder_service.engine import EXIT_LOST
 from prefill_reference.config import ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,5 +258,5 @@ def test_the_capacity_table_is_what_its_command_prints(capsys: pytest.CaptureFix
 
 def test_the_operators_page_names_the_exit_codes() -> None:
     page = (ROOT / "docs/operations.md").read_text()
-    assert f"code {LOST_DEVICE}" in page
+    assert f"code {EXIT_LOST}" in page
     assert f"exit code {BAD_USAGE}" in page

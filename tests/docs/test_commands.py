@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.command_line import BAD_USAGE, FAILED
-from encoder_service.app import LOST_DEVICE
 from encoder_service.config import Config
 from encoder_service.config import flag as flag_of
+from encoder_service.engine import EXIT_LOST
 from tests.pages import PAGES, ROOT, lines_in, name_of, named, text_of
 from tests.processes import run
 
@@ -145,7 +145,7 @@ def test_every_exit_code_on_a_page_is_one_of_ours() -> None:
     for page in PAGES:
         codes = named(r"(?i)\bexit(?:s| code)? (\d+)\b|\bcode (\d+)\b", page.read_text())
         found = {int(code) for pair in codes for code in pair if code}
-        assert found <= {0, FAILED, BAD_USAGE, LOST_DEVICE}, page.name
+        assert found <= {0, FAILED, BAD_USAGE, EXIT_LOST}, page.name
 
 
 def test_every_extra_a_page_installs_exists() -> None:

@@ -21,7 +21,7 @@ from encoder_contract.errors import InternalError, OverloadedError, UnavailableE
 from encoder_contract.header import read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.app import LOST_DEVICE
+from encoder_service.engine import EXIT_LOST
 from encoder_service.engine.device import Device, Watchdog
 from encoder_service.engine.model import Model
 from encoder_service.image.dali import DaliJpegs
@@ -104,7 +104,7 @@ async def ending(what: str, checkpoint: Path, tmp_path: Path, *more: str) -> Asy
             yield endpoint
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING, log.read_text()
         await asyncio.to_thread(process.join, PATIENCE_S)
-        assert process.exitcode == LOST_DEVICE, log.read_text()
+        assert process.exitcode == EXIT_LOST, log.read_text()
 
 
 ENDS = {"a hung device": "stuck", "a dead thread": "crashed", **dict.fromkeys(DEATHS_THERE, "crashed")}

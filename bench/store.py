@@ -16,6 +16,7 @@ from bench.harness.benchmark import Benchmark, Figure, command_line, print_figur
 from bench.transport.hits import hit_figures
 from bench.transport.puts import put_figures
 from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
+from encoder_contract.geometry import Grid
 from encoder_service.store import Store
 from encoder_service.store.arena import Layout, Tier
 from prefill_client import SharedRows
@@ -76,7 +77,7 @@ WIDTH = 16384  # of Qwen3-VL-8B: hidden size 4096, three DeepStack levels
 TOKENS = 880  # of a 1280×720 image
 ROW_BYTES = 2 * WIDTH
 EMBEDDING_BYTES = TOKENS * ROW_BYTES
-GRID = (1, 44, 80)
+GRID = Grid(1, 44, 80)
 
 Figures = dict[str, float]
 

@@ -20,7 +20,6 @@ from encoder_contract.errors import (
     ModelMismatchError,
     UnavailableError,
 )
-from encoder_contract.geometry import Grid
 from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
 from encoder_service.api.caller import Identity
@@ -349,7 +348,7 @@ class Server:
                 self._sources.drop(job.key.source_key)  # it can never be encoded
             self.cluster.release(job.key.address)
         else:
-            self.cluster.publish(job.key.address, Grid(*outcome.grid))
+            self.cluster.publish(job.key.address, outcome.grid)
 
     def _on_evict(self, address: bytes, _tier: TierName) -> None:
         """Report the eviction to the event loop. Called on the thread that evicted."""

@@ -354,7 +354,7 @@ class Images:
         if (pin := self._store.pin(key.address)) is None:
             return None
         with pin:
-            return confirmed_grid(Grid(*pin.grid), claimed)
+            return confirmed_grid(pin.grid, claimed)
 
     # Internals
 

@@ -96,7 +96,7 @@ def work(device: str, model: Path) -> None:
             dtype=tower.dtype,
         )
         for name, kept in enumerate(rows):
-            with store.put(bytes([name]), kept, (1, 1, 1)) as pin:
+            with store.put(bytes([name]), kept, Grid(1, 1, 1)) as pin:
                 pin.to_host()
                 assert bytes(pin.rows()[0][:64]) == kept.cpu().view(torch.uint8).numpy().tobytes()[:64]
         store.close()

@@ -11,7 +11,6 @@ from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnknownImageError
 from encoder_contract.fleet_key import FleetKey
-from encoder_contract.geometry import Grid
 from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
@@ -297,7 +296,7 @@ class FetchCall:
 async def _sign(ready: pb.ImageReady, pin: Pin, fleet_key: FleetKey) -> None:
     """Sign the rows for a peer if the window has all of them. Runs in a worker thread, as it takes milliseconds."""
     if (ready.row_begin, ready.row_end) == (0, pin.tokens):
-        grid = Grid(*pin.grid)
+        grid = pin.grid
         ready.signature = await asyncio.to_thread(fleet_key.sign_rows, ready.address, grid, pin.rows())
 
 

@@ -186,11 +186,11 @@ class Republisher:
 
     def __init__(
         self,
-        grids: Callable[[], Mapping[bytes, tuple[int, int, int]]],
+        grids: Callable[[], Mapping[bytes, Grid]],
         publish: Callable[[Mapping[bytes, Grid]], Awaitable[bool]],
         ttl_s: float,
     ) -> None:
-        """`grids` returns the address and grid (t, h, w) of every embedding that is held now."""
+        """`grids` returns the address and grid of every embedding that is held now."""
         self._grids = grids
         self._publish = publish
         self._interval_s = ttl_s / 3
@@ -213,7 +213,7 @@ class Republisher:
             await self._publish_all()
 
     async def _publish_all(self) -> None:
-        entries = iter([(address, Grid(*grid)) for address, grid in self._grids().items()])
+        entries = iter(self._grids().items())
         while batch := dict(islice(entries, BATCH_ADDRESSES)):
             if not await self._publish(batch):
                 return

@@ -42,7 +42,7 @@ from encoder_service.keys import ImageKey, Recipe
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Task
-from encoder_service.store import Pin, arena
+from encoder_service.store import Pin
 from encoder_service.store.segment import register_memory
 from encoder_service.store.store import copy_bytes, flat, tensor_over
 from encoder_service.vision import Tower
@@ -326,7 +326,7 @@ class RemoteStore:
             self._memory["device"] = tensor_over(open_memory(*shared.tier, gpu, writes=True), device.name)
 
     def put(
-        self, address: bytes, rows: Tensor, grid: arena.Grid, *, holder: str = "", is_reserved: bool = False
+        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
     ) -> Pin:
         """See `Store.put`. The `Session` keeps the pin, for the callers that wait."""
         place = self._wire.ask("put", address, len(rows), grid, holder, is_reserved)

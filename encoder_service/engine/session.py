@@ -271,7 +271,7 @@ class Session:
     # The store: see `RowStore`
 
     def put(
-        self, address: bytes, tokens: int, grid: arena.Grid, holder: str, is_reserved: bool
+        self, address: bytes, tokens: int, grid: Grid, holder: str, is_reserved: bool
     ) -> tuple[str, list[tuple[int, int]]] | None:
         """Return the tier and the extents to write the rows to, before `commit` or `abandon`; None if they are held."""
         entry, is_new = self._store.begin_put(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.geometry import Grid
 from encoder_service.engine.device import DECODE_S, FRAME_S, CudaStream, Watchdog
 from encoder_service.engine.job_queue import DEVICE_LOST, GroupEncode, Job, Work
 from encoder_service.engine.model import Model
@@ -27,7 +28,6 @@ from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
 from encoder_service.image.resize import resize_bilinear
 from encoder_service.metrics import Metrics
 from encoder_service.store import Pin
-from encoder_service.store.arena import Grid
 from encoder_service.vision.ulysses import MIN_PATCHES
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from encoder_contract.geometry import Grid
+
 SPARE = 0.06
 """Share of an arena that is left unused to keep embeddings contiguous: an embedding is split into several runs only if
 this share would still be free afterwards.
@@ -23,7 +25,6 @@ MAX_RUNS = 4
 """Most runs of an embedding, as long as evicting others could make room for a single run."""
 
 TierName = Literal["device", "host"]
-Grid = tuple[int, int, int]
 Run = tuple[int, int]
 """(first page, number of pages)."""
 

@@ -14,8 +14,9 @@ import torch
 
 from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.framing import Checksum, checksum
+from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
-from encoder_service.store.arena import Entry, Grid, TierName
+from encoder_service.store.arena import Entry, TierName
 from encoder_service.store.segment import Segment
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_contract.geometry import Grid
 from encoder_service.store import segment
-from encoder_service.store.arena import Entry, Grid, Layout, Tier, TierName
+from encoder_service.store.arena import Entry, Layout, Tier, TierName
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
 

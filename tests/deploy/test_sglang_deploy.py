@@ -84,6 +84,6 @@ def test_rows_stay_on_the_loopback() -> None:
 
 def test_the_page_and_the_manifests_name_releases_that_the_frames_are_tested_with() -> None:
     page = PAGE.read_text()
-    assert f"Releases {SUPPORTED[0]} to {SUPPORTED[-1]} of SGLang are supported, with " in page
+    assert f"The gateway supports SGLang {SUPPORTED[0]} to {SUPPORTED[-1]}, with " in page
     images = {each["name"]: each["newTag"] for each in SGLANG.manifests["kustomization"]["images"]}
     assert images == {"encoder-service-sglang-gateway": __version__, "sglang": f"v{SUPPORTED[-1]}"}

@@ -194,7 +194,9 @@ class Prepare:
             self._metrics.decoded("opencv" if frames else "pillow")
             if frames:
                 job.pixels = job.key.of_pixels(pixels.cpu().numpy())
-            self._cut([(job, pixels)], stream)
+            good = [(job, pixels)]
+            del pixels  # see `_cut`
+            self._cut(good, stream)
 
     def _decoded(self, job: Job, pixels: Tensor | EncoderError, began: float) -> bool:
         """Record how long decoding took. Return whether the pixels are good; if not, drop the job."""
@@ -207,7 +209,11 @@ class Prepare:
         return error is None
 
     def _cut(self, good: list[tuple[Job, Tensor]], stream: CudaStream) -> None:
-        """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself."""
+        """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself.
+
+        Empties `good`: pixels must be free when the images are reported as prepared, because the queue then hands out
+        as many others, and a decoder process whose buffer is still in use copies its next image.
+        """
         if not good:
             return
         began = monotonic()
@@ -229,9 +235,12 @@ class Prepare:
                 self._cut([one], stream)
             return
         ended = monotonic()
-        for job, _ in good:
+        jobs = [job for job, _ in good]
+        for job in jobs:
             job.stage("preprocess", began, ended)
-        self._jobs.prepared([(job, p) for (job, _), p in zip(good, patches, strict=True)], stream.mark())
+        del pixels
+        good.clear()
+        self._jobs.prepared(list(zip(jobs, patches, strict=True)), stream.mark())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -18,7 +19,9 @@ from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import Frames, VideoInfo
 from encoder_service.engine import process
+from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
+from encoder_service.families.model import Inputs
 from encoder_service.image import decoder_pool
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
@@ -40,6 +43,30 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Run each test with the queue itself, and with its remote side, as in a device process."""
     monkeypatch.setattr(process, "ASK_S", 0.0)
     monkeypatch.setattr(engines, "REMOTE", request.param == "remote")
+
+
+async def test_pixels_are_free_before_their_image_is_reported_as_prepared(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels: list[weakref.ref[Tensor]] = []
+    in_use: list[bool] = []
+
+    def decode(source: Source) -> Tensor | EncoderError:
+        decoded = model.decoder.decode(source)
+        assert isinstance(decoded, Tensor)
+        pixels.append(weakref.ref(decoded))
+        return decoded
+
+    async with running(model, decode=decode) as bench:
+        prepared = bench.jobs.prepared
+
+        def report(jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
+            in_use.extend(each() is not None for each in pixels)
+            prepared(jobs, ready)
+
+        monkeypatch.setattr(bench.jobs, "prepared", report)
+        await bench.rows(photo(300, 200, 1), demanded())
+    assert in_use == [False]
 
 
 async def test_an_image_that_breaks_its_batch_fails_alone(model: Model) -> None:

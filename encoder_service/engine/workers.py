@@ -211,8 +211,8 @@ class Prepare:
     def _cut(self, good: list[tuple[Job, Tensor]], stream: CudaStream) -> None:
         """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself.
 
-        Empties `good`: pixels must be free when the images are reported as prepared, because the queue then hands out
-        as many others, and a decoder process whose buffer is still in use copies its next image.
+        On success it empties `good`. The pixels of a single image must be free when it is reported as prepared, because
+        the queue then hands out another one, and a decoder process whose buffer is still in use copies its next image.
         """
         if not good:
             return

@@ -154,12 +154,13 @@ test-sglang: setup $(SGLANG)/.done ## Test real SGLang engines against a real se
 	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(SGLANG)/bin/python -m pytest -o addopts=-q --confcutdir tests/sglang tests/sglang
 
 .PHONY: check
-check: setup ## Check style, types, stubs, contract and manifests, as CI does before the tests
+check: setup ## Check style, types, stubs, contract, pages of results and manifests, as CI does before the tests
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(PY) proto/stubs.py --check
 	@$(VENV)/bin/buf lint proto
+	@$(PY) -m docs.benchmarks --check
 	@$(PY) deploy/check.py
 	@$(PY) deploy/licences.py --check
 
@@ -168,7 +169,7 @@ docs: setup ## Build the documentation site into .docs/site; broken links and na
 	@$(PY) -m docs.site && echo "open .docs/site/index.html"
 
 .PHONY: pictures
-pictures: setup ## Draw the pictures in docs/img again (needs Debian's prometheus and chromium)
+pictures: setup ## Draw the pictures in docs/img again (needs Debian's chromium)
 	@$(PY) -m docs.pictures
 
 .PHONY: licences
@@ -208,6 +209,7 @@ certs: setup ## Write certificates for trying TLS into .certs (never for product
 .PHONY: bench
 bench: setup ## Run the benchmarks that this machine can run, under 20 minutes (ONLY=names for some; DIRTY=1: uncommitted code)
 	@$(PY) -m bench $(if $(ONLY),--only $(ONLY)) $(if $(DIRTY),--dirty)
+	@$(PY) -m docs.benchmarks
 
 .PHONY: fuzz
 fuzz: N = 50000

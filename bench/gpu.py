@@ -25,8 +25,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench.harness.benchmark import Benchmark, command_line, markdown, shown
-from bench.harness.results import ROOT, Result, keep, path_of
+from bench.harness.benchmark import Benchmark, Table, command_line, shown
+from bench.harness.results import Result, store
 
 # Part → its share of the time; the most important parts come first.
 PARTS = {
@@ -60,26 +60,15 @@ def _no_cuda() -> str:
     return "" if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
-def comparison(figures: Mapping[str, Any]) -> str:
-    """Return failures, then the fastest tower of each case beside `transformers`, then the other parts' cases."""
-    lines: Lines = figures.get("lines", [])
-    cases = {part: [line for line in _rows_of(part, lines) if "case" in line] for part in PARTS}
-    cases["attention"] = [line for line in cases["attention"] if line.get("head_size") == 72]
-    tables = [_fastest(cases["tower"], _best_product(lines))] if cases["tower"] else []
-    tables += [
-        f"{part}:\n\n{_table(cases[part])}"
-        for part in ("attention", "decode", "server", "load", "budgets")
-        if cases[part]
-    ]
-    return "\n\n".join([_failures(lines), *tables])
-
-
 def _best_product(lines: Lines) -> float:
     """Return the TFLOP/s of the fastest product, an upper bound for a tower."""
     return max((line["tflops"] for line in _rows_of("products", lines) if "tflops" in line), default=math.nan)
 
 
-def _fastest(cases: Lines, best_tflops: float) -> str:
+def fastest_table(lines: Lines) -> Table:
+    """Return the page's table: the fastest tower of each case beside `transformers`."""
+    best_tflops = _best_product(lines)
+    cases = [line for line in _rows_of("tower", lines) if "case" in line]
     ours: dict[str, dict[str, Any]] = {}
     theirs: dict[str, float] = {}
     fp8: dict[str, float] = {}
@@ -111,12 +100,10 @@ def _fastest(cases: Lines, best_tflops: float) -> str:
         "ratio",
         "ours in FP8, ms",
     )
-    return markdown(heads, rows)
+    return {"title": "The fastest tower of each case", "heads": list(heads), "rows": rows}
 
 
-BENCHMARK = Benchmark(
-    "gpu", "How fast is the tower on a GPU?", limit_s=1700, why_not=_no_cuda, shown_as=comparison
-)
+BENCHMARK = Benchmark("gpu", "How fast is the tower on a GPU?", limit_s=1700, why_not=_no_cuda)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(args.part, out, time.monotonic() + budget_s, dry=args.dry_run)
         lines = read(out / "gpu.jsonl")
         (out / "summary.txt").write_text(text := summary(lines))
-    print(json.dumps({"lines": lines}) if args.json else text, flush=True)
+    print(json.dumps(_figures(lines)) if args.json else text, flush=True)
     return int(any(_has_failed(line) for line in lines))
 
 
@@ -251,17 +238,12 @@ def _in_short(line: Mapping[str, Any]) -> str:
     return "  ".join(f"{name}={_cell(value)}" for name, value in line.items() if name != "part")
 
 
-def _table(rows: Lines) -> str:
-    """Return a table for each set of columns, in the order of their first rows."""
-    kinds: dict[tuple[str, ...], list[list[str]]] = {}
-    for row in rows:
-        names = tuple(name for name in row if name != "part")
-        kinds.setdefault(names, []).append([_cell(row[name]) for name in names])
-    return "\n\n".join(markdown(names, cells) for names, cells in kinds.items())
-
-
 def _cell(value: object) -> str:
     return shown(value) if isinstance(value, float) else str(value).replace("|", "/")
+
+
+def _figures(lines: Lines) -> dict[str, Any]:
+    return {"tables": [fastest_table(lines)], "lines": lines}
 
 
 def _keep(paths: Sequence[Path]) -> int:
@@ -287,12 +269,10 @@ def _keep(paths: Sequence[Path]) -> int:
     day = date.fromtimestamp(max(path.stat().st_mtime for path in paths)).isoformat()
     result = Result(
         *("gpu", about["hardware"], "ok", "python -m bench.gpu", day, seconds),
-        figures={"lines": lines},
+        figures=_figures(lines),
         versions=about["versions"],
     )
-    target = path_of(about["hardware"], quick=False)
-    keep(target, result)
-    print(f"wrote {target.relative_to(ROOT)}")
+    print(f"wrote {store(result)}")
     return 0
 
 

@@ -40,14 +40,14 @@ BENCHMARK = Benchmark(
     (
         Figure("encode_ms", "encode of 16 images, alone", "ms"),
         Figure("prefill_ms", "prefill of their prompt, alone", "ms"),
-        Figure("ttft_ms", "time to first token, overlapped", "ms"),
-        Figure("serial_ms", "time to first token, all images first", "ms"),
-        Figure("ttft_over_ideal", "overlapped / ideal", target="<= 1.1"),
+        Figure("ttft_ms", "time to first token of 16 images, overlapped", "ms", shown=True),
+        Figure("serial_ms", "time to first token of 16 images, all encoded first", "ms", shown=True),
+        Figure("ttft_over_ideal", "overlapped / ideal time", target="<= 1.1"),
         Figure(
             "serial_over_overlap",
             "all images first / overlapped",
             target=">= 1.6",
-            summary="time to first token of 16 images: all encoded first / overlapped with prefill",
+            summary="time to first token of 16 images: encode all, then prefill / overlap both",
         ),
         Figure("parts_over_overlap", "encode and prefill alone, added up / overlapped"),
         Figure("quiet_rounds", "rounds in which nobody else used the machine"),

@@ -1,8 +1,8 @@
 """Makes the pictures of the pages anew: `make pictures`.
 
-Two replicas, a Redis, the reference prefill service and a Prometheus run on this machine under a light load. The
-pictures are one frame of `top`, the status page, each row of the dashboard, and the first page of the documentation
-site. Needs Prometheus and Chromium (Debian: apt install prometheus chromium).
+Two replicas, a Redis and the reference prefill service run on this machine under a light load. The pictures are one
+frame of `top`, the status page, and the first page of the documentation site. Needs Chromium (Debian: apt install
+chromium).
 """
 
 import argparse
@@ -16,15 +16,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import transformers
-import yaml
+from PIL import Image
 from rich.console import Console
 
-from docs import dashboard, site
+from docs import site
 from encoder_service.top import Top, frame
 from prefill_client import EncoderClient
 from testing.checkpoints import write_checkpoint
@@ -35,9 +35,6 @@ from testing.server_process import ServerProcess
 from testing.traffic import Supply, Traffic
 
 PICTURES = Path(__file__).resolve().parent / "img"
-RULES = [
-    Path(__file__).resolve().parents[1] / f"deploy/prometheus/{name}.yml" for name in ("rules", "alerts")
-]
 START_S = 120.0
 PHOTO = (640, 480)
 
@@ -71,22 +68,6 @@ def _answers(url: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
         return bool(answer.status == 200)
     return False
-
-
-def prometheus_config(replicas: Mapping[str, str], prefill: str) -> str:
-    """Return a configuration that scrapes each replica under its name, and has the rules of deploy/."""
-    targets = [{"targets": [at], "labels": {"instance": name}} for name, at in replicas.items()]
-    config: str = yaml.safe_dump(
-        {
-            "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
-            "rule_files": [str(path) for path in RULES],
-            "scrape_configs": [
-                {"job_name": "encoder", "static_configs": targets},
-                {"job_name": "prefill", "static_configs": [{"targets": [prefill]}]},
-            ],
-        }
-    )
-    return config
 
 
 async def load(endpoints: Sequence[str], prefill: str, seconds: float) -> None:
@@ -142,7 +123,8 @@ def screenshot(browser: str, url: str, size: str, out: Path) -> None:
         ]
         command = [browser, *flags, f"--window-size={size}", f"--screenshot={out}", url]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-    out.write_bytes(dashboard.small(out.read_bytes()))
+    shot = Image.open(out)
+    shot.convert("RGB").quantize(64).save(out, optimize=True)
 
 
 async def _under_load(
@@ -157,7 +139,7 @@ async def _under_load(
 
 def run(out: Path, seconds: float) -> None:
     """Start everything, make the pictures, stop everything."""
-    prometheus, browser = found("prometheus"), found("chromium", "google-chrome")
+    browser = found("chromium", "google-chrome")
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         transformers.utils.logging.disable_progress_bar()
@@ -176,7 +158,7 @@ def run(out: Path, seconds: float) -> None:
         at = {
             name: url.removeprefix("http://").rstrip("/") for name, url in zip(replicas, watched, strict=True)
         }
-        prefill, port = f"127.0.0.1:{free_port()}", free_port()
+        prefill = f"127.0.0.1:{free_port()}"
         command: list[str | Path] = [
             Path(sys.executable).with_name("prefill-client"),
             "serve",
@@ -185,19 +167,10 @@ def run(out: Path, seconds: float) -> None:
         ]
         command += ["--encoder", endpoints[0], "--listen", prefill, "--served-name", "chat", "--threads", "1"]
         stack.enter_context(process(command, folder / "prefill.log", f"http://{prefill}/health"))
-        (folder / "prometheus.yml").write_text(prometheus_config(at, prefill))
-        command = [prometheus, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        command += [f"--web.listen-address=127.0.0.1:{port}"]
-        url = f"http://127.0.0.1:{port}"
-        stack.enter_context(process(command, folder / "prometheus.log", f"{url}/-/ready"))
-        began = time.time()
 
         def pictures() -> None:
             (out / "top.svg").write_text(asyncio.run(picture_top(watched, 5.0)))
             screenshot(browser, f"http://{at['encoder-0']}/", "900,540", out / "status-page.png")
-            # The first rates have half of their window.
-            asked = dashboard.Prometheus(url, began + dashboard.WINDOW_S / 2, time.time())
-            dashboard.write(asked, out)
 
         asyncio.run(_under_load(pictures, load(endpoints, prefill, seconds), seconds * 0.8))
     if site.main():

@@ -13,7 +13,7 @@ from typing import Any
 import bench
 from bench.harness.results import ROOT
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+BENCHMARKS_PAGE = ROOT / "docs" / "benchmarks.md"
 Table = dict[str, Any]
 """Title, heads and rows of a table that a benchmark prints and a page shows."""
 
@@ -39,10 +39,11 @@ def shown(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A row of a table: `key` is a name in the benchmark's JSON line, dotted if it is nested.
+    """A measured number: `key` is its name in the benchmark's JSON line, dotted if it is nested.
 
-    `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. `summary` is
-    the row's text in the README's table; a figure without one is not in that table.
+    `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. The page's
+    table has the figures with a target and those that are `shown`; all are in the result file. `summary` is the row's
+    text in the README's table; a figure without one is not in that table.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Figure:
     target: str = ""
     scale: float = 1.0
     compare: str = ""
+    shown: bool = False
     summary: str = ""
 
     def met(self, value: float) -> bool:
@@ -63,7 +65,8 @@ class Figure:
 class Benchmark:
     """A benchmark, run as `python -m bench.NAME ARGUMENTS --json`: its module declares it as `BENCHMARK`.
 
-    `why_not` returns why it cannot run here. `shown_as` makes the table of a benchmark whose results are no figures.
+    `why_not` returns why it cannot run here. The page's table of a benchmark without figures is the first of the
+    `tables` in its JSON line.
     """
 
     name: str
@@ -73,7 +76,6 @@ class Benchmark:
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     why_not: Callable[[], str] = lambda: ""
-    shown_as: Callable[[Mapping[str, Any]], str] | None = None
 
     def command(self, *, quick: bool) -> list[str]:
         """Return the arguments of the interpreter."""
@@ -113,7 +115,7 @@ def benchmarks() -> tuple[Benchmark, ...]:
     found: list[Benchmark] = [
         importlib.import_module(f"bench.{name}").BENCHMARK for name in names if name != "__main__"
     ]
-    on_page = re.findall(r"<!-- bench:(\w+) -->", PAGE.read_text())
+    on_page = re.findall(r"<!-- bench:(\w+) -->", BENCHMARKS_PAGE.read_text())
     return tuple(
         sorted(found, key=lambda each: on_page.index(each.name) if each.name in on_page else len(on_page))
     )

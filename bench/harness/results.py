@@ -1,4 +1,4 @@
-"""Result files, one for a day and a machine: figures with their machine, day, versions and command."""
+"""Result files, the newest of each benchmark and kind of machine: figures with day, versions and command."""
 
 import json
 import os
@@ -6,23 +6,22 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results"
-NOT_RUN = "not run"
+OK, NOT_RUN = "ok", "not run"
 DIRTY = "-dirty"  # suffix of the commit of a result whose code had uncommitted changes
+BUSY = 0.5  # load per core; with more at the start, other work makes the times too long
 PACKAGES = ("torch", "transformers", "numpy", "grpcio", "blake3", "pillow", "redis", "nvidia-dali-cuda130")
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one benchmark. `status` is "ok" or how it failed; `error` is the reason."""
+    """The outcome of one benchmark. `status` is `OK`, `NOT_RUN` or how it failed; `error` is the reason."""
 
     benchmark: str
     hardware: str
@@ -31,7 +30,7 @@ class Result:
     measured_on: str
     seconds: float = 0.0
     load: float = 0.0
-    """The load per core when it began. Over 0.5, other work made the times longer."""
+    """The load per core when it began. Over `BUSY`, other work made the times longer."""
     figures: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -83,18 +82,6 @@ def changed_files() -> list[str]:
     return [line[2:].strip() for line in changed.splitlines()]
 
 
-def of_unknown_commits(results: Sequence[Result]) -> list[Result]:
-    """Return the results whose commit is not in this repository's history; none without git."""
-    if _git("rev-parse", "HEAD") is None:
-        return []
-    commits = [(result, result.versions.get("commit", "")) for result in results]
-    return [
-        result
-        for result, commit in commits
-        if commit and _git("cat-file", "-e", commit.removesuffix(DIRTY) + "^{commit}") is None
-    ]
-
-
 def _git(*arguments: str) -> str | None:
     """Return the output of git; None if it fails or is not installed."""
     git = shutil.which("git")
@@ -109,40 +96,20 @@ def load() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
-def path_of(machine: str, *, quick: bool, folder: Path = FOLDER) -> Path:
-    """Return the path of today's results on a machine."""
-    name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    return folder / f"{date.today().isoformat()}-{name}{'-quick' if quick else ''}.json"
+def path_of(result: Result, folder: Path = FOLDER) -> Path:
+    """Return the path of the result of a benchmark on a kind of machine."""
+    machine = re.sub(r"[^a-z0-9]+", "-", result.hardware.lower()).strip("-")
+    return folder / f"{result.benchmark}.{machine}.json"
 
 
-def keep(path: Path, result: Result) -> None:
-    """Write a result into its file, in the place of an older one of the same benchmark.
-
-    The result of a benchmark that was not run replaces none.
-    """
-    content = json.loads(path.read_text()) if path.exists() else {}
-    if result.status == NOT_RUN and result.benchmark in content.get("benchmarks", {}):
-        return
-    content.setdefault("hardware", result.hardware)
-    entry = {k: v for k, v in vars(result).items() if k not in ("benchmark", "hardware")}
-    content.setdefault("benchmarks", {})[result.benchmark] = entry
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+def store(result: Result, folder: Path = FOLDER) -> Path:
+    """Write a result in the place of the older one of its benchmark and kind of machine; return its path."""
+    path = path_of(result, folder)
+    path.write_text(json.dumps(vars(result), indent=1, sort_keys=True) + "\n")
+    return path
 
 
-def newest(folder: Path = FOLDER) -> list[Result]:
-    """Return the newest result of each benchmark on each machine, without quick runs."""
-    found: dict[tuple[str, str], Result] = {}
-    for path in sorted(folder.glob("*.json")):
-        if path.stem.endswith("-quick"):
-            continue
-        for result in _read(path):
-            key = result.benchmark, result.hardware
-            if result.status != NOT_RUN or key not in found:
-                found[key] = result
-    return list(found.values())
-
-
-def _read(path: Path) -> list[Result]:
-    content = json.loads(path.read_text())
-    return [Result(name, content["hardware"], **entry) for name, entry in content["benchmarks"].items()]
+def stored(folder: Path = FOLDER) -> list[Result]:
+    """Return all results, the oldest first."""
+    found = [Result(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda result: result.measured_on)

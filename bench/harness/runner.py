@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from bench.harness.benchmark import Benchmark
-from bench.harness.results import NOT_RUN, ROOT, Result, load, versions
+from bench.harness.results import NOT_RUN, OK, ROOT, Result, load, versions
 
 LOGS = ROOT / ".bench"
 END_S = 10.0  # for a benchmark that ran out of time to stop its servers
@@ -27,8 +27,8 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
     with log.open("w") as output:
         status = _status(command, output.fileno(), limit_s)
     seconds = monotonic() - began
-    figures, error = figures_in(log) if status == "ok" else ({}, "")
-    if status == "ok" and error:
+    figures, error = figures_in(log) if status == OK else ({}, "")
+    if status == OK and error:
         status = "failed"
     return Result(
         benchmark.name,
@@ -39,7 +39,7 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
         round(seconds, 1),
         round(busy, 2),
         figures,
-        error or ("" if status == "ok" else last_line(log)),
+        error or ("" if status == OK else last_line(log)),
         measured,
     )
 
@@ -66,7 +66,7 @@ def _status(command: list[str], output: int, limit_s: float) -> str:
         return f"timed out after {limit_s:.0f} s"
     finally:
         _end(process)
-    return "ok" if code == 0 else f"failed with exit code {code}"
+    return OK if code == 0 else f"failed with exit code {code}"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,0 +1,136 @@
+"""The pages show the stored results: `python -m docs.benchmarks` writes them, and `make check` compares."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmarks
+from bench.harness.results import DIRTY, Result, stored
+from docs import benchmarks as program
+from docs.benchmarks import (
+    PAGES,
+    SUMMARY_ROWS,
+    caption,
+    differing,
+    looked_up,
+    main,
+    section,
+    summary,
+    value,
+    written,
+)
+
+GOOD = Result(
+    *("store", "a machine", "ok", "python -m bench.store --json", "2026-01-02"),
+    figures={"hit_ms": 1.25, "inner": {"gbps": 2.0}},
+    versions={"commit": "0123abc"},
+)
+STORE = Benchmark(
+    "store",
+    "What does a hit cost?",
+    (
+        Figure("hit_ms", "a hit", "ms", "<= 2", summary="a quoted hit"),
+        Figure("inner.gbps", "a copy", "GB/s", shown=True),
+        Figure("other", "hidden"),
+    ),
+)
+
+
+def test_the_pages_match_the_results() -> None:
+    assert [page.name for page in differing()] == [], "run `python -m docs.benchmarks`"
+
+
+def test_check_fails_for_a_page_that_differs_and_writing_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = tuple(tmp_path / page.name for page in PAGES)
+    for page, copy in zip(PAGES, pages, strict=True):
+        copy.write_text(page.read_text().replace("≥ 1.2", "≥ 1.1"))
+    monkeypatch.setattr(program, "PAGES", pages)
+    assert main(["--check"]) == 1
+    assert "README.md differs from bench/results/: python -m docs.benchmarks" in capsys.readouterr().err
+    assert main([]) == 0
+    assert [copy.read_text() for copy in pages] == [page.read_text() for page in PAGES]
+    assert main(["--check"]) == 0
+
+
+def test_a_question_has_one_table_with_a_column_for_each_machine() -> None:
+    dirty = replace(
+        GOOD,
+        hardware="another, AMX",
+        figures={"hit_ms": 2.5, "left_out": ["case 720p"]},
+        load=0.7,
+        versions={"commit": f"0123abd{DIRTY}"},
+    )
+    assert section(STORE, [GOOD, dirty]).splitlines() == [
+        "|  | a machine | another, AMX | target |",
+        "|---|---|---|---|",
+        "| a hit | 1.25 ms | 2.50 ms, **missed** | ≤ 2 |",
+        "| a copy | 2 GB/s | – |  |",
+        "",
+        f"`python -m bench.store`: {caption(GOOD)}; {caption(dirty)}.",
+    ]
+    assert caption(GOOD) == "2026-01-02, commit 0123abc"
+    assert caption(dirty) == (
+        "2026-01-02, commit 0123abd with uncommitted changes, busy (load 0.7 a core), no time for case 720p"
+    )
+    assert section(STORE, []) == "Not measured yet."
+
+
+def test_a_benchmark_without_figures_shows_its_first_table() -> None:
+    tables = [{"title": name, "heads": ["a"], "rows": [[name]]} for name in ("1", "2")]
+    shown = section(replace(STORE, figures=()), [replace(GOOD, figures={"tables": tables})])
+    assert shown.startswith("| a |\n|---|\n| 1 |\n\n`python -m bench.store`")
+
+
+def test_pages_change_only_between_markers() -> None:
+    page = "before\n<!-- bench:store -->\nold\n<!-- /bench -->\nafter\n"
+    assert written(page, [STORE], [GOOD, replace(GOOD, benchmark="fleet")]) == (
+        f"before\n<!-- bench:store -->\n{section(STORE, [GOOD])}\n<!-- /bench -->\nafter\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [
+        ("<= 2", "1.25 ms"),
+        ("<= 1", "1.25 ms, **missed**"),
+        (">= 1.5", "1.25 ms, **missed**"),
+        ("", "1.25 ms"),
+    ],
+)
+def test_a_missed_target_is_shown_as_missed(target: str, shown: str) -> None:
+    assert value(Figure("a.b", "says", "ms", target), {"a": {"b": 1.25}}) == shown
+
+
+def test_a_missing_figure_is_a_dash() -> None:
+    for figures in ({}, {"a": "text"}, {"a": float("nan")}, {"a": {"b": 1}}):
+        assert value(Figure("a", "says"), figures) == "–"
+
+
+def test_the_summary_has_the_newest_figures_and_at_most_seven() -> None:
+    newer = replace(GOOD, hardware="another, AMX", measured_on="2026-01-03", figures={"hit_ms": 2.5})
+    *_, row = summary([STORE], [newer, GOOD]).splitlines()
+    assert row == (
+        "| a quoted hit | 2.50 ms, **missed** | ≤ 2 | another, AMX; 2026-01-03, commit 0123abc; "
+        "`python -m bench.store` |"
+    )
+    assert summary([STORE], []) == "Not measured yet."
+    with pytest.raises(ValueError, match=r"README\.md quotes at most 7"):
+        summary([replace(STORE, figures=STORE.figures * (SUMMARY_ROWS + 1))], [GOOD])
+
+
+def test_every_benchmark_has_its_table_on_a_page_of_two_thousand_words() -> None:
+    page = BENCHMARKS_PAGE.read_text()
+    assert sorted(re.findall(r"<!-- bench:(\w+) -->", page)) == sorted(each.name for each in benchmarks())
+    assert len([word for word in page.split() if re.search(r"\w", word)]) <= 2000
+
+
+def test_every_stored_result_has_figures_of_its_benchmark() -> None:
+    """A result whose figures were all renamed would silently show only dashes."""
+    declared = {each.name: each for each in benchmarks()}
+    for result in stored():
+        figures = declared[result.benchmark].figures
+        assert not figures or any(looked_up(figure.key, result.figures) is not None for figure in figures)

@@ -64,7 +64,6 @@ SETTINGS: dict[str, Any] = {
     "source_gib": 0.05,
     "max_queued_gib": 0.0625,
     "max_queued_images": 256,
-    "source_ttl_s": 20,
     "log_level": "error",
 }
 

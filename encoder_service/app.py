@@ -53,9 +53,9 @@ from encoder_service.engine.session import Devices
 from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS
-from encoder_service.image.sources import SourceCache, Validator, VideoLimits
+from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
 from encoder_service.images import Images, PutLeases
-from encoder_service.limits import Budgets
+from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.scheduler import Scheduler
@@ -114,8 +114,8 @@ class Server:
         self._memory_plan = plan or MemoryPlan.of(model, model.device.memory(), config)
         self._memory_plan.check()
         self.store = self._build_store()
-        self._sources = SourceCache(int(config.source_gib * GIB), config.source_ttl_s)
-        self._videos = SourceCache(int(config.video_gib * GIB), config.source_ttl_s, max_files=MAX_VIDEOS)
+        self._sources = SourceCache(int(config.source_gib * GIB), SOURCE_TTL_S)
+        self._videos = SourceCache(int(config.video_gib * GIB), SOURCE_TTL_S, max_files=MAX_VIDEOS)
         self.budgets = budgets or Budgets.of(config)
         self.jobs = self._build_jobs()
         self.engine = self._build_engine()
@@ -156,7 +156,7 @@ class Server:
                 admin,
                 certificates=self._certificates,
                 budgets=self.budgets,
-                max_images=self._config.max_images_per_call,
+                max_images=MAX_IMAGES_PER_CALL,
                 piece_bytes=PUT_PIECE_BYTES if self._config.accept_put == "yes" else PIECE_BYTES,
             )
             self.endpoint = self._listener.endpoint
@@ -269,7 +269,7 @@ class Server:
             url=config.index,
             namespace=namespace(config.index_prefix, recipe.model),
             call_timeout_ms=config.index_timeout_ms,
-            source_ttl_s=int(config.source_ttl_s),
+            source_ttl_s=int(SOURCE_TTL_S),
             max_source_bytes=config.max_shared_bytes,
         )
         peers = Peers(
@@ -301,7 +301,7 @@ class Server:
             formats=config.accepted_formats,
             read_rare_header=self._model.decoder.read_header,
             open_video=self._model.decoder.open_video,
-            video_limits=VideoLimits(config.max_video_frames, config.max_video_seconds),
+            video_limits=VIDEO_LIMITS,
             on_hash=partial(self.metrics.stage, "hash"),
         )
         return Images(

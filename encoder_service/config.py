@@ -16,6 +16,7 @@ from encoder_contract.settings import ConfigError, Settings, flag, knob
 __all__ = ["GIB", "Config", "ConfigError", "flag"]
 
 GIB = 1 << 30
+MAX_VIDEO_BYTES = 256 << 20  # a video file
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 
@@ -24,25 +25,6 @@ class Config(Settings):
     """All settings. Construction checks them: an invalid value raises `ConfigError`."""
 
     environment_prefix = "ENCSVC_"
-    removed: ClassVar = {
-        "device": "use --devices, which also takes a single device",
-        "decode_pixels": "leave it out; the server decodes 50 million source pixels at a time, and --max-image-pixels "
-        "limits each image",
-        "index_at_start": "leave it out; without an index at start, the server encodes alone and joins later",
-        "max_client_share": "leave it out; one client may fill three quarters of the encoding queue; "
-        "--max-queued-images enlarges the queue",
-        "max_grace_ms": "leave it out; a Fetch call may wait up to 30 s for an image to be submitted",
-        "max_pinned_share": "leave it out; open Fetch calls may pin nine tenths of the host tier; --store-host-gib "
-        "enlarges it",
-        "max_queued_patches": "leave it out; --max-queued-images, --max-queued-gib and --max-queue-s limit the queue",
-        "max_waiting_images": "leave it out; Fetch calls may wait for up to 4096 images that are not submitted yet",
-        "reader_idle_s": "leave it out; the server ends a call whose client reads nothing for 30 s",
-        "share_urls": "leave it out; each LLM server downloads image URLs itself and caches the images",
-        "store_prefault": "leave it out; the server always touches the store's memory in the background at start",
-        "torch_threads": "set OMP_NUM_THREADS, the number of CPU threads of one torch operation",
-        "upload_idle_s": "leave it out; the server ends an upload that stalls for 10 s",
-    }
-
     headings: ClassVar = {
         "model": "Model and ports",
         "tls_cert": "TLS and callers",
@@ -154,11 +136,6 @@ class Config(Settings):
         help="which images to decode in separate processes without access to files and network; auto: all but the "
         "JPEGs that DALI decodes on a GPU; yes: all, on the CPU; no: none",
     )
-    decode_limit_s: float = knob(
-        15.0,
-        help="CPU seconds that a decoder process may spend on one image; its elapsed time is limited to 3 s plus three "
-        "times this, or to 5 s if it uses no CPU",
-    )
     decode_threads: int = knob(
         0,
         zero=True,
@@ -200,7 +177,6 @@ class Config(Settings):
         help="size of the cache of submitted image files, GiB, from which the server encodes evicted embeddings again; "
         "0: no cache",
     )
-    source_ttl_s: float = knob(600.0, help="seconds to keep a submitted image file after its last use")
     formats: str = knob(
         "all",
         help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT; all: "
@@ -217,18 +193,8 @@ class Config(Settings):
     )
     video_gib: float = knob(
         1.0,
-        help="size of the cache of submitted videos, GiB, from which the server decodes frames when it needs them; "
-        "--source-ttl-s applies to it too",
+        help="size of the cache of submitted videos, GiB, from which the server decodes frames when it needs them",
     )
-    max_video_bytes: int = knob(
-        256 << 20,
-        help="largest accepted video file, bytes; --video-gib and --max-queued-gib limit it too",
-    )
-    max_video_seconds: float = knob(
-        3600.0, help="longest accepted video, seconds, computed from its number of frames"
-    )
-    max_video_frames: int = knob(216_000, help="most frames in an accepted video")
-    max_images_per_call: int = knob(512, help="most images in one Submit, Fetch or Put call")
     max_calls: int = knob(
         1024,
         help="most open calls; open Submit calls have the same limit, counted separately; one host may hold three "
@@ -326,8 +292,8 @@ class Config(Settings):
 
     @property
     def largest_video_bytes(self) -> int:
-        """The largest video file that is allowed and fits into the cache and the budget of uploads."""
-        return min(self.max_video_bytes, int(self.video_gib * GIB), int(self.max_queued_gib * GIB))
+        """The largest video file that fits into the cache and the budget of uploads."""
+        return min(MAX_VIDEO_BYTES, int(self.video_gib * GIB), int(self.max_queued_gib * GIB))
 
     @property
     def max_shared_bytes(self) -> int:

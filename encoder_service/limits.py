@@ -183,6 +183,7 @@ CLAIMS_PER_IMAGE = 16
 # The patches of 3,900 images of 1024×1024 pixels. A limit on images alone would admit any amount of work.
 QUEUED_PATCHES = 16_000_000
 AWAITED_IMAGES = 4096
+MAX_IMAGES_PER_CALL = 512
 # The share of the host store that readers may pin; the rest is room for new rows.
 PINNED_SHARE = 0.9
 # The share of the host store that incomplete rows of Put calls may take.

@@ -21,22 +21,9 @@ def named(pattern: str, text: str) -> set[str]:
     return set(re.findall(pattern, text))
 
 
-def text_of(page: Path) -> str:
-    """Return the text of a page about this release, without the names that docs/migrating.md calls gone."""
-    text = page.read_text()
-    for row in rows_of_gone(text):
-        text = text.replace(row, f"|{row.split('|', 2)[2]}")
-    return text
-
-
-def rows_of_gone(text: str) -> list[str]:
-    """Return the rows of the tables whose first column names what only release 0.1 had."""
-    return "".join(re.findall(r"^\| 0\.1 \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)).splitlines()
-
-
 def code_in(page: Path) -> Iterator[str]:
     """Yield the code of a page: fenced blocks, indented blocks, and spans."""
-    text = text_of(page)
+    text = page.read_text()
     yield from re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from re.findall(r"(?:^\n)((?: {4,}\S.*\n)+)", text, re.MULTILINE)

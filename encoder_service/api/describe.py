@@ -12,8 +12,9 @@ from encoder_service.api import messages
 from encoder_service.api.caller import Identity
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.image.sources import VIDEO_LIMITS
 from encoder_service.keys import Recipe
-from encoder_service.limits import Budgets
+from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
 from encoder_service.transport import Transports
 
 
@@ -65,12 +66,12 @@ def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) ->
         limits=pb.Limits(
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
-            max_images_per_call=config.max_images_per_call,
+            max_images_per_call=MAX_IMAGES_PER_CALL,
             max_message_bytes=messages.PIECE_BYTES,
             max_grace_ms=budgets.max_grace_ms,
             max_video_bytes=config.largest_video_bytes if model.videos else 0,
-            max_video_frames=config.max_video_frames if model.videos else 0,
-            max_video_seconds=config.max_video_seconds if model.videos else 0.0,
+            max_video_frames=VIDEO_LIMITS.frames if model.videos else 0,
+            max_video_seconds=VIDEO_LIMITS.seconds if model.videos else 0.0,
         ),
         replica_id=replica_id,
         video_decoder=model.videos,

@@ -132,7 +132,7 @@ def files_decoder(config: Config, threads: int) -> FileDecoder:
     """Return the decoder of single files and headers, for this many threads. It may still be starting."""
     if config.stores_only or config.decoder_process == "no":
         return PillowDecoder()
-    return DecoderPool(threads, max_image_pixels=config.max_image_pixels, cpu_s=config.decode_limit_s)
+    return DecoderPool(threads, max_image_pixels=config.max_image_pixels)
 
 
 def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:

@@ -254,6 +254,7 @@ _FRAME_CPU_S = 0.1
 # Wall-clock limit of a request: this many seconds for each second of its CPU time, because the process shares the
 # cores with the vision tower, and a constant.
 _WALL_PER_CPU, _WALL_S = 3.0, 3.0
+DECODE_LIMIT_S = 15.0  # of CPU time, for an image
 
 
 class DecoderDiedError(Exception):
@@ -527,7 +528,9 @@ class DecoderPool:
     and `name` then says what the kernel enforces. `cpu_s` is the CPU time that an image may take.
     """
 
-    def __init__(self, threads: int = 4, *, max_image_pixels: int = 100_000_000, cpu_s: float = 20.0) -> None:
+    def __init__(
+        self, threads: int = 4, *, max_image_pixels: int = 100_000_000, cpu_s: float = DECODE_LIMIT_S
+    ) -> None:
         self.name = f"Pillow {PIL.__version__} in separate processes"
         self._cpu_s = cpu_s
         memory_bytes = self._memory_bytes = _BASE_BYTES + PILLOW_BYTES_PER_PIXEL * max_image_pixels

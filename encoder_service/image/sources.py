@@ -46,6 +46,7 @@ OpenVideo = Callable[[bytes, VideoFile], VideoInfo | EncoderError]
 # Hashing releases the GIL and reading a header does not, so more than two threads would wait for each other. The pool
 # is separate, so that no other blocking work delays validation.
 THREADS = 2
+SOURCE_TTL_S = 600.0  # seconds to keep a submitted file after its last use
 
 
 T = TypeVar("T")
@@ -111,6 +112,9 @@ class VideoLimits:
             raise ImageLimitError(f"{video.frames} frames exceed max_video_frames {self.frames}")
         if video.seconds > self.seconds:
             raise ImageLimitError(f"{video.seconds:.1f} s exceed max_video_seconds {self.seconds:g}")
+
+
+VIDEO_LIMITS = VideoLimits(frames=216_000, seconds=3600.0)
 
 
 class Validator:

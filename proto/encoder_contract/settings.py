@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from encoder_contract.command_line import did_you_mean
 from encoder_contract.endpoint import Endpoint
@@ -64,8 +64,6 @@ class Settings:
 
     # Must differ from the name of the program's Kubernetes Service: Kubernetes injects <SERVICE>_PORT and the like.
     environment_prefix: ClassVar[str]
-    # Removed fields, and what to do instead. Using one is an error that says so.
-    removed: ClassVar[Mapping[str, str]] = {}
     # First field of each group in --help -> the heading of the group, in the order of the fields.
     headings: ClassVar[Mapping[str, str]] = {}
 
@@ -96,15 +94,6 @@ class Settings:
                 metavar=None if choices else metavar(each.name, kind),
                 help=text.replace("%", "%%"),
             )
-        for name, instead in cls.removed.items():
-            parser.add_argument(
-                flag(name),
-                action=_Removed,
-                nargs="?",
-                const=instead,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
 
     @classmethod
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> Self:
@@ -118,14 +107,11 @@ class Settings:
     @classmethod
     def _from_environment(cls, environment: Mapping[str, str]) -> dict[str, Any]:
         known = {cls.environment_name(each.name): each.name for each in fields(cls)}
-        removed = {cls.environment_name(name): instead for name, instead in cls.removed.items()}
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
         for name, text in environment.items():
             if not name.startswith(cls.environment_prefix):
                 continue
-            if (instead := removed.get(name)) is not None:
-                raise ConfigError(f"{name} was removed: {instead}")
             if name not in known:
                 raise ConfigError(
                     f"{name} is not a setting{did_you_mean(name, known)}; --help lists all settings"
@@ -154,15 +140,6 @@ class Settings:
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)}")
-
-
-class _Removed(argparse.Action):
-    """The action of a removed flag. Its `const` says what to do instead."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, _namespace: object, _values: object, used: str | None = None
-    ) -> NoReturn:
-        parser.error(f"{used} was removed: {self.const}")
 
 
 def metavar(name: str, kind: type) -> str:

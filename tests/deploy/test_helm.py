@@ -100,7 +100,7 @@ def test_chart_values_reach_the_replicas() -> None:
         "replicas": 5,
         "modelClaim": "another",
         "index": "redis://elsewhere:6379",
-        "settings": {"ENCSVC_MAX_IMAGES_PER_CALL": 7},
+        "settings": {"ENCSVC_MAX_CALLS": 7},
         "image": {
             "repository": "registry.example/encoder",
             "tag": "1.2.3",
@@ -110,7 +110,7 @@ def test_chart_values_reach_the_replicas() -> None:
     found = rendered(values)
     settings = found["ConfigMap", "encoder"]["data"]
     config = Config.read({}, settings)
-    assert (config.index, config.max_images_per_call) == ("redis://elsewhere:6379", 7)
+    assert (config.index, config.max_calls) == ("redis://elsewhere:6379", 7)
     deployment = found["Deployment", "encoder"]["spec"]
     pod = deployment["template"]["spec"]
     assert deployment["replicas"] == 5

@@ -14,10 +14,8 @@ from docs.reference import PROGRAMS, metrics_page, settings_page
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.app import Server
-from encoder_service.config import Config, flag
 from encoder_service.metrics import PREFIX
-from prefill_client import Image
-from tests.pages import PAGES, ROOT, code_in, name_of, named, rows_of_gone, sources
+from tests.pages import PAGES, ROOT, code_in, name_of, named, sources
 from tests.test_architecture import LAYERS
 
 OURS = (
@@ -165,34 +163,6 @@ def test_the_settings_page_matches_the_declarations() -> None:
 
 async def test_the_metrics_page_matches_the_declarations(server: Server) -> None:
     assert metrics_page(server) == (ROOT / "docs/metrics.md").read_text(), "run `python -m docs.reference`"
-
-
-def test_names_that_the_migration_page_calls_gone_do_not_exist() -> None:
-    cells = "".join(row.split("|")[1] for row in rows_of_gone((ROOT / "docs/migrating.md").read_text()))
-    gone = named(r"`([^`]+)`", cells)
-    assert {name for name in gone if name.startswith("--")} == {flag(name) for name in Config.removed}
-    settings = {Config.environment_name(each.name) for each in fields(Config)}
-    members = {
-        f"{name}.{each}"
-        for name, known in (
-            ("ImageName", encoder_pb2.ImageName.DESCRIPTOR.fields_by_name),
-            ("Image", (each.name for each in fields(Image))),
-            ("EncoderService", encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].methods_by_name),
-        )
-        for each in known
-    }
-    metrics = set(code_in(ROOT / "docs/metrics.md"))
-    assert not gone & (settings | members | metrics)
-    modules = {name for name in gone if name.startswith("prefill_client.")}
-    assert modules
-    assert not {name for name in modules if is_module(name)}
-
-
-def is_module(dotted: str) -> bool:
-    try:
-        return importlib.util.find_spec(dotted) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def test_the_contract_page_names_every_error_with_its_status() -> None:

@@ -1,7 +1,6 @@
 """The configuration: each field is a flag, an environment variable, a default and a help line."""
 
 import argparse
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -126,25 +125,6 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
 def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config.read({}, environment)
-
-
-@pytest.mark.parametrize("name", [*Config.removed])
-def test_a_removed_setting_is_an_error_that_says_what_replaced_it(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    variable, says = Config.environment_name(name), Config.removed[name]
-    with pytest.raises(ConfigError, match=f"{variable} was removed: {re.escape(says)}"):
-        Config.read({"model": Path("a")}, {variable: "1"})
-    for flags in ([flag(name), "1"], [f"{flag(name)}=1"], [flag(name)]):
-        with pytest.raises(SystemExit):
-            parse("--model", "a", *flags)
-        assert f"{flag(name)} was removed: {says}" in capsys.readouterr().err
-    assert not re.search(rf"{flag(name)}\b(?!-)", help_text())
-
-
-def test_no_removed_setting_still_exists() -> None:
-    assert "share_urls" in Config.removed
-    assert not Config.removed.keys() & {each.name for each in fields(Config)}
 
 
 @pytest.mark.parametrize(

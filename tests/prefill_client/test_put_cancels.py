@@ -28,7 +28,7 @@ LARGE, LARGE_TOKENS = (
 @pytest.fixture
 async def store(config: Config, model: Model) -> AsyncIterator[Server]:
     """A server that accepts Put, with at most two images of a call at the same time."""
-    async with server_of(config, model, accept_put="yes", max_images_per_call=2) as server:
+    async with server_of(config, model, accept_put="yes") as server:
         yield server
 
 

@@ -119,7 +119,7 @@ async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config
 
 async def test_a_fetch_over_the_clients_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, max_queued_images=16, max_images_per_call=128, drain_s=1) as server,
+        server_of(config, model, max_queued_images=16, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
         await EncoderClient.connect(server.endpoint, client_id="other") as other,
     ):

@@ -19,9 +19,11 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import Frames, VideoInfo, VideoSettings
+from encoder_service import app
 from encoder_service.app import Server
-from encoder_service.config import Config
+from encoder_service.config import GIB, Config
 from encoder_service.engine.model import Model
+from encoder_service.image.sources import VideoLimits
 from encoder_service.keys import Recipe
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.video import Video, read_videos
@@ -214,15 +216,23 @@ async def test_a_truncated_video_is_encoded_from_its_readable_frames(
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_video_frames": 49}, "50 frames exceed max_video_frames 49"),
-        ({"max_video_seconds": 4.5}, "5.0 s exceed max_video_seconds 4.5"),
-        ({"max_video_bytes": 1000}, "larger than max_video_bytes = 1000"),
+        (VideoLimits(49, 3600), "50 frames exceed max_video_frames 49"),
+        (VideoLimits(216_000, 4.5), "5.0 s exceed max_video_seconds 4.5"),
+        ({"video_gib": 1000 / GIB}, "larger than max_video_bytes = 1000"),
         ({"max_image_pixels": 15_000}, "exceed max_image_pixels 15000"),
     ],
 )
 async def test_video_errors_name_the_limit(
-    config: Config, model: Model, settings: VideoSettings, limits: dict[str, Any], message: str
+    config: Config,
+    model: Model,
+    settings: VideoSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: VideoLimits | dict[str, Any],
+    message: str,
 ) -> None:
+    if isinstance(limits, VideoLimits):
+        monkeypatch.setattr(app, "VIDEO_LIMITS", limits)
+        limits = {}
     async with (
         server_of(config, model, **limits) as server,
         await EncoderClient.connect(server.endpoint) as client,

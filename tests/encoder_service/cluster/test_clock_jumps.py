@@ -40,7 +40,7 @@ def replicas(
     )
     command.chmod(0o755)
     with redis_server() as redis:
-        settings = {"index": redis.url, "log_format": "json", "source_ttl_s": 120}
+        settings = {"index": redis.url, "log_format": "json"}
         jumping = ReplicaProcess(checkpoint, 0, executable=command, **settings)
         with fleet_of([jumping, ReplicaProcess(checkpoint, 1, **settings)]) as (jumper, steady):
             yield jumper, steady

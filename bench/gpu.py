@@ -71,12 +71,9 @@ def fastest_table(lines: Lines) -> Table:
     cases = [line for line in _rows_of("tower", lines) if "case" in line]
     ours: dict[str, dict[str, Any]] = {}
     theirs: dict[str, float] = {}
-    fp8: dict[str, float] = {}
     for line in (line for line in cases if "ms" in line):
         if line["attention"] == "transformers":
             theirs[line["case"]] = line["ms"]
-        elif line.get("precision") == "fp8":  # not comparable: FP8 has other rows
-            fp8[line["case"]] = min(line["ms"], fp8.get(line["case"], math.inf))
         elif line["case"] not in ours or line["ms"] < ours[line["case"]]["ms"]:
             ours[line["case"]] = line
     rows = [
@@ -87,7 +84,6 @@ def fastest_table(lines: Lines) -> Table:
             f"{line['tflops'] / best_tflops:.0%}",
             f"{theirs.get(name, math.nan):.2f}",
             f"{theirs.get(name, math.nan) / line['ms']:.2f}",
-            f"{fp8.get(name, math.nan):.2f}",
         )
         for name, line in ours.items()
     ]
@@ -98,7 +94,6 @@ def fastest_table(lines: Lines) -> Table:
         "of the best product",
         "`transformers`, ms",
         "ratio",
-        "ours in FP8, ms",
     )
     return {"title": "The fastest tower of each case", "heads": list(heads), "rows": rows}
 

@@ -104,15 +104,9 @@ class Config(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
         "auto", help="element type of weights and rows; auto: that of the checkpoint"
     )
-    tower_precision: Literal["full", "fp8"] = knob(
-        "full",
-        help="precision of the tower's matrix products; full: that of --dtype; fp8: faster on a GPU but less exact, "
-        "with rows that are stored under other addresses",
-    )
-    attention: Literal["auto", "flash3", "varlen", "flash2", "sdpa", "flash4", "cudnn"] = knob(
+    attention: Literal["auto", "flash3", "varlen", "flash2", "sdpa"] = knob(
         "auto",
-        help="attention backend; auto: the first of flash3, varlen, flash2 and sdpa that passes a trial at start, and "
-        "on a GPU also cudnn for the sizes at which it is faster",
+        help="attention backend; auto: the first of flash3, varlen, flash2 and sdpa that passes a trial at start",
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",

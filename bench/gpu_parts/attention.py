@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu_parts.probe import Probe
-from encoder_service.vision.attention import BACKENDS, FIXED, build, why_not
+from encoder_service.vision.attention import BACKENDS, build, why_not
 from encoder_service.vision.layers import Attention, Segments
 
 HEADS, HEAD_SIZES = 16, (72, 80)  # of the towers of Qwen3-VL and Qwen2.5-VL
@@ -23,14 +23,12 @@ def run(probe: Probe) -> None:
     for name in BACKENDS:
         for head_size in HEAD_SIZES[: 1 if probe.dry else None]:
             label = {"backend": name, "head_size": head_size}
-            reason = why_not(name, probe.device, torch.bfloat16, head_size, fixed=name == FIXED)
+            reason = why_not(name, probe.device, torch.bfloat16, head_size)
             probe.note(**label, trial=reason or "passed")
             if reason:
                 continue
             attend = build(name)
             for lengths in DRY_CASES if probe.dry else CASES:
-                if name == FIXED and len(lengths) > 1:
-                    continue
                 case = {**label, "case": f"{len(lengths)}x{lengths[0]}"}
                 probe.attempt(case, partial(_case, probe, attend, head_size, lengths))
 

@@ -21,9 +21,8 @@ from triton.compiler import ASTSource
 from encoder_service.image import resize_triton
 from encoder_service.image.resize import HALF, PRECISION_BITS
 from encoder_service.vision import pointwise_triton
-from encoder_service.vision.pointwise import FP8_MAX, TINY
 
-EMBED, INTERMEDIATE, MERGED, HEADS, HEAD_SIZE = 1152, 4304, 4608, 16, 72  # of Qwen3-VL-8B
+EMBED, MERGED, HEADS, HEAD_SIZE = 1152, 4608, 16, 72  # of Qwen3-VL-8B
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ class Case:
 
 def cases() -> list[Case]:
     """Return every kernel as the published tower calls it."""
-    norm = dict.fromkeys(("residual", "delta", "weight", "bias", "out", "scales"), "*bf16") | {"eps": "fp32"}
-    fp8_outputs = {"out": "*fp8e4nv", "scales": "*fp32"}
-    fp8_range = {"tiny": TINY, "largest": FP8_MAX}
+    norm = dict.fromkeys(("residual", "delta", "weight", "bias", "out"), "*bf16") | {"eps": "fp32"}
     rotation = {
         "packed": "*bf16",
         "coordinates": "*i32",
@@ -63,44 +60,21 @@ def cases() -> list[Case]:
     block = {"block": pointwise_triton.BLOCK}
     return [
         Case(
-            f"sum and {kind} of {width}{' in FP8' if quantise else ''}",
+            f"sum and {kind} of {width}",
             pointwise_triton.add_norm_kernel,
-            norm | (fp8_outputs if quantise else {}),
+            norm,
             {
                 "width": width,
                 "columns": triton.next_power_of_2(width),
                 "add": True,
                 "rms": kind == "RMSNorm",
-                "quantise": quantise,
-                **fp8_range,
             },
             warps=8 if width > 2048 else 4,
         )
-        for kind, width, quantise in (
-            ("LayerNorm", EMBED, False),
-            ("LayerNorm", EMBED, True),
-            ("LayerNorm", MERGED, False),
-            ("RMSNorm", 1280, False),
-            ("RMSNorm", 1280, True),
-        )
+        for kind, width in (("LayerNorm", EMBED), ("LayerNorm", MERGED), ("RMSNorm", 1280))
     ] + [
         Case("rotation", pointwise_triton.rotate_kernel, rotation, pairs | block),
         Case("GELU", pointwise_triton.gelu_erf_kernel, {"values": "*bf16", "count": "i32"}, block),
-        *(
-            Case(
-                f"{'GELU and ' if gelu else ''}FP8 of {INTERMEDIATE}",
-                pointwise_triton.quantise_kernel,
-                {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"},
-                {
-                    "width": INTERMEDIATE,
-                    "columns": triton.next_power_of_2(INTERMEDIATE),
-                    "gelu": gelu,
-                    **fp8_range,
-                },
-                warps=8,
-            )
-            for gelu in (False, True)
-        ),
         *resizes(),
     ]
 

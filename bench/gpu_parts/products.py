@@ -65,17 +65,6 @@ def _products(probe: Probe, rows: int, inputs: int, outputs: int) -> Calls:
         "residual": lambda: torch.addmm(residual, x, weight.t(), out=residual),
         "bias, then residual": lambda: residual.add_(functional.linear(x, weight, bias)),
     }
-    if probe.device.type == "cuda" and not inputs % 16:
-        x_fp8, weight_fp8 = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
-        scales = torch.ones(rows, 1, device=probe.device), torch.ones(1, outputs, device=probe.device)
-        calls["fp8, row-wise"] = lambda: torch._scaled_mm(
-            x_fp8,
-            weight_fp8.t(),
-            scale_a=scales[0],
-            scale_b=scales[1],
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
     return calls
 
 

@@ -14,8 +14,7 @@ from bench.harness.towers import CASES, case_grids, full_checkpoint
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import Tower, flops, load_tower
-from encoder_service.vision.attention import BACKENDS, PACKED, why_not
-from encoder_service.vision.fp8 import multiplies_fp8
+from encoder_service.vision.attention import BACKENDS, why_not
 from encoder_service.vision.graphs import Graphs, budgets
 from testing.checkpoints import write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
@@ -27,7 +26,6 @@ DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
 NEW_GRIDS = 50  # all of different sizes, encoded one by one, as photos arrive
 TOP_KERNELS = 12
 DEFAULT: dict[str, Any] = {"attention": "auto", "graphs": True}
-FP8: dict[str, Any] = {**DEFAULT, "precision": "fp8"}
 MIB = 2**20
 
 
@@ -60,16 +58,13 @@ def load(probe: Probe, folder: Path, **options: Any) -> Tower:
 
 
 def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
-    """Yield the default variant, FP8 if the device multiplies it, then the others."""
+    """Yield the default variant, then the others."""
     yield DEFAULT
-    if probe.dry or multiplies_fp8(probe.device):
-        yield FP8
-        yield {**FP8, "graphs": False}
     yield {"attention": "auto", "graphs": False}
     yield {"attention": "auto", "graphs": True, "batch_invariant": True}
     if probe.dry:
         return  # the other variants run the same code
-    runs = [name for name in PACKED if not why_not(name, probe.device, torch.bfloat16)]
+    runs = [name for name in BACKENDS if not why_not(name, probe.device, torch.bfloat16)]
     yield from ({"attention": name, "graphs": name != "sdpa"} for name in runs)
 
 
@@ -98,10 +93,8 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
     if options == DEFAULT:
         probe.attempt({"case": f"{NEW_GRIDS} new grids"}, partial(_new_grids, probe, tower))
-    if options in (DEFAULT, FP8):
-        precision = options.get("precision", "full")
-        for name in _cases(probe)[:: 4 if options == DEFAULT else 7]:
-            probe.attempt({"profile": name, "precision": precision}, partial(_profile, probe, tower, name))
+        for name in _cases(probe)[::4]:
+            probe.attempt({"profile": name}, partial(_profile, probe, tower, name))
     return loaded
 
 

@@ -170,7 +170,6 @@ def _tower(config: Config, device: str, dtype: str) -> VisionModel:
         batch_patches=config.batch_patches,
         batch_invariant=config.batch_invariant == "yes",
         graphs=config.cuda_graphs == "yes",
-        precision=config.tower_precision,
         trust_remote_code=config.trust_remote_code == "yes",
     )
     return load_family(config.model, options)

@@ -89,7 +89,6 @@ def _load_own(folder: Path, options: "LoadOptions") -> "VisionModel":
         batch_patches=options.batch_patches,
         batch_invariant=options.batch_invariant,
         graphs=options.graphs,
-        precision=options.precision,
     )
 
 

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
 from encoder_contract.geometry import Grid, GridRule
-from encoder_contract.tower_spec import Precision
 from encoder_service.keys import Recipe
 from encoder_service.vision.load import DTYPES
 
@@ -39,7 +38,7 @@ class LoadOptions:
     """How to load a model. A family raises `ValueError` for options that it does not support.
 
     `device` is "cpu" or "cuda[:n]", `dtype` a key of `DTYPES`. If `batch_patches` is 0, the device decides. The others
-    are the server's settings of these names (`precision`: tower_precision, `graphs`: cuda_graphs).
+    are the server's settings of these names (`graphs`: cuda_graphs).
     """
 
     device: str
@@ -48,7 +47,6 @@ class LoadOptions:
     batch_patches: int = 0
     batch_invariant: bool = False
     graphs: bool = True
-    precision: Precision = "full"
     trust_remote_code: bool = False
 
 
@@ -243,10 +241,9 @@ class OneByOne(ABC):
         self, options: LoadOptions, *, model_type: str, hidden: int, levels: int = 0, recipe: Recipe
     ) -> None:
         """Raise `ValueError` for options that only the server's own towers have."""
-        if options.precision != "full" or options.attention != "auto":
+        if options.attention != "auto":
             raise ValueError(
-                f"the server has no tower of its own for model_type {model_type!r}:"
-                " leave out --tower-precision and --attention"
+                f"the server has no tower of its own for model_type {model_type!r}: leave out --attention"
             )
         self.model_type, self.hidden, self.levels, self.recipe = model_type, hidden, levels, recipe
         self.device, self.dtype = torch.device(options.device), DTYPES[options.dtype]

@@ -1,4 +1,4 @@
-"""Attention backends (torch's own on any device; cuDNN and flash attention on CUDA), and the choice among them.
+"""Attention backends (torch's own on any device; flash attention on CUDA), and the choice among them.
 
 `make_attention` returns the backend of the setting, or the first one in an order that passes its trial. The trial runs
 a backend on awkward input, compares it with float32, times it, and replays it in a CUDA graph.
@@ -9,8 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import groupby
-from statistics import median
 from types import ModuleType
 from typing import ClassVar
 
@@ -24,25 +24,16 @@ from encoder_service.vision.layers import Attention, Segments, running_bounds
 
 logger = logging.getLogger(__name__)
 
-# For packed segments, best first, according to published measurements. `bench.gpu` prints times to check the order.
-PACKED = ("flash3", "varlen", "flash2", "sdpa")
-# For the fixed lengths of CUDA graphs: it plans once for each length, at the capture.
-FIXED = "cudnn"
-BACKENDS = (*PACKED, "flash4", FIXED)
+# Best first, according to published measurements. `bench.gpu_check` prints times to check the order.
+BACKENDS = ("flash3", "varlen", "flash2", "sdpa")
 # The compute capability of H100 and H200.
 HOPPER = (9, 0)
-# Where `FIXED` and the packed backend are timed: with the patches of 1280×720 and 2560×1440 and the heads of Qwen's
-# towers.
-TIMED_LENGTHS = (3520, 14400)
-TIMED_HEADS = 16
-TIMED_CALLS = 5
 
 
 def make_attention(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
-    """Return the backend `name`, or for "auto" the first of `PACKED` that passes its trial on `device` in `dtype`.
+    """Return the backend `name`, or for "auto" the first of `BACKENDS` that passes its trial on `device` in `dtype`.
 
-    On CUDA, "auto" adds `FIXED` for the fixed lengths at which it is faster. Raises `ValueError` if the name is unknown
-    or the named backend cannot run.
+    Raises `ValueError` if the name is unknown or the named backend cannot run.
     """
     if name == "auto":
         return _auto(device, dtype, head_size)
@@ -53,13 +44,8 @@ def make_attention(name: str, device: torch.device, dtype: torch.dtype, head_siz
     return build(name)
 
 
-def why_not(
-    name: str, device: torch.device, dtype: torch.dtype, head_size: int = 72, *, fixed: bool = False
-) -> str:
-    """Return why backend `name` cannot run on `device` in `dtype`; empty if it can.
-
-    With `fixed` it only has to run on one segment of a fixed length.
-    """
+def why_not(name: str, device: torch.device, dtype: torch.dtype, head_size: int = 72) -> str:
+    """Return why backend `name` cannot run on `device` in `dtype`; empty if it can."""
     if device.type != "cuda" and name != "sdpa":
         return f"it needs CUDA, the device is {device}"
     if dtype is torch.float32 and name != "sdpa":
@@ -70,12 +56,12 @@ def why_not(
         return f"{type(error).__name__}: {error}"
     # torch's own backend is the last resort: slow is better than none.
     limit_ms = math.inf if name == "sdpa" else MAX_THIRD_CALL_MS
-    return trial_failure(attend, device, dtype, head_size, fixed=fixed, max_third_call_ms=limit_ms)
+    return trial_failure(attend, device, dtype, head_size, max_third_call_ms=limit_ms)
 
 
 def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
     reasons: dict[str, str] = {}
-    for candidate in PACKED:
+    for candidate in BACKENDS:
         reasons[candidate] = why_not(candidate, device, dtype, head_size)
         if not reasons[candidate]:
             break
@@ -87,56 +73,8 @@ def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention
             "attention: not flash3, the fastest on this GPU: %s (the extra flash3 is for CUDA 13 on x86-64)",
             reasons["flash3"],
         )
-    attend = build(candidate)
-    if attend.graphs:
-        reason = why_not(FIXED, device, dtype, head_size, fixed=True)
-        if reason:
-            logger.debug("attention: not %s for fixed lengths: %s", FIXED, reason)
-        elif lengths := _faster_at(fixed := build(FIXED), attend, device, dtype, head_size):
-            attend = FixedAndPacked(fixed, attend, lengths)
-    logger.info("attention: %s (auto, on %s in %s)", attend.name, device, dtype)
-    return attend
-
-
-def _faster_at(
-    fixed: Attention, packed: Attention, device: torch.device, dtype: torch.dtype, head_size: int
-) -> tuple[int, ...]:
-    """Return the `TIMED_LENGTHS` at which `fixed` is faster than `packed` on one segment."""
-    faster = []
-    try:
-        for length in TIMED_LENGTHS:
-            packed_rows = torch.randn(length, 3, TIMED_HEADS, head_size, dtype=dtype, device=device)
-            ms = [_median_ms(attend, packed_rows) for attend in (fixed, packed)]
-            logger.info(
-                "attention over %d patches: %s %.3f ms, %s %.3f ms",
-                *(length, fixed.name, ms[0], packed.name, ms[1]),
-            )
-            if ms[0] < ms[1]:
-                faster.append(length)
-    except Exception as error:  # noqa: BLE001 - kernels raise many types, and the packed backend works anyway
-        logger.warning("attention: %s for all lengths, because the timing failed: %s", packed.name, error)
-        return ()
-    return tuple(faster)
-
-
-def _median_ms(attend: Attention, packed: Tensor) -> float:
-    """Return the median milliseconds of a call on one segment."""
-    length, _, _, head_size = packed.shape
-    query, key, value = packed.unbind(1)
-    segments = Segments((length,), running_bounds((length,), packed.device), length, fixed=True)
-    spent_ms = []
-    for _ in range(2 + TIMED_CALLS):
-        _synchronize(packed.device)
-        began = time.perf_counter()
-        attend(query, key, value, segments, head_size**-0.5)
-        _synchronize(packed.device)
-        spent_ms.append((time.perf_counter() - began) * 1e3)
-    return median(spent_ms[2:])  # the first two calls choose kernels and make plans
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    logger.info("attention: %s (auto, on %s in %s)", candidate, device, dtype)
+    return build(candidate)
 
 
 # The backends that torch may choose on CUDA for packed segments. Not cuDNN: it takes tens of milliseconds to plan for
@@ -169,30 +107,9 @@ class SegmentAttention:
         query, key, value = (
             part.view(count, length, heads, head_size).transpose(1, 2) for part in (query, key, value)
         )
-        mixed = self._dense(query, key, value, scale)
+        with sdpa_kernel(_UNPLANNED) if query.is_cuda else nullcontext():
+            mixed = functional.scaled_dot_product_attention(query, key, value, scale=scale)
         return mixed.transpose(1, 2).reshape(count * length, heads, head_size)
-
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[segments, heads, rows, head size] each → the same shape."""
-        if not query.is_cuda:
-            return functional.scaled_dot_product_attention(query, key, value, scale=scale)
-        with sdpa_kernel(_UNPLANNED):
-            return functional.scaled_dot_product_attention(query, key, value, scale=scale)
-
-
-class CudnnAttention(SegmentAttention):
-    """cuDNN's fused attention on dense batches (CUDA). It plans for every new shape and keeps the plan.
-
-    cuDNN's variant for packed segments is not used. torch looks up its plan but never stores it (pytorch PR 191576), so
-    that every call plans again and a plan made during the capture of a graph is lost.
-    """
-
-    name = "cudnn"
-
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-        output: Tensor = attend(query, key, value, None, False, 0.0, False, False, scale=scale)[0]
-        return output
 
 
 class TorchVarlenAttention:
@@ -214,15 +131,11 @@ class TorchVarlenAttention:
 
 
 class FlashAttention:
-    """Flash attention over packed segments (CUDA): releases 2, 3 and 4, each from its own package."""
+    """Flash attention over packed segments (CUDA): releases 2 and 3, each from its own package."""
 
     graphs = True
     # Release 3 has two builds: the wheel `fa3-fwd`, with the forward pass only, and a build from the sources.
-    _MODULES: ClassVar = {
-        2: ("flash_attn",),
-        3: ("fa3_fwd_interface", "flash_attn_interface"),
-        4: ("flash_attn.cute",),
-    }
+    _MODULES: ClassVar = {2: ("flash_attn",), 3: ("fa3_fwd_interface", "flash_attn_interface")}
     # If a segment's keys were split over the device, the order of sums would depend on the rest of the batch.
     _OPTIONS: ClassVar[dict[int, dict[str, int]]] = {3: {"num_splits": 1}}
 
@@ -249,35 +162,12 @@ class FlashAttention:
         return output[0] if isinstance(output, tuple) else output
 
 
-class FixedAndPacked:
-    """Uses `fixed` for one segment of a fixed length at which `fixed` is faster, and `packed` for everything else."""
-
-    def __init__(self, fixed: Attention, packed: Attention, faster_at: Sequence[int]) -> None:
-        """`faster_at` are the `TIMED_LENGTHS` at which `fixed` is faster. Other lengths follow the nearest of these."""
-        self.name = f"{packed.name}+{fixed.name}"
-        self.graphs = packed.graphs
-        self._fixed = fixed
-        self._packed = packed
-        self._faster_at = tuple(faster_at)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-        """See `Attention`."""
-        attend = self._fixed if segments.fixed and self._is_fixed_faster(len(query)) else self._packed
-        return attend(query, key, value, segments, scale)
-
-    def _is_fixed_faster(self, length: int) -> bool:
-        nearest = min(TIMED_LENGTHS, key=lambda timed: abs(math.log(timed / length)))
-        return nearest in self._faster_at
-
-
 def build(name: str) -> Attention:
     """Return the backend of this name. Raises the library's error if it cannot be imported."""
     if name == "sdpa":
         return SegmentAttention()
     if name == "varlen":
         return TorchVarlenAttention()
-    if name == "cudnn":
-        return CudnnAttention()
     return FlashAttention(int(name.removeprefix("flash")))
 
 
@@ -309,17 +199,15 @@ def trial_failure(
     dtype: torch.dtype,
     head_size: int,
     *,
-    fixed: bool = False,
     max_third_call_ms: float = MAX_THIRD_CALL_MS,
 ) -> str:
     """Return why a backend must not be used on `device` in `dtype`; empty if it may.
 
-    With `fixed`, try it on one segment of a fixed length. On CUDA, a third call that takes more than
-    `max_third_call_ms` is a failure. So is a graph that cannot be captured, or that gives wrong rows when it is
-    replayed with other rows and bounds.
+    On CUDA, a third call that takes more than `max_third_call_ms` is a failure. So is a graph that cannot be captured,
+    or that gives wrong rows when it is replayed with other rows and bounds.
     """
     try:
-        return _failure(attend, _Case(device, dtype, head_size, fixed), max_third_call_ms)
+        return _failure(attend, _Case(device, dtype, head_size), max_third_call_ms)
     except Exception as error:  # noqa: BLE001 - kernels raise many types, and each is a reason
         return f"{type(error).__name__}: {error}"
 
@@ -327,21 +215,15 @@ def trial_failure(
 class _Case:
     """Random queries, keys and values with the layout that towers have, and the right result."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, head_size: int, fixed: bool) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_size: int) -> None:
         self.device = device
-        self.fixed = fixed
         generator = torch.Generator().manual_seed(0)
         shape = (2, sum(LENGTHS), 3, HEADS, head_size)
         self.first, self.second = torch.randn(shape, generator=generator).to(device, dtype).unbind(0)
         self.scale = head_size**-0.5
 
-    def lengths(self, packed: Sequence[int]) -> tuple[int, ...]:
-        return (sum(packed),) if self.fixed else tuple(packed)
-
-    def segments(self, packed: Sequence[int]) -> Segments:
-        lengths = self.lengths(packed)
-        longest = max(self.lengths(LENGTHS) + self.lengths(OTHER_LENGTHS))
-        return Segments(lengths, running_bounds(lengths, self.device), longest, self.fixed)
+    def segments(self, lengths: Sequence[int]) -> Segments:
+        return Segments(tuple(lengths), running_bounds(lengths, self.device), max(*LENGTHS, *OTHER_LENGTHS))
 
     def run(self, attend: Attention, packed: Tensor, segments: Segments) -> Tensor:
         """Run attention on query, key and value as strided views of one tensor [rows, 3, heads, head size]."""
@@ -369,7 +251,7 @@ def _failure(attend: Attention, case: _Case, max_third_call_ms: float) -> str:
     spent_ms = (time.perf_counter() - began) * 1e3
     if spent_ms > max_third_call_ms:
         return f"its third call took {spent_ms:.1f} ms"
-    return _replay_failure(attend, case) if attend.graphs or case.fixed else ""
+    return _replay_failure(attend, case) if attend.graphs else ""
 
 
 def _replay_failure(attend: Attention, case: _Case) -> str:
@@ -379,7 +261,7 @@ def _replay_failure(attend: Attention, case: _Case) -> str:
     packed.copy_(case.second)
     segments.bounds.copy_(case.segments(OTHER_LENGTHS).bounds)
     mixed = replay()
-    error = case.error(mixed, case.second, case.lengths(OTHER_LENGTHS))
+    error = case.error(mixed, case.second, OTHER_LENGTHS)
     return (
         ""
         if error <= MAX_ROW_ERROR

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.vision.pointwise import Norm, Pointwise, Quantised
+from encoder_service.vision.pointwise import Norm, Pointwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,12 @@ class Segments:
     """Consecutive segments of packed rows; a row attends only to rows of its segment.
 
     `lengths` are on the host, in rows. `bounds` is their running sum from 0 on the device, int32 [len(lengths) + 1].
-    `longest` bounds every length. A replayed CUDA graph reads only `bounds`. If `fixed`, one segment has all rows and
-    its length is the same in every replay, so that a kernel can be planned for this length.
+    `longest` bounds every length. A replayed CUDA graph reads only `bounds`.
     """
 
     lengths: tuple[int, ...]
     bounds: Tensor
     longest: int
-    fixed: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.fixed or len(self.lengths) == 1, self.lengths
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
@@ -108,19 +103,8 @@ class Linear(nn.Module):
             return self._packed_product(x, "none", "")
         return functional.linear(x, self.weight, self.bias)
 
-    def norm_for(
-        self, pointwise: Pointwise, residual: Tensor, delta: Tensor | None, norm: Norm
-    ) -> Tensor | Quantised:
-        """Add `delta` to `residual` in place and return the norm of the sum, in the form that this layer takes."""
-        return pointwise.add_norm(residual, delta, norm)
-
-    def gelu_tanh_for(self, product: "Linear", x: Tensor | Quantised) -> Tensor | Quantised:
-        """Return the tanh GELU of another layer's product of `x`, in the form that this layer takes."""
-        return product.gelu_tanh(x)
-
-    def gelu_tanh(self, x: Tensor | Quantised) -> Tensor:
+    def gelu_tanh(self, x: Tensor) -> Tensor:
         """Return the tanh GELU of the product."""
-        assert isinstance(x, Tensor)
         if self._packed is not None:
             return self._packed_product(x, "gelu", "tanh")
         if x.is_cuda and x.dtype is not torch.float32 and self.bias is not None:
@@ -177,19 +161,18 @@ class Residual:
     def __len__(self) -> int:
         return len(self._tiles)
 
-    def add(self, number: int, product: Linear, x: Tensor | Quantised) -> None:
+    def add(self, number: int, product: Linear, x: Tensor) -> None:
         """Add the product of `x` to a tile; `normed` must have been called since the last addition."""
         assert self._pending[number] is None
         if product.adds:
-            assert isinstance(x, Tensor)
             self._tiles[number] = product.plus(self._tiles[number], x)
         else:
             self._pending[number] = product(x)
 
-    def normed(self, number: int, norm: Norm, product: Linear) -> Tensor | Quantised:
-        """Return the norm of a tile, in the form that `product` takes."""
+    def normed(self, number: int, norm: Norm) -> Tensor:
+        """Return the norm of a tile."""
         delta, self._pending[number] = self._pending[number], None
-        return product.norm_for(self._pointwise, self._tiles[number], delta, norm)
+        return self._pointwise.add_norm(self._tiles[number], delta, norm)
 
     def whole(self) -> Tensor:
         """Return the stream [patches, embed]."""
@@ -332,13 +315,13 @@ class SelfAttention(nn.Module):
         shape = (3, self._heads, self._head_size)
         packed, rotate = layout.projected, layout.pointwise.rotate
         if packed is None:
-            whole: Tensor = self.qkv(hidden.normed(0, norm, self.qkv)).view(-1, *shape)
+            whole: Tensor = self.qkv(hidden.normed(0, norm)).view(-1, *shape)
             queries_and_keys = whole[:, :2]
             rotate(queries_and_keys, layout.rotations, queries_and_keys)
             return whole
         tiles = zip(layout.cut(layout.rotations), layout.cut(packed), strict=True)
         for number, (rotations, out) in enumerate(tiles):
-            projected = self.qkv(hidden.normed(number, norm, self.qkv)).view(-1, *shape)
+            projected = self.qkv(hidden.normed(number, norm)).view(-1, *shape)
             rotate(projected[:, :2], rotations, out[:, :2])
             out[:, 2] = projected[:, 2]
         return packed

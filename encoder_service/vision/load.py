@@ -17,11 +17,10 @@ from encoder_contract.checkpoint import (
 )
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.processor import ProcessorSettings
-from encoder_contract.tower_spec import Precision, TowerSpec
+from encoder_contract.tower_spec import TowerSpec
 from encoder_service.image.resize import PlainResize, Resize
 from encoder_service.keys import Recipe
 from encoder_service.vision.attention import make_attention
-from encoder_service.vision.fp8 import FP8_MULTIPLE, multiplies_fp8, quantise_blocks
 from encoder_service.vision.graphs import PATCH_BUDGETS
 from encoder_service.vision.layers import Linear, PatchEmbed, SelfAttention
 from encoder_service.vision.pointwise import PlainPointwise, Pointwise
@@ -36,6 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # would only make each image wait for all. Larger images run alone, small ones together.
 BATCH_PATCHES = {"cpu": 1024, "cuda": 4800}
 
+# On a GPU, products are slower if rows are no multiple of 16 bytes, like the 3420 columns of Qwen2.5-VL.
+ALIGNED_VALUES = 8
+
 
 def load_tower(
     folder: str | Path,
@@ -47,15 +49,13 @@ def load_tower(
     batch_patches: int = 0,
     batch_invariant: bool = False,
     graphs: bool = True,
-    precision: Precision = "full",
 ) -> Tower:
     """Load the vision tower of a Hugging Face checkpoint folder. Only the vision tensors of its weights are read.
 
     `device` is "cpu" or "cuda[:n]"; a CUDA device becomes the current device of this thread. `dtype` is one of
     `DTYPES`. If `batch_patches` is 0, the device decides; other values also bound the images for which CUDA graphs are
     captured. `batch_invariant` runs every image alone, so that its neighbours do not change a bit of its rows; on the
-    CPU they never do. `graphs` captures CUDA graphs, on CUDA only. `precision` "fp8" quantises the linear layers of
-    most blocks. That is faster on CUDA; on the CPU it is the same arithmetic, for comparison.
+    CPU they never do. `graphs` captures CUDA graphs, on CUDA only.
 
     Raises `ValueError` or `FileNotFoundError` naming what is unsupported, missing, unexpected or of the wrong shape.
     """
@@ -69,7 +69,7 @@ def load_tower(
     attend = make_attention(attention, where, kind, spec.head_size)
     module = _load_module(folder, spec)
     pointwise = make_pointwise(spec, where, kind)
-    _prepare(module, processor, pointwise, where, kind, precision)
+    _prepare(module, processor, where, kind)
     tower = Tower(
         module,
         attend,
@@ -81,7 +81,7 @@ def load_tower(
         image_by_image=batch_invariant and where.type == "cuda",
         geometry=processor.geometry,
         resize=make_resize(processor.geometry, where),
-        recipe=Recipe(model_fingerprint(folder, precision), processor.fingerprint, dtype),
+        recipe=Recipe(model_fingerprint(folder), processor.fingerprint, dtype),
     )
     _warm_up(tower, graphs and attend.graphs)
     logger.info(
@@ -132,40 +132,20 @@ def _read(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _prepare(
-    module: TowerModule,
-    processor: ProcessorSettings,
-    pointwise: Pointwise,
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: Precision,
+    module: TowerModule, processor: ProcessorSettings, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Convert stored weights for inference. Every step is exact, except one rounding to `dtype`, and FP8."""
+    """Convert stored weights for inference. Every step is exact, except one rounding to `dtype`."""
     for part in module.modules():
         if isinstance(part, PatchEmbed):
             part.fold(processor, dtype)
         elif isinstance(part, SelfAttention):
             part.interleave()
     if device.type == "cuda":
-        # On a GPU, products are slower if rows are no multiple of 16 bytes, like the 3420 columns of Qwen2.5-VL.
-        module.align(FP8_MULTIPLE)
+        module.align(ALIGNED_VALUES)
     module.to(device, dtype)
-    if precision == "fp8":
-        _quantise(module, pointwise, device, dtype)
     for part in list(module.modules()):
         if isinstance(part, Linear):
             part.pack(CPU_TILE_PATCHES)
-
-
-def _quantise(module: TowerModule, pointwise: Pointwise, device: torch.device, dtype: torch.dtype) -> None:
-    """Quantise most blocks. Raises `ValueError` where FP8 is not supported."""
-    if dtype is not torch.bfloat16:
-        raise ValueError(f"precision fp8 is for bfloat16, the dtype is {dtype}")
-    if device.type == "cuda" and not multiplies_fp8(device):
-        raise ValueError(
-            "precision fp8 needs a device that multiplies 8-bit floating point (Ada, Hopper or later)"
-        )
-    module.align(FP8_MULTIPLE)
-    quantise_blocks(module.blocks, pointwise)
 
 
 def _warm_up(tower: Tower, graphs: bool) -> None:
@@ -219,7 +199,7 @@ def make_pointwise(spec: TowerSpec, device: torch.device, dtype: torch.dtype) ->
     try:
         from encoder_service.vision.pointwise_triton import TritonPointwise, difference
 
-        differing = difference(spec, device, dtype, fp8=multiplies_fp8(device))
+        differing = difference(spec, device, dtype)
         torch.cuda.synchronize(device)
         if not differing:
             logger.info("kernels between products: triton")

@@ -1,6 +1,6 @@
-"""The operations between the products, in plain torch: residual sum and norm, rotation, GELU, quantisation."""
+"""The operations between the products, in plain torch: residual sum and norm, rotation, GELU."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +8,6 @@ from torch.nn import functional
 
 from encoder_contract.geometry import Grid
 from encoder_contract.tower_spec import TowerSpec
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # its largest value
-TINY = (
-    1e-12  # the largest magnitude of a row is taken to be at least this, so that a row of zeros has a scale
-)
 
 
 class Norm(nn.Module):
@@ -31,13 +25,6 @@ class Norm(nn.Module):
         if self.rms:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-class Quantised(NamedTuple):
-    """Rows in 8-bit floating point: `values` [rows, width] of type `FP8`, and a scale for each row, float32 [rows]."""
-
-    values: Tensor
-    scales: Tensor
 
 
 class Pointwise(Protocol):
@@ -63,21 +50,6 @@ class Pointwise(Protocol):
 
     def gelu_erf(self, x: Tensor) -> Tensor:
         """Return the erf GELU of `x`; this may overwrite `x`."""
-        ...
-
-    def quantised(self, x: Tensor) -> Quantised:
-        """Return `x` [rows, width] in 8-bit floating point.
-
-        The largest magnitude of a row becomes `FP8_MAX`. Values are rounded to the nearest, ties to even.
-        """
-        ...
-
-    def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
-        """Return `add_norm` quantised; the sum is in `residual` as with `add_norm`."""
-        ...
-
-    def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
-        """Return the tanh GELU of `x`, quantised; this may overwrite `x`."""
         ...
 
 
@@ -110,20 +82,6 @@ class PlainPointwise:
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Pointwise`."""
         return functional.gelu(x)
-
-    def quantised(self, x: Tensor) -> Quantised:
-        """See `Pointwise`."""
-        scales = x.abs().amax(dim=1).float().clamp_min(TINY) / FP8_MAX
-        values = (x.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX)
-        return Quantised(values.to(FP8), scales)
-
-    def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
-        """See `Pointwise`. This takes two passes."""
-        return self.quantised(self.add_norm(residual, delta, norm))
-
-    def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
-        """See `Pointwise`. This takes two passes."""
-        return self.quantised(functional.gelu(x, approximate="tanh"))
 
 
 def rotary_frequencies(spec: TowerSpec) -> Tensor:

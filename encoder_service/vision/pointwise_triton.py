@@ -7,16 +7,7 @@ from torch import Tensor
 
 from encoder_contract.geometry import Grid
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.vision.pointwise import (
-    FP8,
-    FP8_MAX,
-    TINY,
-    Norm,
-    PlainPointwise,
-    Quantised,
-    patch_coordinates,
-    rotary_frequencies,
-)
+from encoder_service.vision.pointwise import Norm, PlainPointwise, patch_coordinates, rotary_frequencies
 
 # The longest side of an image, in patches: 262 144 pixels at 16 a patch.
 MAX_SIDE = 16384
@@ -26,35 +17,19 @@ BLOCK = 512
 
 
 @triton.jit
-def quantised_row(value: tl.tensor, tiny: tl.constexpr, largest: tl.constexpr) -> tl.tensor:
-    """Return the values of a row in 8 bits, and the scale of the row."""
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value)), tiny), largest)
-    scaled = tl.clamp(tl.div_rn(value, scale), -largest, largest)
-    # Round to three bits of mantissa (for subnormal values, to a multiple of the smallest) by adding and subtracting a
-    # number whose last place is there. The conversion below is then exact on every device.
-    exponent = tl.maximum((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 - 6)
-    shift = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
-    return ((scaled + shift) - shift).to(tl.float8e4nv), scale
-
-
-@triton.jit
 def add_norm_kernel(
     residual: tl.tensor,
     delta: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    scales: tl.tensor,
     eps: tl.tensor,
     width: tl.constexpr,
     columns: tl.constexpr,
     add: tl.constexpr,
     rms: tl.constexpr,
-    quantise: tl.constexpr,
-    tiny: tl.constexpr,
-    largest: tl.constexpr,
 ) -> None:
-    """For one row: store the rounded sum; compute its norm in float32, round it once, and quantise it if asked to."""
+    """For one row: store the rounded sum; compute its norm in float32 and round it once."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, columns)
     inside = column < width
@@ -72,13 +47,7 @@ def add_norm_kernel(
         centred = tl.where(inside, value - tl.sum(value) / width, 0.0)
         normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * gain
         normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if quantise:
-        # Round first, as two passes would.
-        values, scale = quantised_row(normed.to(x.dtype).to(tl.float32), tiny, largest)
-        tl.store(scales + tl.program_id(0), scale)
-        tl.store(out + start + column, values, mask=inside)
-    else:
-        tl.store(out + start + column, normed.to(x.dtype), mask=inside)
+    tl.store(out + start + column, normed.to(x.dtype), mask=inside)
 
 
 @triton.jit
@@ -131,33 +100,6 @@ def gelu_erf_kernel(
     tl.store(values + at, (value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))).to(x.dtype), mask=inside)
 
 
-@triton.jit
-def quantise_kernel(
-    x: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    gelu: tl.constexpr,
-    tiny: tl.constexpr,
-    largest: tl.constexpr,
-) -> None:
-    """Quantise one row; with `gelu`, quantise its tanh GELU, which is rounded first."""
-    row = tl.program_id(0)
-    start = row.to(tl.int64) * width
-    column = tl.arange(0, columns)
-    inside = column < width
-    stored = tl.load(x + start + column, mask=inside, other=0.0)
-    value = stored.to(tl.float32)
-    if gelu:
-        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)).
-        doubled = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-        value = (value / (1.0 + tl.exp(-doubled))).to(stored.dtype).to(tl.float32)
-    quantised, scale = quantised_row(value, tiny, largest)
-    tl.store(scales + row, scale)
-    tl.store(values + start + column, quantised, mask=inside)
-
-
 class TritonPointwise:
     """See `Pointwise`. Needs a compiler at run time, so that `make_pointwise` tries it before it is used."""
 
@@ -196,40 +138,25 @@ class TritonPointwise:
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """See `Pointwise`."""
-        out = torch.empty_like(residual)
-        self._add_norm(residual, delta, norm, out, None)
-        return out
-
-    def add_norm_quantised(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Quantised:
-        """See `Pointwise`. This takes one pass."""
-        out = _empty_quantised(residual)
-        self._add_norm(residual, delta, norm, *out)
-        return out
-
-    def _add_norm(
-        self, residual: Tensor, delta: Tensor | None, norm: Norm, out: Tensor, scales: Tensor | None
-    ) -> None:
         assert residual.is_contiguous()
         assert delta is None or delta.is_contiguous()
         width = residual.shape[-1]
         columns = triton.next_power_of_2(width)
+        out = torch.empty_like(residual)
         add_norm_kernel[(residual.numel() // width,)](
             residual,
             residual if delta is None else delta,
             norm.weight,
             norm.weight if norm.bias is None else norm.bias,
             out,
-            out if scales is None else scales,
             norm.eps,
             width=width,
             columns=columns,
             add=delta is not None,
             rms=norm.rms,
-            quantise=scales is not None,
-            tiny=TINY,
-            largest=FP8_MAX,
             num_warps=8 if columns > 2048 else 4,
         )
+        return out
 
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Pointwise`."""
@@ -237,45 +164,12 @@ class TritonPointwise:
         gelu_erf_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), block=BLOCK)
         return x
 
-    def quantised(self, x: Tensor) -> Quantised:
-        """See `Pointwise`."""
-        return self._quantised(x, gelu=False)
 
-    def gelu_tanh_quantised(self, x: Tensor) -> Quantised:
-        """See `Pointwise`. This takes one pass."""
-        return self._quantised(x, gelu=True)
-
-    def _quantised(self, x: Tensor, *, gelu: bool) -> Quantised:
-        assert x.is_contiguous()
-        rows, width = x.shape
-        out = _empty_quantised(x)
-        columns = triton.next_power_of_2(width)
-        quantise_kernel[(rows,)](
-            x,
-            *out,
-            width=width,
-            columns=columns,
-            gelu=gelu,
-            tiny=TINY,
-            largest=FP8_MAX,
-            num_warps=8 if columns > 2048 else 4,
-        )
-        return out
-
-
-def _empty_quantised(x: Tensor) -> Quantised:
-    """Return uninitialised memory for `x` [rows, width] in 8-bit floating point."""
-    return Quantised(
-        torch.empty(x.shape, dtype=FP8, device=x.device),
-        torch.empty(len(x), dtype=torch.float32, device=x.device),
-    )
-
-
-def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8: bool = True) -> str:
+def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype) -> str:
     """Run every kernel and its plain form on random values of a 16-bit type; return which differ in the mean.
 
-    The result is empty if none does. Without `fp8` the kernels for 8-bit floating point are left out: Triton compiles
-    them only for devices that multiply it. Raises Triton's errors if there is no compiler.
+    The result is empty if none differs by more than a unit in the last place. Raises Triton's errors if there is no
+    compiler.
     """
     ours, plain = TritonPointwise(spec, device), PlainPointwise()
     random = torch.Generator().manual_seed(0)
@@ -290,12 +184,9 @@ def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8
         rotations = form.rotations(grid, spec).to(device)
         queries_and_keys = tensor[:, :2]
         form.rotate(queries_and_keys, rotations, queries_and_keys)
-    pairs: dict[str, tuple[Tensor | Quantised, Tensor | Quantised]] = {"rotation": (rotated, expected)}
+    pairs: dict[str, tuple[Tensor, Tensor]] = {"rotation": (rotated, expected)}
     x = values(17, spec.embed)
     pairs["GELU"] = (ours.gelu_erf(x.clone()), plain.gelu_erf(x))
-    if fp8:
-        pairs["FP8"] = (ours.quantised(x), plain.quantised(x))
-        pairs["GELU in FP8"] = (ours.gelu_tanh_quantised(x.clone()), plain.gelu_tanh_quantised(x))
     for kind, rms in (("LayerNorm", False), ("RMSNorm", True)):
         norm = Norm(spec.embed, rms=rms).to(device, dtype)
         norm.weight.data = 1 + values(spec.embed) / 10
@@ -304,26 +195,7 @@ def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype, *, fp8
         delta, (one, other) = values(17, spec.embed), (x.clone(), x.clone())
         pairs[kind] = (ours.add_norm(one, delta, norm), plain.add_norm(other, delta, norm))
         pairs[f"sum before {kind}"] = (one, other)
-        if fp8:
-            pairs[f"{kind} in FP8"] = (
-                ours.add_norm_quantised(x.clone(), delta, norm),
-                plain.add_norm_quantised(x.clone(), delta, norm),
-            )
-    return ", ".join(name for name, (one, other) in pairs.items() if not _are_close(dtype, one, other))
-
-
-def _are_close(dtype: torch.dtype, one: Tensor | Quantised, other: Tensor | Quantised) -> bool:
-    """Whether values differ in the mean by at most a unit in the last place of a 16-bit type.
-
-    Values in 8 bits may differ by a quarter of their last place, because a unit before the quantisation rounds some
-    values to the next step and changes the scales.
-    """
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return ulps(one, other) <= 1
-    assert isinstance(one, Quantised)
-    assert isinstance(other, Quantised)
-    back = [(each.values.float() * each.scales[:, None]).to(dtype) for each in (one, other)]
-    return ulps(*back) <= torch.finfo(FP8).eps / torch.finfo(dtype).eps / 4
+    return ", ".join(name for name, (one, other) in pairs.items() if not ulps(one, other) <= 1)
 
 
 def ulps(one: Tensor, other: Tensor) -> float:

@@ -63,9 +63,9 @@ class Mlp(nn.Module):
 
     def add_to(self, hidden: Residual, number: int, norm: Norm) -> None:
         """Add the MLP of a tile's norm to the tile."""
-        x = hidden.normed(number, norm, self.linear_fc1)  # the gate takes the norm in the same form
+        x = hidden.normed(number, norm)
         if self.gate_proj is None:
-            inside = self.linear_fc2.gelu_tanh_for(self.linear_fc1, x)
+            inside = self.linear_fc1.gelu_tanh(x)
         else:
             inside = functional.silu(self.gate_proj(x)).mul_(self.linear_fc1(x))
         hidden.add(number, self.linear_fc2, inside)

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprints
+from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint
 from prefill_client.engine.settings import ServiceSettings
 from prefill_client.transport.connection import Description
 
@@ -16,8 +16,8 @@ Difference = tuple[str, object, object]
 # The files of a repository on the Hugging Face Hub that fingerprints cover, and the settings for videos.
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*processor_config.json"]
 
-fingerprints_of = cache(model_fingerprints)
-"""`encoder_contract.checkpoint.model_fingerprints`; each process reads the vision weights of a folder once."""
+fingerprint_of = cache(model_fingerprint)
+"""`encoder_contract.checkpoint.model_fingerprint`; each process reads the vision weights of a folder once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,17 @@ def _checkpoint_difference(engine: EngineModel, description: Description) -> Ite
     """
     try:
         folder = engine.folder()
-        fingerprints = fingerprints_of(folder)
+        fingerprint = fingerprint_of(folder)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the service's model cannot be compared with the engine's: {error}. "
             'With "model_fingerprint": "any" the engine takes rows of any model of the same shape'
         ) from error
     served = description.model_fingerprint
-    if served not in fingerprints.values():
-        expected = " or ".join(f"{each.hex()} ({precision})" for precision, each in fingerprints.items())
+    if served != fingerprint:
         only_stores = served == configuration_fingerprint(folder)
         yield (
             "model fingerprint",
-            f"{expected} of {folder}",
+            f"{fingerprint.hex()} of {folder}",
             f"{served.hex()} of {'no weights (--store-only)' if only_stores else description.model_name}",
         )

@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import blake3
 
 from encoder_contract.json_file import read_json_object
-from encoder_contract.tower_spec import FAMILIES, Precision, TowerSpec, full_blocks, spec_of
+from encoder_contract.tower_spec import FAMILIES, TowerSpec, spec_of
 
 # Prefixes of the vision tensors' names. The first is the older layout of Qwen2.5-VL.
 PREFIXES = ("visual.", "model.visual.")
@@ -111,30 +111,21 @@ def weights_fingerprint(folder: Path) -> bytes:
     return hasher.digest()
 
 
-def model_fingerprint(folder: Path, precision: Precision = "full") -> bytes:
+def model_fingerprint(folder: Path) -> bytes:
     """Return 32 bytes: BLAKE3 over architecture, vision configuration (canonical JSON) and vision weights.
 
     For a model that has no tower of our own, it covers config.json without the language model, the files of the
     processor, the code in the folder if config.json names any (auto_map), and all weights except the language model's.
-    A `precision` other than "full" is part of it. Folders with equal fingerprints give equal rows for equal patches,
-    however they are sharded. Raises `FileNotFoundError` or `ValueError`, which names what is missing, damaged or not
-    supported.
+    Folders with equal fingerprints give equal rows for equal patches, however they are sharded. Raises
+    `FileNotFoundError` or `ValueError`, which names what is missing, damaged or not supported.
     """
-    return model_fingerprints(folder)[precision]
-
-
-def model_fingerprints(folder: Path) -> Mapping[Precision, bytes]:
-    """Return `model_fingerprint` for every precision that the model supports. Reads the weights once."""
-    if not _is_own(folder):
-        return {"full": _hash_of_files(folder).update(weights_fingerprint(folder)).digest()}
-    spec, weights = read_spec(folder), weights_fingerprint(folder)
-    precisions: tuple[Precision, ...] = get_args(Precision)
-    return {precision: _hash_of(spec, precision).update(weights).digest() for precision in precisions}
+    hasher = _hash_of(read_spec(folder)) if _is_own(folder) else _hash_of_files(folder)
+    return hasher.update(weights_fingerprint(folder)).digest()
 
 
 def configuration_fingerprint(folder: Path) -> bytes:
     """Return 32 bytes: BLAKE3 over all that `model_fingerprint` covers except the weights. For servers without them."""
-    hasher = _hash_of(read_spec(folder), "full") if _is_own(folder) else _hash_of_files(folder)
+    hasher = _hash_of(read_spec(folder)) if _is_own(folder) else _hash_of_files(folder)
     return hasher.update(b"no weights").digest()
 
 
@@ -155,14 +146,12 @@ def _hash_of_files(folder: Path) -> "blake3.blake3":
     return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _hash_of(spec: TowerSpec, precision: Precision) -> "blake3.blake3":
+def _hash_of(spec: TowerSpec) -> "blake3.blake3":
     canonical = {
         "arithmetic_version": ARITHMETIC_VERSION,
         "architecture": spec.architecture,
         "vision_config": {slot: getattr(spec, slot) for slot in TowerSpec.__slots__ if slot != "model_type"},
     }
-    if precision != "full":
-        canonical |= {"precision": precision, "full_blocks": full_blocks(spec.depth)}
     return blake3.blake3(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 

@@ -4,24 +4,9 @@ Qwen3-VL (dense and mixture of experts) has DeepStack levels. In Qwen2.5-VL, mos
 and a few over the whole image. Qwen3.5 and Qwen4-Exp are Qwen3-VL without DeepStack levels.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-Precision = Literal["full", "fp8"]
-"""Precision of a tower's matrix products: that of the weights, or 8 bits in all but the first `full_blocks`."""
-
-# Errors of the first blocks pass through all later ones, so two fifths of the blocks keep full precision. With only
-# three full blocks, as in FlashRT's recipe for such a tower (its PR 107), the mean cosine of rows missed 0.998 at full
-# depth; with a third of the blocks, it missed it for Qwen2.5-VL. The mergers keep full precision, too: their outputs
-# are the rows.
-FULL_SHARE = 2 / 5
-
-
-def full_blocks(depth: int) -> int:
-    """Return how many of the first blocks a tower of this depth keeps in full precision under "fp8"."""
-    return math.ceil(depth * FULL_SHARE)
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)

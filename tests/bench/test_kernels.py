@@ -30,7 +30,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 def test_kernels_compile_for_hopper_without_spills_and_access_whole_words(compiled: Kernels) -> None:
     names = [kernel["kernel"] for kernel in compiled]
-    assert len(names) == len({*names}) >= 9
+    assert len(names) == len({*names}) >= 8
     for kernel in compiled:
         assert kernel["spilled_bytes"] == 0, kernel
         assert kernel["registers"] <= 64, kernel

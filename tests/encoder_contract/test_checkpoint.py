@@ -9,7 +9,6 @@ import pytest
 from encoder_contract.checkpoint import (
     configuration_fingerprint,
     model_fingerprint,
-    model_fingerprints,
     vision_tensors,
 )
 
@@ -36,14 +35,14 @@ VISION: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {**QWEN3, "rope_parameters": {"rope_type": "axial", "rope_theta": 20000.0}},
 }
-QWEN3_VL = ("2a8ac695f48e2166", "8a4c13c0505f9c1f", "803bfb8ea6df75b2")
+QWEN3_VL = ("2a8ac695f48e2166", "803bfb8ea6df75b2")
 PINNED = {
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": QWEN3_VL,
-    "qwen2_5_vl": ("cc4f0181cfa24023", "6c2d795c18a5a0a8", "b09231836475567e"),
-    "qwen3_5": ("d2cc376b14bc05e4", "8920f2819833c140", "add596f21d1f376b"),
+    "qwen2_5_vl": ("cc4f0181cfa24023", "b09231836475567e"),
+    "qwen3_5": ("d2cc376b14bc05e4", "add596f21d1f376b"),
 }
-"""Of the weights in full precision, in fp8, and of the configuration alone: the first 16 digits."""
+"""Of the weights, and of the configuration alone: the first 16 digits."""
 Tensors = dict[str, tuple[str, list[int], bytes]]
 """By full name: element type, shape, bytes."""
 
@@ -77,7 +76,7 @@ def write(folder: Path, model_type: str = "qwen3_vl", prefix: str = "model.visua
 @pytest.mark.parametrize("model_type", VISION)
 def test_fingerprints_are_pinned(model_type: str, tmp_path: Path) -> None:
     folder = write(tmp_path, model_type)
-    found = model_fingerprint(folder), model_fingerprint(folder, "fp8"), configuration_fingerprint(folder)
+    found = model_fingerprint(folder), configuration_fingerprint(folder)
     assert tuple(each.hex()[:16] for each in found) == PINNED[model_type]
 
 
@@ -107,7 +106,6 @@ def write_other(folder: Path, config: dict[str, Any] | None = None, tensors: Ten
 def test_a_fingerprint_of_another_family_covers_all_but_the_language_model(tmp_path: Path) -> None:
     known = {model_fingerprint(write_other(tmp_path)), configuration_fingerprint(tmp_path)}
     assert len(known) == 2
-    assert model_fingerprints(tmp_path).keys() == {"full"}
     tuned: Tensors = {name: ("F32", [1], b"tune") for name in OTHER_TENSORS if "lang" in name or "lm" in name}
     assert len(tuned) == 3
     text = {"text_config": {"hidden_size": 8}, "quantization_config": {"quant_method": "fp8"}}
@@ -138,14 +136,6 @@ def test_a_fingerprint_covers_code_that_the_configuration_names(tmp_path: Path) 
         (folder / path).write_text(code)
         found.add(model_fingerprint(folder))
     assert len(found) == 6
-
-
-def test_both_precisions_are_found_in_one_reading(tmp_path: Path) -> None:
-    folder = write(tmp_path)
-    assert model_fingerprints(folder) == {
-        "full": model_fingerprint(folder),
-        "fp8": model_fingerprint(folder, "fp8"),
-    }
 
 
 def test_the_older_prefix_and_shards_do_not_change_the_fingerprint(tmp_path: Path) -> None:

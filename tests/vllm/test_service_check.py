@@ -100,7 +100,7 @@ def test_another_checkpoint_is_refused_with_both_fingerprints(
     other = other_weights(tmp_path)
     with pytest.raises(ValueError, match="serves another model: model fingerprint") as refused:
         check(config_of(other, service.endpoint))
-    fingerprints = model_fingerprint(other), model_fingerprint(other, "fp8"), model_fingerprint(checkpoint)
+    fingerprints = model_fingerprint(other), model_fingerprint(checkpoint)
     assert all(each.hex() in str(refused.value) for each in fingerprints)
 
 
@@ -119,12 +119,6 @@ def test_a_checkpoint_with_other_language_weights_is_accepted(service: ServerPro
     tensors["lm_head.weight"] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     check(config_of(other, service.endpoint))
-
-
-def test_an_fp8_tower_of_the_same_checkpoint_is_accepted(checkpoint: Path) -> None:
-    precision = {"dtype": "bfloat16", "tower_precision": "fp8"}
-    with running(checkpoint, executable=SERVICE, **{**SETTINGS, **precision}) as quantised:
-        check(config_of(checkpoint, quantised.endpoint, dtype="bfloat16"))
 
 
 def test_a_store_only_service_is_compared_by_its_model_fingerprint(checkpoint: Path) -> None:

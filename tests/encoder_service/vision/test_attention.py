@@ -9,15 +9,12 @@ import torch
 from encoder_service.vision import attention
 from encoder_service.vision.attention import (
     BACKENDS,
-    PACKED,
-    TIMED_LENGTHS,
-    FixedAndPacked,
     FlashAttention,
     SegmentAttention,
     make_attention,
     why_not,
 )
-from encoder_service.vision.layers import Segments, running_bounds
+from encoder_service.vision.layers import Segments
 
 CPU = torch.device("cpu")
 HEAD_SIZES = [72, 80]
@@ -76,9 +73,8 @@ class Raises(Backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("fixed", [False, True])
-def test_a_correct_backend_passes_its_trial(head_size, dtype, fixed):
-    assert attention.trial_failure(Backend(), CPU, dtype, head_size, fixed=fixed) == ""
+def test_a_correct_backend_passes_its_trial(head_size, dtype):
+    assert attention.trial_failure(Backend(), CPU, dtype, head_size) == ""
 
 
 @pytest.mark.parametrize("wrong", [MixesSegments, IgnoresStrides, IgnoresScale, NanInShortSegments])
@@ -99,101 +95,36 @@ def test_the_trial_has_odd_lengths_and_others_for_the_replay():
     assert 1 in attention.LENGTHS
 
 
-class Clock:
-    """Stands in for the module `time`: only the calls of `Named` take time."""
-
-    now_s = 0.0
-
-    @classmethod
-    def perf_counter(cls):
-        return cls.now_s
-
-
 class Named(Backend):
-    """Counts its calls and takes the given milliseconds of `Clock` for each length. It computes nothing."""
+    """A backend with a name, for the choice among several."""
 
-    def __init__(self, name, ms=None):
-        self.name, self.calls, self._ms = name, 0, ms or {}
-
-    def __call__(self, query, *_):
-        self.calls += 1
-        Clock.now_s += self._ms.get(len(query), 0) / 1e3
-        return query
+    def __init__(self, name):
+        self.name = name
 
 
-def fixed_length(length):
-    return Segments((length,), torch.tensor([0, length], dtype=torch.int32), length, fixed=True)
-
-
-def test_only_fixed_length_segments_use_the_planning_backend():
-    fixed, packed = Named("cudnn"), Named("flash3")
-    attend = FixedAndPacked(fixed, packed, TIMED_LENGTHS)
-    assert (attend.name, attend.graphs) == ("flash3+cudnn", True)
-    query, key, value = torch.randn(3, 12, 2, 8).unbind()
-    attend(query, key, value, Segments.of([12], CPU), 1.0)
-    attend(query, key, value, Segments.of([4, 8], CPU), 1.0)
-    assert (fixed.calls, packed.calls) == (0, 2)
-    attend(query, key, value, fixed_length(12), 1.0)
-    assert (fixed.calls, packed.calls) == (1, 2)
-
-
-def on_hopper(monkeypatch, backends, reasons=()):
-    """Choose a backend as on a GPU, among backends of known speed."""
-    monkeypatch.setattr(attention, "build", lambda name: backends[name])
-    monkeypatch.setattr(attention, "why_not", lambda name, *_, **__: dict(reasons).get(name, ""))
-    monkeypatch.setattr(attention, "_synchronize", lambda _device: None)
-    monkeypatch.setattr(attention, "time", Clock)
-    monkeypatch.setattr(attention, "running_bounds", lambda lengths, _device: running_bounds(lengths, CPU))
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape, dtype, device: randn(*shape, dtype=dtype))
+def on_hopper(monkeypatch, reasons=()):
+    """Choose a backend as on a GPU on which all backends run, except for those with a reason."""
+    monkeypatch.setattr(attention, "build", Named)
+    monkeypatch.setattr(attention, "why_not", lambda name, *_: dict(reasons).get(name, ""))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     return make_attention("auto", torch.device("cuda"), torch.bfloat16, 8)
 
 
-@pytest.mark.parametrize(
-    ("ms", "name", "by_fixed"),
-    [
-        ({3520: 20, 14400: 20}, "flash3", []),
-        ({14400: 20}, "flash3+cudnn", [3072, 6144]),
-        ({3520: 20}, "flash3+cudnn", [8160, 14400]),
-        ({}, "flash3+cudnn", [3072, 6144, 8160, 14400]),
-    ],
-)
-def test_fixed_lengths_use_the_backend_that_was_faster_nearby(monkeypatch, ms, name, by_fixed):
-    fixed, packed = Named("cudnn", ms), Named("flash3", dict.fromkeys(TIMED_LENGTHS, 10))
-    attend = on_hopper(monkeypatch, {"cudnn": fixed, "flash3": packed})
-    assert attend.name == name
-    for length in (3072, 6144, 8160, 14400):
-        before = fixed.calls
-        rows = torch.empty(length, 1, 1)
-        attend(rows, rows, rows, fixed_length(length), 1.0)
-        assert (fixed.calls > before) == (length in by_fixed), length
-
-
-def test_the_packed_backend_is_used_if_timing_fails(monkeypatch, caplog):
-    assert on_hopper(monkeypatch, {"cudnn": Raises(), "flash3": Named("flash3")}).name == "flash3"
-    assert "because the timing failed" in caplog.text
+def test_auto_takes_the_first_backend_that_runs(monkeypatch):
+    assert on_hopper(monkeypatch).name == "flash3"
+    assert on_hopper(monkeypatch, {"flash3": "no", "varlen": "no"}).name == "flash2"
+    with pytest.raises(ValueError, match=r"no attention runs on cuda in torch.bfloat16: .*'varlen': 'no'"):
+        on_hopper(monkeypatch, dict.fromkeys(BACKENDS, "no"))
 
 
 def test_hopper_without_flash_attention_3_causes_a_warning(monkeypatch, caplog):
-    backends = {"cudnn": Named("cudnn"), "varlen": Named("varlen"), "flash3": Named("flash3")}
     missing = {"flash3": "ImportError: none of fa3_fwd_interface is installed"}
-    assert on_hopper(monkeypatch, backends, missing).name.startswith("varlen")
+    assert on_hopper(monkeypatch, missing).name == "varlen"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("not flash3" in line and "fa3_fwd_interface" in line for line in warnings)
     caplog.clear()
-    on_hopper(monkeypatch, backends)
+    on_hopper(monkeypatch)
     assert "not flash3" not in caplog.text
-
-
-def test_several_segments_cannot_be_fixed():
-    with pytest.raises(AssertionError):
-        Segments((4, 8), torch.tensor([0, 4, 12], dtype=torch.int32), 8, fixed=True)
-
-
-def test_auto_never_picks_a_planning_backend_for_packed_segments():
-    assert PACKED == ("flash3", "varlen", "flash2", "sdpa")
-    assert "cudnn" in BACKENDS
 
 
 @pytest.mark.parametrize("installed", ["fa3_fwd_interface", "flash_attn_interface"])

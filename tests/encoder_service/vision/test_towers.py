@@ -9,6 +9,7 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import flops, load_tower
+from encoder_service.vision.load import ALIGNED_VALUES
 from encoder_service.vision.tower import window_order
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
@@ -173,7 +174,7 @@ def test_widened_mlps_change_nothing_but_rounding(folders, monkeypatch):
     plain = load(folders["qwen2_5_vl"])
     monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     widened = load.__wrapped__(folders["qwen2_5_vl"])
-    widened._module.align(16)
+    widened._module.align(ALIGNED_VALUES)
     assert widened._module.blocks[0].mlp.linear_fc1.weight.shape[0] == 432
     rows = torch.cat(widened.encode(patches, GRIDS))
     assert row_errors(rows, torch.cat(plain.encode(patches, GRIDS))).max() <= 1e-5

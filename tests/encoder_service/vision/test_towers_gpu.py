@@ -151,7 +151,7 @@ def test_a_tower_on_another_gpu_than_the_first_has_the_same_rows(folders):
         torch.cuda.set_device(0)
 
 
-def test_an_image_that_fills_a_graph_has_the_rows_of_an_eager_forward(folders):
+def test_a_full_graph_has_the_rows_of_an_eager_forward(folders):
     grid = Grid(1, 44, 80)
     patches = random_patches([grid], 768)
     captured, eager = load(folders["qwen3_vl"]), load(folders["qwen3_vl"], graphs=False)
@@ -159,20 +159,6 @@ def test_an_image_that_fills_a_graph_has_the_rows_of_an_eager_forward(folders):
     errors = [row_errors(tower.encode(patches, [grid])[0], truth).mean() for tower in (captured, eager)]
     assert captured.padding_patches == 0
     assert errors[0] <= 1.05 * errors[1]
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_quantised_rows_are_within_the_bar_and_near_those_of_the_emulation(tmp_path, model_type, graphs):
-    folder = write_checkpoint(tmp_path, model_type, depth=6, dtype=torch.bfloat16)
-    processor = ProcessorSettings.from_folder(folder)
-    on_cpu = load_tower(folder, device="cpu", dtype="bfloat16", processor=processor, precision="fp8")
-    patches = random_patches(GRIDS, on_cpu.spec.patch_values)
-    truth, _ = truth_and_errors(folder, patches)
-    rows = torch.cat(load(folder, precision="fp8", graphs=graphs).encode(patches, GRIDS)).cpu()
-    assert torch.cosine_similarity(rows.double(), truth.double()).mean() >= 0.998
-    emulated = row_errors(torch.cat(on_cpu.encode(patches, GRIDS)), truth).mean()
-    assert row_errors(rows, truth).mean() <= 1.25 * emulated
 
 
 def test_a_batch_above_the_largest_budget_runs_eagerly(folders):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ class LanguageModel:
     hidden × (1 + levels) elements: [main | level 0 | level 1 | ...]. `model` is a `...ForConditionalGeneration` of
     `transformers` without its tower. `video_marks` are three tokens: the placeholder of a pair of frames, the token
     before it and the token after it. A model that counts time in positions has `positions_per_s` of them per second.
+    `cache_argument` is the name under which its forward takes the KV cache.
     """
 
     model: Any
+    cache_argument: str
     hidden: int
     levels: int
     merge_size: int
@@ -87,18 +90,23 @@ class LanguageModel:
         """Run n tokens after those in the cache, and append them to it; return the logits [vocab] of the last one.
 
         `embeddings` is [1, n, hidden], `positions` [3, 1, n]. `levels` has the DeepStack rows; None if all tokens are
-        text.
+        text. Raises `RuntimeError` if the model did not use the cache.
         """
         deepstack = (
             {"visual_pos_masks": levels.mask, "deepstack_visual_embeds": levels.rows} if levels else {}
         )
+        cached = cache.get_seq_length()
         states = self.model.model.language_model(
             inputs_embeds=embeddings,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **{self.cache_argument: cache},
             **deepstack,
         ).last_hidden_state
+        if (grown := cache.get_seq_length() - cached) != embeddings.shape[1]:
+            raise RuntimeError(
+                f"transformers {transformers.__version__} added {grown} of {embeddings.shape[1]} tokens to the KV cache"
+            )
         logits = self.model.lm_head(states[0, -1])
         assert isinstance(logits, Tensor)
         return logits
@@ -140,6 +148,7 @@ def load_language_model(
         raise ModelMismatchError(f"{folder}: {levels} DeepStack levels, {text.num_hidden_layers} layers")
     return LanguageModel(
         model=model.to(device).eval(),
+        cache_argument=_cache_argument(model.model.language_model),
         hidden=text.hidden_size,
         levels=levels,
         merge_size=vision.spatial_merge_size,
@@ -161,6 +170,20 @@ def _without_tower(architecture: type[Any]) -> type[Any]:
     # Keep the class name: `transformers` looks up an architecture's checkpoint conversions by it.
     members = {"__init__": init, "_keys_to_ignore_on_load_unexpected": [r"^(model\.)?visual\."]}
     return type(architecture.__name__, (architecture,), {"__module__": architecture.__module__, **members})
+
+
+def _cache_argument(model: Any) -> str:
+    """Return the name of the KV cache in a model's forward, which `transformers` 5.24 renamed.
+
+    The forward ignores unknown names without an error. Raises `ModelMismatchError` if it takes neither.
+    """
+    known = signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in known:
+            return name
+    raise ModelMismatchError(
+        f"{type(model).__name__} of transformers {transformers.__version__} takes no KV cache by a known name"
+    )
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

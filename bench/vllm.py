@@ -22,13 +22,9 @@ from testing.photos import photo
 
 if TYPE_CHECKING:
     from testing.vllm_engine import Engine
-    from testing.vllm_sharing import SharingEngine
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-# Sides of shared images, above 256×256. The processor of the benchmark's model does not resize images up to 512×512.
-SIDES = (288, 384, 512)
 
 BENCHMARK = Benchmark(
     "vllm",
@@ -54,18 +50,6 @@ BENCHMARK = Benchmark(
         ),
         Figure("step_overhead_ms", "connector's time in a step without images", "ms", target="<= 0.1"),
         Figure("parked_core_percent", "of a core, while one request waits and nothing else runs", "%"),
-        Figure(
-            "share_step_overhead_percent",
-            "an engine that shares what its tower makes: connector in a step when everything misses",
-            "%",
-            "<= 2",
-        ),
-        *(
-            Figure(f"{way}_{side}_ms", f"first token of a {side}×{side} image, {description}", "ms")
-            for side in SIDES
-            for way, description in (("miss", "encoded by its own tower"), ("hit", "out of the store"))
-        ),
-        Figure("hit_over_miss", "one small image: stored / own tower, worst of three sizes", target="<= 1"),
         Figure("load_before", "processes that wanted a core when it began"),
     ),
     limit_s=360,
@@ -78,11 +62,6 @@ STEPS = 300  # to measure the cost of a step
 STEP_METHODS = (  # the connector's methods that run in a decode step
     "ensure_cache_available", "has_cache_item", "build_connector_meta", "take_unavailable_requests",
     "update_connector_output", "get_ec_connector_stats", "start_load_caches", "build_connector_worker_meta",
-)  # fmt: skip
-SHARED_IMAGES = 4  # of a prompt without hits
-# The methods that run in the scheduler's and the worker's step of a sharing engine. The others run on threads.
-SHARING_METHODS = (
-    *STEP_METHODS, "update_state_after_alloc", "update_state_after_free", "request_finished", "save_caches",
 )  # fmt: skip
 IDLE_STEP_S = 0.001
 PARKED_S = 3.0
@@ -123,7 +102,6 @@ def _measure(rounds: int) -> dict[str, Any]:
             dtype="float32",
             store_host_gib=0.5,
             device_peak_tflops=0.1,
-            accept_put="yes",
         ) as server:
             photos = _photos(
                 SIDE_PIXELS
@@ -132,7 +110,6 @@ def _measure(rounds: int) -> dict[str, Any]:
                 engine = Engine(model, server.endpoint, **ENGINE, **options)
                 figures |= _way_figures(engine, way, rounds, photos)
                 engine.close()
-            figures |= _sharing_figures(model, server.endpoint, rounds, ENGINE)
     figures["ttft_own_over_ours_16"] = _ratio(figures, "own_16_ms", "window_16_ms")
     figures["ttft_request_over_window"] = _ratio(figures, "request_16_ms", "window_16_ms")
     figures["round8_own_over_ours"] = _ratio(figures, "own_round8_ms", "window_round8_ms")
@@ -227,73 +204,6 @@ class MethodTimer:
                 self.spent_s += time.perf_counter() - began
 
         return timed
-
-
-# An engine that shares the rows of its tower
-
-
-def _sharing_figures(model: Path, endpoint: str, rounds: int, options: dict[str, Any]) -> dict[str, float]:
-    """Return the share of puts in the time of steps without hits, and the times of hits and misses."""
-    from testing.vllm_sharing import SharingEngine
-
-    engine = SharingEngine(model, endpoint, **options)
-    try:
-        photos = _photos(SIDES[-1])
-        _sharing_first_token_s(engine, [next(photos)])  # warm up
-        return {
-            "share_step_overhead_percent": round(_overhead_percent(engine, photos, rounds), 2),
-            **_hits(engine, rounds),
-        }
-    finally:
-        engine.close()
-
-
-def _overhead_percent(engine: "SharingEngine", photos: Iterator[bytes], rounds: int) -> float:
-    """Return the connector's share of the time of steps, for prompts without hits."""
-    from vllm.distributed.ec_transfer import get_ec_transfer
-
-    timer = MethodTimer()
-    for connector in {id(each): each for each in (engine.scheduler.ec_connector, get_ec_transfer())}.values():
-        timer.watch(connector, SHARING_METHODS)
-    shares = []
-    for _ in range(rounds):
-        files = [next(photos) for _ in range(SHARED_IMAGES)]
-        encoded, timer.spent_s = engine.encoded, 0.0
-        steps_s = _sharing_first_token_s(engine, files)
-        assert engine.encoded == encoded + SHARED_IMAGES, "everything misses"
-        shares.append(100 * timer.spent_s / steps_s)
-        engine.until_all_is_put()
-    return median(shares)
-
-
-def _hits(engine: "SharingEngine", rounds: int) -> dict[str, float]:
-    """Return the time to the first token by an image's side: encoded by this engine, or from the store."""
-    figures: dict[str, float] = {}
-    for side in SIDES:
-        photos, misses, hits = _photos(side), [], []
-        for _ in range(rounds):
-            parts = [next(photos)]
-            misses.append(_sharing_first_token_s(engine, parts))
-            engine.until_all_is_put()
-            engine.forget()
-            encoded = engine.encoded
-            hits.append(_sharing_first_token_s(engine, parts))
-            assert engine.encoded == encoded, "a hit"
-        figures |= {
-            f"miss_{side}_ms": round(1000 * median(misses), 1),
-            f"hit_{side}_ms": round(1000 * median(hits), 1),
-        }
-    worst = max(figures[f"hit_{side}_ms"] / figures[f"miss_{side}_ms"] for side in SIDES)
-    return {**figures, "hit_over_miss": round(worst, 2)}
-
-
-def _sharing_first_token_s(engine: "SharingEngine", parts: list[bytes]) -> float:
-    """Return the time of all steps until a prompt's first token."""
-    request_id, ended = engine.start(parts, own=True, tokens=1), {}
-    begun = time.perf_counter()
-    while request_id not in ended:
-        ended = engine.step()
-    return time.perf_counter() - begun
 
 
 def _photos(side: int) -> Iterator[bytes]:

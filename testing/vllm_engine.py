@@ -38,7 +38,6 @@ class Engine:
         endpoint: str,
         *,
         exact: bool = False,
-        role: str = "ec_consumer",
         extra: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -54,12 +53,18 @@ class Engine:
             "disable_log_stats": False,
             **options,
         }
-        settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 30.0, **(extra or {})}
+        settings = {
+            "endpoints": endpoint,
+            "host_gib": 0.05,
+            "grace_s": 100.0,
+            "timeout_s": 120.0,
+            **(extra or {}),
+        }
         if exact:
             arguments["ec_manager_config"] = MANAGER
         self.llm = LLM(
             str(model),
-            ec_transfer_config={**CONNECTOR, "ec_role": role, "ec_connector_extra_config": settings},
+            ec_transfer_config={**CONNECTOR, "ec_connector_extra_config": settings},
             **arguments,
         )
         self.config = self.llm.llm_engine.vllm_config

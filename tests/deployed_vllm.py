@@ -6,7 +6,6 @@ import shlex
 from tests.deployed_engine import DEPLOY, DeployedEngine
 
 PAGE = DEPLOY.parent / "docs/vllm.md"
-SHARING = "vllm.md, engines that keep their tower"
 VLLM = DeployedEngine("vllm")
 
 
@@ -18,7 +17,6 @@ def command_lines() -> dict[str, list[str]]:
     for overlay in VLLM.overlays:
         name = VLLM.served_name(overlay)
         found[overlay.parent.name] = [each.replace("$(SERVED_NAME)", name) for each in container["args"]]
-    consumer, sharing = re.findall(r"^vllm (serve .*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    for name, typed in ((PAGE.name, consumer), (SHARING, sharing)):
-        found[name] = shlex.split(typed.replace("\\\n", " "))
+    (typed,) = re.findall(r"^vllm (serve .*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    found[PAGE.name] = shlex.split(typed.replace("\\\n", " "))
     return found

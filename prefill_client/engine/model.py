@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint
+from encoder_contract.checkpoint import model_fingerprint
 from prefill_client.engine.settings import ServiceSettings
 from prefill_client.transport.connection import Description
 
@@ -106,11 +106,7 @@ def differences(engine: EngineModel, description: Description) -> Iterator[Diffe
 
 
 def _checkpoint_difference(engine: EngineModel, description: Description) -> Iterator[Difference]:
-    """Yield the fingerprints if the service encodes with another checkpoint than the engine's.
-
-    A service with `--store-only` has the fingerprint of its `--model-fingerprint`; without that flag it cannot be
-    compared.
-    """
+    """Yield the fingerprints if the service encodes with another checkpoint than the engine's."""
     try:
         folder = engine.folder()
         fingerprint = fingerprint_of(folder)
@@ -121,9 +117,8 @@ def _checkpoint_difference(engine: EngineModel, description: Description) -> Ite
         ) from error
     served = description.model_fingerprint
     if served != fingerprint:
-        only_stores = served == configuration_fingerprint(folder)
         yield (
             "model fingerprint",
             f"{fingerprint.hex()} of {folder}",
-            f"{served.hex()} of {'no weights (--store-only)' if only_stores else description.model_name}",
+            f"{served.hex()} of {description.model_name}",
         )

@@ -1,11 +1,11 @@
-"""Encoder cache managers for vLLM: one waits for images to arrive, the other shows its images to the gate."""
+"""An encoder cache manager for vLLM: an image whose rows have not arrived cannot be allocated."""
 
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from prefill_client.vllm.gate import Gate, NamedGate, SharingGate
+from prefill_client.vllm.gate import PrefillGate
 from prefill_client.vllm.image_name import is_image_name
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-gates: "WeakValueDictionary[str, Gate[Any]]" = WeakValueDictionary()
+gates: "WeakValueDictionary[str, PrefillGate]" = WeakValueDictionary()
 """The gate of each scheduler in this process, by engine id. vLLM passes the cache manager no connector."""
 
 
@@ -24,14 +24,14 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
     `--ec-manager-config` names this class. The scheduler makes it after the connector.
     """
 
-    _gate: NamedGate
+    _gate: PrefillGate
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig", **_: object) -> Self:
         """Return a manager that uses the connector's gate. Raises `ValueError` without our connector."""
         config = vllm_config.ec_transfer_config
         gate = gates.get(config.engine_id) if config is not None else None
-        if not isinstance(gate, NamedGate):
+        if gate is None:
             raise ValueError(
                 "EncoderServiceCacheManager needs EncoderServiceConnector in --ec-transfer-config"
             )
@@ -46,34 +46,3 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
         if is_image_name(identifier) and not self._gate.is_here(identifier):
             return False
         return bool(super().can_allocate(request, input_id, *arguments, **named))
-
-
-class SharingCacheManager(EncoderCacheManager):  # type: ignore[misc]
-    """An encoder cache that shows its images to the gate of an engine that shares rows.
-
-    The gate asks the store only for images that are not in this cache. The scheduler makes it after the connector.
-    """
-
-    @classmethod
-    def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig", **_: object) -> Self:
-        """Return a manager whose images the connector's gate can see."""
-        gate = gates[vllm_config.ec_transfer_config.engine_id]
-        assert isinstance(gate, SharingGate), "only an engine that shares rows uses this class"
-        manager = cls(cache_size=cache_size)
-        gate.encoder_cache = manager.cached
-        return manager
-
-
-_NAME = f"{SharingCacheManager.__module__}.{SharingCacheManager.__qualname__}"
-
-
-def show_encoder_cache(gate: SharingGate, config: "VllmConfig") -> None:
-    """Show `gate` the encoder cache of its scheduler. Raises `ValueError` if another cache manager is configured."""
-    manager = config.ec_manager_config
-    if manager.encoder_cache_manager_cls not in (None, _NAME):
-        raise ValueError(
-            f"--ec-manager-config names {manager.encoder_cache_manager_cls}; ec_both brings its own cache manager: "
-            "leave the flag out"
-        )
-    manager.encoder_cache_manager_cls = _NAME
-    gates[config.ec_transfer_config.engine_id] = gate

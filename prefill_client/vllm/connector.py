@@ -1,8 +1,5 @@
 """vLLM's encoder-cache connector, for `--ec-transfer-config`.
 
-With the role `ec_consumer`, the engine takes its rows from the encoder service. With `ec_both`, its own tower makes the
-rows that no engine has made yet, and the service keeps them for all engines.
-
 vLLM makes one connector in the scheduler's process and one in every worker. The scheduler's gate decides which requests
 may run, and its table holds rows in host memory. Each worker copies rows to its device.
 """
@@ -16,15 +13,14 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prefill_client.vllm.counts import METRICS
 from prefill_client.vllm.deepstack import keep_deepstack
 from prefill_client.vllm.image_name import is_image_name
-from prefill_client.vllm.scheduler_side import FetchingSide, LoadedUpTo, LoadPlan, SharingSide
-from prefill_client.vllm.service_check import check_service, check_sharing, row_kind
+from prefill_client.vllm.scheduler_side import LoadedUpTo, LoadPlan, SchedulerSide
+from prefill_client.vllm.service_check import check_service, row_kind
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.worker_side import RowLoader, RowSaver
+from prefill_client.vllm.worker_side import RowLoader
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,18 +76,14 @@ class EncoderServiceMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
-    """The connector, for both roles and both processes. It ignores arguments that a newer vLLM adds to a call."""
+    """The connector of the scheduler and of each worker. It ignores arguments that a newer vLLM adds to a call."""
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
         """Raise `ValueError` if the service or the configuration does not fit this engine."""
         super().__init__(vllm_config, role)
         settings = Settings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
-        if vllm_config.ec_transfer_config.is_ec_producer:
-            check_sharing(vllm_config)
-        self._saver: RowSaver | None = None
         if role is ECConnectorRole.SCHEDULER:
-            side = SharingSide if self.is_producer else FetchingSide
-            self._scheduler: SharingSide | FetchingSide = side(settings, vllm_config)
+            self._scheduler = SchedulerSide(settings, vllm_config)
         else:  # before the weights are loaded, so that a mismatch ends the start early
             self._init_worker(settings, vllm_config)
         self._is_open = True
@@ -99,11 +91,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def _init_worker(self, settings: Settings, config: "VllmConfig") -> None:
         device = torch.device(config.device_config.device)
         kind = row_kind(config)
-        if self.is_producer:
-            self._saver = RowSaver(kind.width, kind.dtype, device)
-        else:
-            check_service(settings, config)
-            keep_deepstack(config)
+        check_service(settings, config)
+        keep_deepstack(config)
         self._loader = RowLoader(kind.width, kind.dtype, device)
         self._loaded_step = 0
         self._encoder_cache: dict[str, torch.Tensor] = {}
@@ -113,8 +102,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Cancel all work; a second call does nothing."""
         if self._is_open and self.role is ECConnectorRole.SCHEDULER:
             self._scheduler.close()
-        if self._saver is not None:
-            self._saver.close()
         self._is_open = False
 
     # In the scheduler's process.
@@ -178,9 +165,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         are wrong, and the engine's caches would pass them to later requests. Only the end of the engine empties the
         caches.
         """
-        if self._saver is None and (
-            encoded := set(filter(is_image_name, self._encoder_cache)) - self._loaded
-        ):
+        if encoded := set(filter(is_image_name, self._encoder_cache)) - self._loaded:
             raise RuntimeError(
                 f"the engine's tower encoded a stand-in, whose rows only the service has: {min(encoded)}"
             )
@@ -188,13 +173,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return LoadedUpTo(step) if step else None
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: object) -> None:
-        """Save the rows that the engine's own tower made, if the plan says so. Only the first rank does."""
-        if self._saver is None or get_tensor_model_parallel_rank():
-            return
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, LoadPlan)
-        if plan.saves and plan.outgoing and (save := plan.saves.get(mm_hash)):
-            self._saver.save(plan.outgoing, save, encoder_cache[mm_hash])
+        """Do nothing: a consumer saves no rows."""
 
     # In the API server.
 

@@ -1,13 +1,11 @@
-"""Counters of the engine: images by where their rows were found, bytes by transport, waits, failures, puts."""
+"""Counters of the engine: images by where their rows were found, bytes by transport, waits, failures."""
 
 from collections import defaultdict
-from typing import Any
 
 from prefill_client.vllm.row_fetcher import Outcome
 
 IMAGES, BYTES, FETCH_S, FAILED = "images", "bytes", "fetch_seconds", "images_failed"
 WAITED_S, WAITED = "wait_seconds", "waits"
-ENCODED, PUT = "images_encoded", "images_put"
 
 # The metric of each counter, its label, and its help.
 METRICS = {
@@ -32,16 +30,6 @@ METRICS = {
         "Images whose rows could not be fetched; each ends the requests that need it.",
     ),
     WAITED: ("vllm:encoder_service_waits_total", "", "Prefill steps that waited for rows."),
-    ENCODED: (
-        "vllm:encoder_service_images_encoded_total",
-        "made_for",
-        "Images that the engine's own tower encodes: for everybody (its rows are put), or for itself.",
-    ),
-    PUT: (
-        "vllm:encoder_service_images_put_total",
-        "outcome",
-        "Images whose rows the engine put, by outcome: kept, or the reason why not.",
-    ),
     WAITED_S: ("vllm:encoder_service_wait_seconds_total", "", "Seconds that prefill steps waited for rows."),
 }
 
@@ -52,24 +40,14 @@ class Counts:
     def __init__(self) -> None:
         self._counted: defaultdict[tuple[str, str], float] = defaultdict(int)
 
-    def ended(self, outcome: Outcome[Any], size_bytes: int) -> None:
+    def ended(self, outcome: Outcome, size_bytes: int) -> None:
         """Count an image whose query has ended; its rows have `size_bytes`."""
         if outcome.state == "here":
             self._counted[IMAGES, outcome.source] += 1
             self._counted[BYTES, outcome.transport] += size_bytes
             self._counted[FETCH_S, ""] += outcome.took_s
-        elif outcome.state == "own":
-            self.encoded(shared=outcome.lease is not None)
         elif outcome.error is not None:
             self._counted[FAILED, outcome.error.status.name.lower()] += 1
-
-    def encoded(self, *, shared: bool) -> None:
-        """Count an image that the engine's own tower encodes; with `shared`, its rows will be put."""
-        self._counted[ENCODED, "everybody" if shared else "itself"] += 1
-
-    def put(self, outcome: str) -> None:
-        """Count an image that the engine encoded for all engines; `outcome` is `kept`, or why its rows were not."""
-        self._counted[PUT, outcome] += 1
 
     def waited(self, seconds: float) -> None:
         """Count a wait of a prefill step for rows."""

@@ -1,22 +1,16 @@
 """Tells the scheduler whether a request may prefill now: whether the images of its next step are ready.
 
-`NamedGate` is for an engine whose images the service encodes. A request waits only for the images of its next step.
-With the cache manager, it waits only for the image of its very next token, and for a moment for images that the service
-has already encoded, since it would need one more step without them. Images of later steps are fetched in the meantime.
-
-`SharingGate` is for an engine that encodes itself and shares rows. A request waits until the store has decided, for
-every image of its next step, which engine makes the rows, and until the rows of other engines have arrived. None of
-this ends a request: the engine encodes an image for which the store does not answer.
+A request waits only for the images of its next step. With the cache manager, it waits only for the image of its very
+next token, and for a moment for images that the service has already encoded, since it would need one more step without
+them. Images of later steps are fetched in the meantime.
 """
 
 import logging
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from time import monotonic
-from typing import Any, Generic, TypeVar
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid, rows_of_grid
@@ -32,9 +26,8 @@ from prefill_client.vllm.image_name import (
     salt_of,
 )
 from prefill_client.vllm.row_fetcher import FetchQuery
-from prefill_client.vllm.row_table import FetchTable, RowTable, SharedTable
+from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Gating
-from prefill_client.vllm.shared_store import StoreQuery
 
 _log = logging.getLogger("vllm.encoder_service")
 # Estimates how soon rows of later steps are needed. The estimate only orders the service's work.
@@ -42,13 +35,10 @@ _PREFILL_TOKENS_PER_S = 8000
 # A request that could prefill a few tokens waits at most this long, about a step, for images that the service has
 # already encoded. Over a slow network, it then continues with the images that have arrived.
 SOON_S = 0.02
-# After waiting this long for another engine's images, a request abandons its own leases. Otherwise two engines could
-# wait for each other: each may hold the lease of the image that the other needs first.
-LEASE_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ImageSpan:
     """Tokens `[begin, end)` of a prompt, filled by the rows of an image."""
 
     begin: int
@@ -56,10 +46,10 @@ class Span:
     index: int  # among the request's multimodal features
     feature: Feature
     rows: int
-    name: ImageName | None = None  # of an image that the service encodes
+    name: ImageName
 
     @classmethod
-    def of(cls, index: int, feature: Feature, name: ImageName | None = None) -> "Span":
+    def of(cls, index: int, feature: Feature, name: ImageName) -> "ImageSpan":
         """Return the span of feature number `index` of a request."""
         position = feature.mm_position
         begin, end = position.offset, position.offset + position.length
@@ -73,21 +63,32 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
-    """The images of a request that a gate handles, in the order of the prompt."""
+    """The named images of a request, in the order of its prompt."""
 
-    spans: list[Span]
     features: int  # number of multimodal features when the request was read
-    held: dict[int, Span] = field(default_factory=dict)  # images that the table holds for it, by index
+    info: RequestInfo
+    tenant_salt: str
+    spans: list[ImageSpan] = field(default_factory=list)
+    held: dict[int, ImageSpan] = field(default_factory=dict)  # images that the table holds for it, by index
     parked_s: float = 0.0  # when its wait began, on the steady clock; 0: it does not wait
+    stored: set[int] = field(default_factory=set)  # indexes of images that the service has encoded
+    needs_rows: int = 0  # the most rows that it needs in host memory at the same time
+    reserved_rows: int = 0  # rows reserved for it; 0: not admitted
 
     @property
     def end(self) -> int:
         """The token after its last image."""
         return self.spans[-1].end if self.spans else 0
 
-    def remaining(self, computed: int) -> list[Span]:
+    def remaining(self, computed: int) -> list[ImageSpan]:
         """Return the images that end after the first `computed` tokens."""
         return self.spans[bisect_right(self.spans, computed, key=lambda span: span.end) :]
+
+    def in_reach(self, computed: int) -> list[ImageSpan]:
+        """Return the next images, in order, as many as fit the reserved rows."""
+        remaining = self.remaining(computed)
+        sums = accumulate(span.rows for span in remaining)
+        return [span for span, rows in zip(remaining, sums, strict=True) if rows <= self.reserved_rows]
 
     def note_wait(self, counts: Counts, *, ready: bool) -> None:
         """Begin a wait, or count the one that has ended."""
@@ -98,51 +99,42 @@ class Prompt:
             self.parked_s = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class NamedPrompt(Prompt):
-    """A request with images that the service encodes."""
+class PrefillGate:
+    """The requests whose images a table holds. A failed image ends its request. For the scheduler's thread.
 
-    info: RequestInfo
-    tenant_salt: str
-    stored: set[int] = field(default_factory=set)  # indexes of images that the service has encoded
-    needs_rows: int = 0  # the most rows that it needs in host memory at the same time
-    reserved_rows: int = 0  # rows reserved for it; 0: not admitted
-
-    def in_reach(self, computed: int) -> list[Span]:
-        """Return the next images, in order, as many as fit the reserved rows."""
-        remaining = self.remaining(computed)
-        sums = accumulate(span.rows for span in remaining)
-        return [span for span, rows in zip(remaining, sums, strict=True) if rows <= self.reserved_rows]
-
-
-@dataclass(slots=True, kw_only=True)
-class SharedPrompt(Prompt):
-    """A request with images that can be shared."""
-
-    cache_salt: str
-    others: list[Span]  # features that cannot be shared
-
-
-AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
-
-
-class Gate(ABC, Generic[AnyPrompt]):
-    """The requests whose images a table holds. For the scheduler's thread."""
+    Host memory is reserved for a request before its images are fetched, so their rows have space to arrive.
+    """
 
     def __init__(
-        self, table: RowTable[Any], counts: Counts, *, tower: TowerInput, window_tokens: int, gating: Gating
+        self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
+        tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
     ) -> None:  # fmt: skip
-        """`tower` describes the input of the engine's own tower; `window_tokens` is the most that one step prefills."""
+        """Make a gate without requests.
+
+        `description` returns the service's, None before it is joined. `tower` describes the input of the engine's own
+        tower, `window_tokens` is the most that one step prefills, and `capacity_rows` is the size of host memory.
+        """
         self._table = table
+        self._signer = signer
         self._counts = counts
+        self._description = description
         self._tower = tower
+        self._tenant_salt = tenant_salt
         self._window_tokens = window_tokens
         self._gating = gating
-        self._prompts: dict[str, AnyPrompt] = {}
+        self._free_rows = self._capacity_rows = capacity_rows
+        self._prompts: dict[str, Prompt] = {}
         self._failed: dict[str, EncoderError] = {}
+        self._queue: dict[str, None] = {}  # requests that wait for host memory, in order of arrival
+        self.exact = False
+        """Whether our cache manager ends each step before the first image that has not arrived."""
 
     def may_prefill(self, request: Request, computed: int) -> bool:
         """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
+        if self._description() is None and any(
+            is_image_name(each.identifier) for each in request.mm_features
+        ):
+            return False  # the middleware joined the service before this process did
         request_id = request.request_id
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.features != len(request.mm_features):
@@ -156,14 +148,19 @@ class Gate(ABC, Generic[AnyPrompt]):
         prompt.note_wait(self._counts, ready=ready)
         return ready
 
+    def is_here(self, identifier: str) -> bool:
+        """Whether the rows of a named image have arrived."""
+        return self._table.is_here(identifier)
+
     def prefilled(self, request_id: str, index: int) -> None:
         """Note that the request has prefilled its image number `index`."""
-        prompt = self._prompts.get(request_id)
-        if prompt is not None:
+        if prompt := self._prompts.get(request_id):
+            prompt.stored.add(index)  # the request may need it again after a preemption
             self._release(request_id, prompt, index)
 
     def finished(self, request_id: str) -> None:
         """Note that the request has ended, in any way."""
+        self._queue.pop(request_id, None)
         self._failed.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
@@ -174,22 +171,6 @@ class Gate(ABC, Generic[AnyPrompt]):
         self._collect()
         return set(self._failed)
 
-    @abstractmethod
-    def _read(self, request: Request) -> AnyPrompt:
-        """Return the images of a request that this gate handles; mark a request that cannot be served as failed."""
-
-    @abstractmethod
-    def _is_ready(self, request_id: str, prompt: AnyPrompt, computed: int) -> bool:
-        """Hold the images of the next steps; return whether the next step has all of its images."""
-
-    def _release(self, request_id: str, prompt: AnyPrompt, index: int) -> None:
-        if span := prompt.held.pop(index, None):
-            self._table.release(span.identifier, (request_id, index))
-
-    def _release_all(self, request_id: str, prompt: AnyPrompt) -> None:
-        for index in list(prompt.held):
-            self._release(request_id, prompt, index)
-
     def _collect(self) -> None:
         for (request_id, index), error in self._table.collect():
             self._fail(request_id, error.about(f"image {index}"))
@@ -199,69 +180,13 @@ class Gate(ABC, Generic[AnyPrompt]):
             _log.warning("request %s ends with an error: %s", request_id, error.message)
             self._failed[request_id] = error
 
-    def _next(self, prompt: Prompt, computed: int, *, steps: int = 1) -> list[Span]:
-        """Return the images of the next `steps` steps; with gating "request", all that remain."""
-        if self._gating == "request":
-            return prompt.remaining(computed)
-        return self._window(prompt, computed, steps=steps)
-
-    def _window(self, prompt: Prompt, computed: int, *, steps: int = 1) -> list[Span]:
-        """Return the images that the next `steps` steps may touch; the first step begins at token `computed`."""
-        end = computed + steps * self._window_tokens
-        return list(takewhile(lambda span: span.begin < end, prompt.remaining(computed)))
-
-
-class NamedGate(Gate[NamedPrompt]):
-    """For an engine whose images the service encodes: each has a signed name, and a failed image ends its request.
-
-    Host memory is reserved for a request before its images are fetched, so their rows have space to arrive.
-    """
-
-    def __init__(
-        self, table: FetchTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
-        tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
-    ) -> None:  # fmt: skip
-        """`description` returns the service's, None before it is joined; `capacity_rows` is the size of host memory."""
-        super().__init__(table, counts, tower=tower, window_tokens=window_tokens, gating=gating)
-        self._signer = signer
-        self._description = description
-        self._tenant_salt = tenant_salt
-        self._free_rows = self._capacity_rows = capacity_rows
-        self._queue: dict[str, None] = {}  # requests that wait for host memory, in order of arrival
-        self.exact = False
-        """Whether our cache manager ends each step before the first image that has not arrived."""
-
-    def may_prefill(self, request: Request, computed: int) -> bool:
-        """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
-        if self._description() is None and any(
-            is_image_name(each.identifier) for each in request.mm_features
-        ):
-            return False  # the middleware joined the service before this process did
-        return super().may_prefill(request, computed)
-
-    def is_here(self, identifier: str) -> bool:
-        """Whether the rows of a named image have arrived."""
-        return self._table.is_here(identifier)
-
-    def prefilled(self, request_id: str, index: int) -> None:
-        """Note that the request has prefilled its image number `index`."""
-        if prompt := self._prompts.get(request_id):
-            prompt.stored.add(index)  # the request may need it again after a preemption
-        super().prefilled(request_id, index)
-
-    def finished(self, request_id: str) -> None:
-        """Note that the request has ended, in any way."""
-        self._queue.pop(request_id, None)
-        super().finished(request_id)
-
-    def _read(self, request: Request) -> NamedPrompt:
+    def _read(self, request: Request) -> Prompt:
         """Return the named images of a request; one with a false claim ends the request."""
         salt = salt_of(self._tenant_salt, request.cache_salt)
         description = self._description()
         producer = producer_of(description, salt) if description else None
         info = RequestInfo.read(request.ec_transfer_params, request.request_id)
-        prompt = NamedPrompt(
-            spans=[],
+        prompt = Prompt(
             features=len(request.mm_features),
             info=info,
             tenant_salt=salt,
@@ -279,7 +204,7 @@ class NamedGate(Gate[NamedPrompt]):
             self._fail(request.request_id, error)
         return prompt
 
-    def _is_ready(self, request_id: str, prompt: NamedPrompt, computed: int) -> bool:
+    def _is_ready(self, request_id: str, prompt: Prompt, computed: int) -> bool:
         if not self._admit(request_id, prompt):
             return False
         self._hold(request_id, prompt, computed)
@@ -287,12 +212,12 @@ class NamedGate(Gate[NamedPrompt]):
 
     def _span(
         self, index: int, feature: Feature, description: Description | None, producer: bytes | None
-    ) -> Span:
+    ) -> ImageSpan:
         """Return the span of a named image, after checking everything that the engine would rely on."""
         name = self._signer.name(feature.identifier)
         if description is None or name is None or name.producer != producer:
             raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
-        span, rows = Span.of(index, feature, name), rows_of_grid(name.grid, description.geometry)
+        span, rows = ImageSpan.of(index, feature, name), rows_of_grid(name.grid, description.geometry)
         grid: Grid | None = name.grid
         if description.geometry is None:  # a stand-in, or another image from a caller who knows the name
             self._tower.check(index, feature)
@@ -307,7 +232,7 @@ class NamedGate(Gate[NamedPrompt]):
             )
         return span
 
-    def _most_rows(self, prompt: NamedPrompt) -> int:
+    def _most_rows(self, prompt: Prompt) -> int:
         """Return twice the most rows that one step can need, to fetch ahead, but at most the rows of all images."""
         total = most = sum(span.rows for span in prompt.spans)
         if self._gating == "window":
@@ -319,10 +244,17 @@ class NamedGate(Gate[NamedPrompt]):
             )
         return min(2 * most, total, self._capacity_rows)
 
-    def _needed(self, prompt: NamedPrompt, computed: int) -> list[Span]:
+    def _window(self, prompt: Prompt, computed: int) -> list[ImageSpan]:
+        """Return the images that the next step may touch, which begins at token `computed`."""
+        end = computed + self._window_tokens
+        return list(takewhile(lambda span: span.begin < end, prompt.remaining(computed)))
+
+    def _needed(self, prompt: Prompt, computed: int) -> list[ImageSpan]:
         """Return the images that the next token needs, and the images that are worth a short wait."""
-        images = self._next(prompt, computed)
-        if self._gating == "request" or not self.exact:
+        if self._gating == "request":
+            return prompt.remaining(computed)
+        images = self._window(prompt, computed)
+        if not self.exact:
             return images
         soon = prompt.stored if not prompt.parked_s or monotonic() - prompt.parked_s < SOON_S else set()
         return [
@@ -334,7 +266,7 @@ class NamedGate(Gate[NamedPrompt]):
             )
         ]
 
-    def _admit(self, request_id: str, prompt: NamedPrompt) -> bool:
+    def _admit(self, request_id: str, prompt: Prompt) -> bool:
         """Reserve host memory for everything that a step of the request can need. First come, first served.
 
         The rows that it waits for then have space to arrive, no matter what other requests hold.
@@ -349,7 +281,7 @@ class NamedGate(Gate[NamedPrompt]):
         self._free_rows -= prompt.reserved_rows
         return True
 
-    def _hold(self, request_id: str, prompt: NamedPrompt, computed: int) -> None:
+    def _hold(self, request_id: str, prompt: Prompt, computed: int) -> None:
         """Hold the images of the next step, and later ones as far as rows are reserved; release all others.
 
         The others are prefilled, or were fetched ahead before a preemption and must make space for earlier images.
@@ -360,7 +292,6 @@ class NamedGate(Gate[NamedPrompt]):
         for span in images:
             if span.index in prompt.held:
                 continue
-            assert span.name is not None, "this gate reads only images with names"
             ahead = max(0, span.begin - computed - self._window_tokens)
             query = FetchQuery(
                 span.name,
@@ -374,65 +305,12 @@ class NamedGate(Gate[NamedPrompt]):
             prompt.held[span.index] = span
             self._table.hold(span.identifier, (request_id, span.index), query)
 
-    def _release_all(self, request_id: str, prompt: NamedPrompt) -> None:
-        super()._release_all(request_id, prompt)
+    def _release(self, request_id: str, prompt: Prompt, index: int) -> None:
+        if span := prompt.held.pop(index, None):
+            self._table.release(span.identifier, (request_id, index))
+
+    def _release_all(self, request_id: str, prompt: Prompt) -> None:
+        for index in list(prompt.held):
+            self._release(request_id, prompt, index)
         self._free_rows += prompt.reserved_rows
         prompt.reserved_rows = 0
-
-
-class SharingGate(Gate[SharedPrompt]):
-    """For an engine that encodes itself and shares rows."""
-
-    _table: SharedTable
-    encoder_cache: Container[str] = ()
-    """Images whose rows are in vLLM's own encoder cache: no step loads or encodes them."""
-
-    def _read(self, request: Request) -> SharedPrompt:
-        """Return the images that can be shared; a part that the tower cannot encode ends its request."""
-        prompt = SharedPrompt(
-            spans=[], features=len(request.mm_features), cache_salt=request.cache_salt or "", others=[]
-        )
-        for index, feature in enumerate(request.mm_features):
-            try:
-                self._tower.check(index, feature)
-            except InvalidRequestError as error:
-                # With this role, vLLM accepts parts without pixels. One with a wrong grid would end the engine.
-                self._fail(request.request_id, error)
-                continue
-            can_share = self._tower.fills_placeholders(feature)
-            (prompt.spans if can_share else prompt.others).append(Span.of(index, feature))
-        return prompt
-
-    def _is_ready(self, request_id: str, prompt: SharedPrompt, computed: int) -> bool:
-        self._check(request_id, prompt)
-        if request_id in self._failed:
-            return False
-        self._hold(request_id, prompt, computed)
-        ready = all(self._table.is_decided(span.identifier) for span in self._next(prompt, computed))
-        if not ready and prompt.parked_s and monotonic() - prompt.parked_s > LEASE_PATIENCE_S:
-            for span in prompt.held.values():
-                self._table.abandon_lease(span.identifier)
-        return ready
-
-    def _check(self, request_id: str, prompt: SharedPrompt) -> None:
-        """End a request that gives two images one name: a wrong number of rows would end the engine."""
-        for span in (*prompt.spans, *prompt.others):
-            if self._table.clashes(span.identifier, span.rows):
-                self._fail(
-                    request_id, InvalidRequestError(f"the uuid {span.identifier} stands for two images")
-                )
-
-    def _hold(self, request_id: str, prompt: SharedPrompt, computed: int) -> None:
-        """Release images that are prefilled; hold those of the next two steps.
-
-        Images in vLLM's encoder cache are not held: the store would wait for rows that no tower makes.
-        """
-        for span in prompt.spans:
-            if span.end <= computed:
-                self._release(request_id, prompt, span.index)
-        for span in self._next(prompt, computed, steps=2):
-            if span.index not in prompt.held and span.identifier not in self.encoder_cache:
-                prompt.held[span.index] = span
-                assert span.feature.data is not None, "the tower can encode it"
-                query = StoreQuery(span.feature.data, prompt.cache_salt, span.rows)
-                self._table.hold(span.identifier, (request_id, span.index), query)

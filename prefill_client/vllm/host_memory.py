@@ -1,14 +1,12 @@
 """Host memory for rows that enter the engine: the scheduler's process writes it, and every worker maps it.
 
-An engine that shares the rows of its own tower has a second one for rows that leave, which a worker writes. The service
-has access to neither, so it cannot change a row between the scheduler's decision to use it and the worker's read. The
-memory is a memfd: it leaves no file behind and needs no space in /dev/shm. The workers are processes of the same user
-on the same host, and open it through /proc.
+The service has no access to it, so it cannot change a row between the scheduler's decision to use it and the worker's
+read. The memory is a memfd: it leaves no file behind and needs no space in /dev/shm. The workers are processes of the
+same user on the same host, and open it through /proc.
 """
 
 import mmap
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +15,6 @@ from numpy.typing import NDArray
 
 Extent = tuple[int, int]
 """(offset, length), bytes."""
-RECORD = struct.Struct("<Q?")
-"""The number of a save, and whether its rows are in the memory. A record is written and read as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +27,6 @@ class Load:
     identifier: str
     extents: tuple[Extent, ...]
     staged: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """One image whose rows are copied out once the tower has made them; `number` identifies the copy."""
-
-    extents: tuple[Extent, ...]
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """Where the rows of saved images go: host memory at `path`. The worker writes a record of each to `pipe`."""
-
-    path: str
-    pipe: str
 
 
 class HostMemory:

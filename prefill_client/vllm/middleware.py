@@ -222,10 +222,6 @@ class _Service:
         config = vllm_config.ec_transfer_config
         if config is None:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
-        if config.is_ec_producer:
-            raise InvalidRequestError(
-                "--middleware needs the role ec_consumer: remove it with ec_both, where the engine encodes images"
-            )
         self.settings = Settings.read(config.ec_connector_extra_config)
         self._config = vllm_config
         self._signer = NameSigner(config.engine_id)

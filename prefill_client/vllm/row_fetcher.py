@@ -1,15 +1,14 @@
-"""Sources of rows: each works on its own thread, so that the scheduler never waits. One fetches from the service."""
+"""Fetches rows from the service on a thread of its own, so that the scheduler never waits."""
 
 import asyncio
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
-from prefill_client.images import FetchedRows, PutAnswer, RowRequest, refetch_lost, use_in_place
+from prefill_client.images import FetchedRows, RowRequest, refetch_lost, use_in_place
 from prefill_client.transport import BY_DEFAULT, DEVICE, INLINE
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
@@ -34,17 +33,6 @@ from prefill_client.vllm.staging import Staging
 
 _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
 JOIN_S = 1.0  # how often an engine that works without the service tries to join it
-
-
-class RowQuery(Protocol):
-    """A scheduler's query for the rows of one image, into `extents`."""
-
-    extents: tuple[Extent, ...]
-    staged: int
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the image."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,102 +51,24 @@ class FetchQuery:
     """The number of the copies that all workers have made of its rows; 0: the rows are in the extents."""
 
 
-AnyQuery = TypeVar("AnyQuery", bound=RowQuery)
-
-
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[AnyQuery]):
+class Outcome:
     """How a query ended.
 
-    `here`: the rows are in the query's extents, or staged. `own`: the engine's own tower makes them; with a `lease`,
-    it puts them for all engines. `failed`: the query has an `error`. `cancelled`: the scheduler cancelled it.
+    `here`: the rows are in the query's extents, or staged. `failed`: the query has an `error`. `cancelled`: the
+    scheduler cancelled it.
     """
 
-    query: AnyQuery
-    state: Literal["here", "own", "failed", "cancelled"]
+    query: FetchQuery
+    state: Literal["here", "failed", "cancelled"]
     error: EncoderError | None = None
-    lease: PutAnswer | None = None
     source: str = ""
     transport: str = ""
     took_s: float = 0.0
 
 
-class RowSource(ABC, Generic[AnyQuery]):
-    """Answers queries on a thread with an event loop, so that the scheduler's thread never waits.
-
-    For one calling thread. Every query ends in exactly one outcome.
-    """
-
-    def __init__(self, thread_name: str) -> None:
-        """Start the thread, and open the source on it. Raises the errors of opening."""
-        self._running: dict[AnyQuery, asyncio.Task[Outcome[AnyQuery]]] = {}  # used only by the loop's thread
-        self._outcomes: deque[Outcome[AnyQuery]] = deque()
-        self._any_outcome = threading.Event()
-        self._loop = LoopThread(thread_name)
-        try:
-            self._loop.run(self._open())
-        except BaseException:  # Ctrl-C too: nothing else would end the thread
-            self._loop.stop()
-            raise
-
-    def start(self, query: AnyQuery) -> None:
-        """Begin a query. Its extents are in use until its outcome."""
-        self._loop.call(self._start, query)
-
-    def cancel(self, query: AnyQuery) -> None:
-        """Cancel a query. It still has an outcome."""
-        self._loop.call(self._cancel, query)
-
-    def outcomes(self) -> Iterator[Outcome[AnyQuery]]:
-        """Yield the outcomes that have arrived since the last call."""
-        self._any_outcome.clear()
-        while self._outcomes:
-            yield self._outcomes.popleft()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until there is an outcome that `outcomes` has not yielded, but at most `timeout_s`."""
-        self._any_outcome.wait(timeout_s)
-
-    def close(self) -> None:
-        """Cancel all queries, close the connections and end the thread."""
-        self._loop.stop(self._end())
-
-    @abstractmethod
-    async def _open(self) -> None:
-        """Connect."""
-
-    @abstractmethod
-    async def _close(self) -> None:
-        """Close the connections."""
-
-    @abstractmethod
-    async def _run(self, query: AnyQuery) -> Outcome[AnyQuery]:
-        """Return the outcome. Raises only `CancelledError`."""
-
-    def _start(self, query: AnyQuery) -> None:
-        task = asyncio.create_task(self._run(query))
-        self._running[query] = task
-        task.add_done_callback(partial(self._ended, query))
-
-    def _cancel(self, query: AnyQuery) -> None:
-        if task := self._running.get(query):
-            task.cancel()
-
-    def _ended(self, query: AnyQuery, task: "asyncio.Task[Outcome[AnyQuery]]") -> None:
-        del self._running[query]
-        self._outcomes.append(Outcome(query, "cancelled") if task.cancelled() else task.result())
-        self._any_outcome.set()
-
-    async def _end(self) -> None:
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._close()
-
-
-class RowFetcher(RowSource[FetchQuery]):
-    """Fetches rows that the service encodes."""
+class RowFetcher:
+    """Fetches rows on a thread with an event loop. For one calling thread. Every query ends in exactly one outcome."""
 
     def __init__(
         self,
@@ -184,12 +94,42 @@ class RowFetcher(RowSource[FetchQuery]):
         self._joining: asyncio.Task[None] | None = None
         self._client: EncoderClient | None = None
         self._memory = memory
-        super().__init__("encoder-rows")
+        self._running: dict[FetchQuery, asyncio.Task[Outcome]] = {}  # used only by the loop's thread
+        self._outcomes: deque[Outcome] = deque()
+        self._any_outcome = threading.Event()
+        self._loop = LoopThread("encoder-rows")
+        try:
+            self._loop.run(self._open())
+        except BaseException:  # Ctrl-C too: nothing else would end the thread
+            self._loop.stop()
+            raise
 
     @property
     def description(self) -> Description | None:
         """The service's description; None while an engine with its own tower has not joined it."""
         return self._client.description if self._client else None
+
+    def start(self, query: FetchQuery) -> None:
+        """Begin a query. Its extents are in use until its outcome."""
+        self._loop.call(self._start, query)
+
+    def cancel(self, query: FetchQuery) -> None:
+        """Cancel a query. It still has an outcome."""
+        self._loop.call(self._cancel, query)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Yield the outcomes that have arrived since the last call."""
+        self._any_outcome.clear()
+        while self._outcomes:
+            yield self._outcomes.popleft()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is an outcome that `outcomes` has not yielded, but at most `timeout_s`."""
+        self._any_outcome.wait(timeout_s)
+
+    def close(self) -> None:
+        """Cancel all queries, close the connections and end the thread."""
+        self._loop.stop(self._end())
 
     def release(self, query: FetchQuery) -> None:
         """Let the workers free their copies of an image, if they have any: no step needs them any more."""
@@ -218,7 +158,21 @@ class RowFetcher(RowSource[FetchQuery]):
             raise
         self._client = client
 
-    async def _run(self, query: FetchQuery) -> Outcome[FetchQuery]:
+    def _start(self, query: FetchQuery) -> None:
+        task = asyncio.create_task(self._run(query))
+        self._running[query] = task
+        task.add_done_callback(partial(self._ended, query))
+
+    def _cancel(self, query: FetchQuery) -> None:
+        if task := self._running.get(query):
+            task.cancel()
+
+    def _ended(self, query: FetchQuery, task: "asyncio.Task[Outcome]") -> None:
+        del self._running[query]
+        self._outcomes.append(Outcome(query, "cancelled") if task.cancelled() else task.result())
+        self._any_outcome.set()
+
+    async def _run(self, query: FetchQuery) -> Outcome:
         try:
             return await self._fetch(query)
         except EncoderError as error:
@@ -227,7 +181,7 @@ class RowFetcher(RowSource[FetchQuery]):
             _log.error("a fetch failed unexpectedly", exc_info=error)
             return Outcome(query, "failed", InternalError(f"{type(error).__name__}: {error}"))
 
-    async def _fetch(self, query: FetchQuery) -> Outcome[FetchQuery]:
+    async def _fetch(self, query: FetchQuery) -> Outcome:
         traceparent.set(query.info.traceparent)  # only in this task
         start_s, timeout_s = monotonic(), self._settings.timeout_s
         try:
@@ -278,7 +232,11 @@ class RowFetcher(RowSource[FetchQuery]):
                 return rows if query.staged else None
         return None
 
-    async def _close(self) -> None:
+    async def _end(self) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._joining is not None:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)

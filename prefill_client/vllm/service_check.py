@@ -1,29 +1,31 @@
 """The engine's model: its checkpoint, the kind of its rows, and whether the service makes the same rows."""
 
-import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import blake3
-import vllm
-
-from encoder_contract.checkpoint import NOT_OF_ROWS, weights_fingerprint
 from encoder_contract.errors import DeadlineError, InvalidRequestError, UnavailableError
-from encoder_contract.producer import Producer
 from encoder_contract.video import VideoSettings
 from prefill_client.engine import model
 from prefill_client.engine.model import EngineModel, checkpoint_folder
 from prefill_client.engine.service import describe
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.shared_store import RowKind
 from prefill_client.vllm.videos import UnsupportedVideoError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _log = logging.getLogger("vllm.encoder_service")
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """Width and type of a row."""
+
+    width: int
+    dtype: str
 
 
 def check_service(settings: Settings, config: "VllmConfig") -> None:
@@ -66,31 +68,12 @@ def check_description(settings: Settings, config: "VllmConfig", description: Des
 
 def check_configuration(config: "VllmConfig") -> None:
     """Raise `ValueError` for settings of the engine with which our rows would be wrong or could not be read."""
-    _check_common(config)
+    if config.ec_transfer_config.is_ec_producer:
+        raise ValueError(
+            "ec_role must be ec_consumer: the service encodes, and takes no rows of an engine's tower"
+        )
     multimodal = config.model_config.multimodal_config
-    if multimodal.mm_processor_kwargs or multimodal.media_io_kwargs:
-        raise ValueError(
-            "--mm-processor-kwargs and --media-io-kwargs change images in the engine alone; set them in the "
-            "checkpoint's preprocessor_config.json, which the encoder service reads too"
-        )
-
-
-def check_sharing(config: "VllmConfig") -> None:
-    """Raise `ValueError` for settings with which this engine cannot share the rows of its tower."""
-    _check_common(config)
-    if config.model_config.multimodal_config.mm_processor_cache_type == "shm":
-        raise ValueError(
-            "--mm-processor-cache-type shm is not supported with ec_both: the scheduler does not see the images"
-        )
-
-
-def _check_common(config: "VllmConfig") -> None:
-    transfer = config.ec_transfer_config
-    if not transfer.is_ec_consumer:
-        raise ValueError(
-            "ec_role must be ec_consumer, or ec_both for an engine that shares its own tower's embeddings"
-        )
-    if config.model_config.multimodal_config is None:
+    if multimodal is None:
         raise ValueError(f"{config.model_config.model} does not accept images")
     if config.lora_config is not None and getattr(config.lora_config, "enable_tower_connector_lora", False):
         raise ValueError(
@@ -104,6 +87,11 @@ def _check_common(config: "VllmConfig") -> None:
     if config.parallel_config.nnodes > 1:
         raise ValueError(
             "an engine with workers on several hosts is not supported: they cannot map the same shared memory"
+        )
+    if multimodal.mm_processor_kwargs or multimodal.media_io_kwargs:
+        raise ValueError(
+            "--mm-processor-kwargs and --media-io-kwargs change images in the engine alone; set them in the "
+            "checkpoint's preprocessor_config.json, which the encoder service reads too"
         )
 
 
@@ -184,42 +172,3 @@ def engine_model(config: "VllmConfig") -> EngineModel:
         folder=lambda: folder_of(config),
         lays_out_images=True,
     )
-
-
-# Settings of the tower that change rows by more than rounding.
-_TOWER_SETTINGS = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_processor_kwargs")
-
-
-def producer_of_engine(config: "VllmConfig") -> Producer:
-    """Return the producer of the rows that this engine shares.
-
-    Reads the vision tensors of the checkpoint: under a second per GB once they are in memory. The producer does not
-    cover the tower's device or number of ranks: these change rows only by rounding, and all engines that share rows
-    get those of the first writer, bit for bit. Raises `ValueError` or `OSError` without a checkpoint of safetensors
-    files.
-    """
-    from vllm.transformers_utils.processor import cached_image_processor_from_config
-
-    model = config.model_config
-    quantized = getattr(model.hf_config, "quantization_config", None)
-    tower = {
-        "quantization": [model.quantization, quantized],
-        **{name: getattr(model.multimodal_config, name) for name in _TOWER_SETTINGS},
-    }
-    described = [model.hf_config.architectures, _config_of_towers(model.hf_config), tower]
-    return Producer(
-        model=_digest_of(described),
-        weights=weights_fingerprint(folder_of(config)),
-        processor=_digest_of(cached_image_processor_from_config(model).to_dict()),
-        dtype=str(model.dtype).removeprefix("torch."),
-        implementation=f"vllm {vllm.__version__}",
-    )
-
-
-def _config_of_towers(config: Any) -> dict[str, Any]:
-    """Return a model's configuration without the language model's part."""
-    return {name: value for name, value in config.to_dict().items() if name not in NOT_OF_ROWS}
-
-
-def _digest_of(value: Any) -> bytes:
-    return blake3.blake3(json.dumps(value, sort_keys=True, default=str).encode()).digest()

@@ -1,14 +1,12 @@
-"""The worker's part of the connector: copies rows to the device, and rows of the engine's own tower to host memory."""
+"""The worker's part of the connector: copies rows to the device."""
 
 import logging
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from prefill_client.transport.rows import element_type, tensor_view
-from prefill_client.vllm.host_memory import RECORD, Load, MappedMemory, Outgoing, Save
+from prefill_client.vllm.host_memory import Load, MappedMemory
 from prefill_client.vllm.staging import StagingWorker
 
 _log = logging.getLogger("vllm.encoder_service")
@@ -88,64 +86,3 @@ def register(memory: MappedMemory, device: torch.device) -> bool:
 def row_bytes(width: int, dtype: str) -> int:
     """Return the bytes of one row."""
     return width * element_type(dtype).itemsize
-
-
-class RowSaver:
-    """Copies rows of the engine's own tower from the device of one worker to host memory."""
-
-    def __init__(self, width: int, dtype: str, device: torch.device) -> None:
-        """`width` and `dtype` describe a row as the engine makes it."""
-        self._width = width
-        self._dtype = getattr(torch, dtype)
-        self._memory: MappedMemory | None = None
-        self._pipe = -1
-        self._copies = ThreadPoolExecutor(1, "rows-out")
-        # Copies run on a side stream, so that the compute stream goes on with the language model.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def save(self, outgoing: Outgoing, save: Save, rows: torch.Tensor) -> None:
-        """Begin to copy `rows` [rows, width] to host memory. The pipe gets a record when the copy ends or fails."""
-        if self._memory is None:
-            self._memory = MappedMemory(outgoing.path, writable=True)
-            self._pipe = os.open(outgoing.pipe, os.O_WRONLY | os.O_CLOEXEC)
-        rows_are_made = None
-        if self._stream is not None:
-            rows_are_made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            rows_are_made.record()
-        self._copies.submit(self._copy, self._memory, save, rows, rows_are_made)
-
-    def close(self) -> None:
-        """Wait for running copies to end, and close the pipe."""
-        self._copies.shutdown()
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
-    def _copy(
-        self, memory: MappedMemory, save: Save, rows: torch.Tensor, rows_are_made: "torch.cuda.Event | None"
-    ) -> None:
-        copied = False
-        try:
-            if rows_are_made is not None:
-                rows_are_made.wait(self._stream)
-            with torch.cuda.stream(self._stream):  # does nothing without one
-                self._write(memory, save, rows)
-            copied = True
-        except Exception:  # noqa: BLE001 - the engine goes on after any error
-            _log.exception("rows of the engine's tower cannot be shared")
-        finally:
-            os.write(self._pipe, RECORD.pack(save.number, copied))
-
-    def _write(self, memory: MappedMemory, save: Save, rows: torch.Tensor) -> None:
-        if rows.dtype != self._dtype or rows.ndim != 2 or rows.shape[1] != self._width:
-            raise ValueError(f"the tower made rows {tuple(rows.shape)} of {rows.dtype}")
-        data = rows.contiguous().view(torch.uint8).reshape(-1)
-        if len(data) != sum(length for _, length in save.extents):
-            raise ValueError(
-                f"the tower made {len(rows)} rows, but the prompt has another number of placeholder tokens"
-            )
-        begin = 0
-        for piece in memory.pieces(save.extents):
-            # The memory is not registered, so this returns when the copy is done.
-            tensor_view(piece, "uint8").copy_(data[begin : begin + len(piece)])
-            begin += len(piece)

@@ -14,11 +14,11 @@ from prefill_client import EncoderClient, Submitted
 from prefill_client.transport.rows import element_type
 from prefill_client.vllm.counts import IMAGES, Counts
 from prefill_client.vllm.features import TowerInput
-from prefill_client.vllm.gate import NamedGate
+from prefill_client.vllm.gate import PrefillGate
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
 from prefill_client.vllm.row_fetcher import RowFetcher
-from prefill_client.vllm.row_table import FetchTable
+from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Settings
 from testing.photos import photo
 from tests.waiting import PATIENCE_S
@@ -74,8 +74,8 @@ class Prefill:
         self._fetcher, self._memory = fetcher, memory
         self.counts = Counts()
         self.signer = NameSigner("an engine")
-        self.table = FetchTable(memory, fetcher, row_bytes, self.counts)
-        self.gate = NamedGate(
+        self.table = RowTable(memory, fetcher, row_bytes, self.counts)
+        self.gate = PrefillGate(
             self.table,
             self.signer,
             self.counts,

@@ -10,7 +10,6 @@ import torch
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Engine
-from tests.vllm.restartable import Restartable
 from tests.vllm.service import SERVICE, SETTINGS
 
 HERE = Path(__file__).parent
@@ -33,10 +32,8 @@ LINEAR_ATTENTION: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }
-LEASE_S = 20.0
 HANG_S = 900
 """The time after which a test counts as hanging. Engines start within it even on a busy machine."""
-STORE = {"store_only": "yes", "accept_put": "yes", "put_lease_s": LEASE_S}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,12 +69,3 @@ def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
     engine = Engine(checkpoint, service.endpoint)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def store(checkpoint: Path) -> Iterator[Restartable]:
-    """A server without a tower, which stores the rows that engines put."""
-    store = Restartable(checkpoint, **STORE)
-    store.start()
-    yield store
-    store.kill()

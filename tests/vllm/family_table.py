@@ -9,43 +9,32 @@ from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from testing.engine_environments import VLLM_VARIABLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PLACE = re.compile(r"(?<=<!-- vllm -->\n).*?(?=<!-- /vllm -->)", re.DOTALL)
 HEAD = (
-    "| type | models | vLLM gets | rows | log-probabilities | encoded by vLLM | second engine with `ec_both` |",
-    "|---|---|---|---|---|---|---|",
+    "| type | models | vLLM gets | rows | log-probabilities | encoded by vLLM |",
+    "|---|---|---|---|---|---|",
 )
 
 
 def row_of(model_type: str, folder: Path) -> str:
-    """Compare a family with the engine's own tower, and share its rows between two engines; return its row."""
+    """Compare a family with the engine's own tower; return its row."""
     from testing.server_process import running
     from testing.vllm_engine import Engine
-    from testing.vllm_families import OPTIONS, PROMPTS, SMALL, compare, write_small_family
-    from testing.vllm_sharing import SharingEngine
+    from testing.vllm_families import OPTIONS, SMALL, compare, write_small_family
     from tests.vllm.service import SERVICE, SETTINGS
 
     model = write_small_family(folder, model_type)
-    settings: dict[str, Any] = {**SETTINGS, "accept_put": "yes"}
-    with running(model, executable=SERVICE, **settings) as server:
+    with running(model, executable=SERVICE, **SETTINGS) as server:
         engine = Engine(model, server.endpoint, **OPTIONS)
         found = compare(engine)
         engine.close()
-        shared = []
-        for _ in range(2):
-            sharing = SharingEngine(model, server.endpoint, **OPTIONS)
-            sharing.ask(PROMPTS[0], own=True)
-            sharing.until_all_is_put()
-            shared.append(sharing.encoded)
-            sharing.close()
-    assert shared[0] == 2, shared
     return (
         f"| `{model_type}` | {SMALL[model_type].checkpoint.name} | a stand-in | {found.rows:.1e} | {found.answers:.1e}"
-        f" | {found.encoded} images | encodes {shared[1]} of {shared[0]} images |"
+        f" | {found.encoded} images |"
     )
 
 

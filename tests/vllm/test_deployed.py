@@ -14,7 +14,7 @@ from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.connector import EncoderServiceConnector
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
 from prefill_client.vllm.settings import Settings
-from tests.deployed_vllm import SHARING, command_lines
+from tests.deployed_vllm import PAGE, command_lines
 
 LINES = command_lines()
 
@@ -36,14 +36,11 @@ def test_vllm_parses_deployed_arguments_and_finds_our_classes(
     parsed.model = str(checkpoint)
     config = EngineArgs.from_cli_args(parsed).create_engine_config()
     with_tower = config.model_config.multimodal_config.get_limit_per_prompt("image") > 0
-    assert with_tower == (file in ("vllm.md", SHARING))
+    assert with_tower == (file == PAGE.name)
     transfer, manager = config.ec_transfer_config, config.ec_manager_config
     assert ECConnectorFactory.get_connector_class(transfer) is EncoderServiceConnector
     assert Settings.read(transfer.ec_connector_extra_config).endpoints
-    assert transfer.ec_role == ("ec_both" if file == SHARING else "ec_consumer")
-    if file == SHARING:  # images reach the engine as they are
-        assert not parsed.middleware
-        return
+    assert transfer.ec_role == "ec_consumer"
     assert [resolve_obj_by_qualname(each) for each in parsed.middleware] == [EncoderServiceMiddleware]
     assert resolve_obj_by_qualname(manager.encoder_cache_manager_cls) is EncoderServiceCacheManager
 

@@ -17,7 +17,7 @@ from encoder_contract.errors import ModelMismatchError
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
-from prefill_client.vllm.service_check import check_service, check_sharing, folder_of
+from prefill_client.vllm.service_check import check_service, folder_of
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running
@@ -121,18 +121,6 @@ def test_a_checkpoint_with_other_language_weights_is_accepted(service: ServerPro
     check(config_of(other, service.endpoint))
 
 
-def test_a_store_only_service_is_compared_by_its_model_fingerprint(checkpoint: Path) -> None:
-    stores = {**SETTINGS, "store_only": "yes"}
-    with (
-        running(checkpoint, executable=SERVICE, **stores) as unnamed,
-        pytest.raises(ValueError, match=r"of no weights \(--store-only"),
-    ):
-        check(config_of(checkpoint, unnamed.endpoint))
-    fingerprint = model_fingerprint(checkpoint).hex()
-    with running(checkpoint, executable=SERVICE, **stores, model_fingerprint=fingerprint) as named:
-        check(config_of(checkpoint, named.endpoint))
-
-
 def test_unreadable_weights_are_named_with_advice(service: ServerProcess, tmp_path: Path) -> None:
     other = checkpoint_of("qwen3_vl", tmp_path)
     (other / "model.safetensors").unlink()
@@ -162,8 +150,6 @@ def test_pipeline_parallel_is_refused(checkpoint: Path, service: ServerProcess) 
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ValueError, match="--pipeline-parallel-size above 1 is not supported"):
         check(config)
-    with pytest.raises(ValueError, match="--pipeline-parallel-size"):
-        check_sharing(config)
 
 
 def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
@@ -171,17 +157,10 @@ def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: 
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
 
 
-def test_the_role_ec_producer_is_refused(checkpoint: Path, service: ServerProcess) -> None:
-    with pytest.raises(ValueError, match="ec_role must be ec_consumer, or ec_both"):
-        check(config_of(checkpoint, service.endpoint, transfer={"ec_role": "ec_producer"}))
-
-
-def test_the_processor_cache_shm_is_refused_with_ec_both(checkpoint: Path) -> None:
-    both = {"ec_role": "ec_both"}
-    config = config_of(checkpoint, "127.0.0.1:1", transfer=both, mm_processor_cache_type="shm")
-    with pytest.raises(ValueError, match="--mm-processor-cache-type shm"):
-        check_sharing(config)
-    check_sharing(config_of(checkpoint, "127.0.0.1:1", transfer=both))
+@pytest.mark.parametrize("role", ["ec_producer", "ec_both"])
+def test_a_role_that_produces_rows_is_refused(checkpoint: Path, service: ServerProcess, role: str) -> None:
+    with pytest.raises(ValueError, match="ec_role must be ec_consumer"):
+        check(config_of(checkpoint, service.endpoint, transfer={"ec_role": role}))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from prefill_client.vllm import connector
-from prefill_client.vllm.gate import NamedGate
-from prefill_client.vllm.scheduler_side import FetchingSide
+from prefill_client.vllm.gate import PrefillGate
+from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Engine, Part, data_url, raw, tower_output
@@ -56,7 +56,7 @@ def test_a_forged_or_reused_name_fails_only_its_request(engine: Engine) -> None:
 
 def break_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the scheduler pass stand-ins to the tower."""
-    monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
+    monkeypatch.setattr(PrefillGate, "may_prefill", lambda *_: True)
 
 
 def test_a_step_that_reads_a_stand_in_ends_the_engine_before_the_tower_runs(
@@ -76,7 +76,7 @@ def test_a_worker_whose_tower_encoded_a_stand_in_ends_before_any_answer(
 ) -> None:
     encoded = tower_output(engine)
     break_the_gate(monkeypatch)
-    monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
+    monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
     engine.submit(WIDE)
     request_id = engine.start(["x", WIDE])
     with pytest.raises(RuntimeError, match="the engine's tower encoded a stand-in"):
@@ -89,7 +89,7 @@ def test_without_both_guards_the_answer_is_computed_from_the_stand_in(
 ) -> None:
     right = engine.ask(["x", WIDE], own=True)
     break_the_gate(monkeypatch)
-    monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
+    monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
     monkeypatch.setattr(connector, "is_image_name", lambda _: False)
     engine.submit(WIDE)
     request_id = engine.start(["x", WIDE])

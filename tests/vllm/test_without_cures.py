@@ -17,10 +17,9 @@ from prefill_client import Description
 from prefill_client.engine import model
 from prefill_client.vllm import deepstack, image_name
 from prefill_client.vllm.features import Feature, Request
-from prefill_client.vllm.gate import NamedGate, NamedPrompt, Span
-from prefill_client.vllm.row_fetcher import FetchQuery
-from prefill_client.vllm.row_table import Entry, FetchTable
-from prefill_client.vllm.scheduler_side import FetchingSide
+from prefill_client.vllm.gate import ImageSpan, PrefillGate, Prompt
+from prefill_client.vllm.row_table import RowSlot, RowTable
+from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess
@@ -44,12 +43,14 @@ def dying() -> AbstractContextManager[object]:
     return pytest.raises((AssertionError, AttributeError, KeyError, ValueError, RuntimeError))
 
 
-def trusting(gate: NamedGate, index: int, feature: Feature, description: Description, _: bytes) -> Span:
+def trusting(
+    gate: PrefillGate, index: int, feature: Feature, description: Description, _: bytes
+) -> ImageSpan:
     """Believe a name without comparing it with the grid of the part."""
     name = gate._signer.name(feature.identifier)
     assert name is not None
     rows = rows_of_grid(name.grid, description.geometry)
-    return replace(Span.of(index, feature, name), rows=rows)
+    return replace(ImageSpan.of(index, feature, name), rows=rows)
 
 
 def assert_dies_of(hostile: str, engine: Engine) -> None:
@@ -64,14 +65,14 @@ def assert_dies_of(hostile: str, engine: Engine) -> None:
 def test_without_the_check_an_image_without_rows_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedGate, "_fail", lambda *_: None)
+    monkeypatch.setattr(PrefillGate, "_fail", lambda *_: None)
     assert_dies_of("no name", engine)
 
 
 def test_without_the_check_a_larger_grid_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedGate, "_span", trusting)
+    monkeypatch.setattr(PrefillGate, "_span", trusting)
     engine.submit(IMAGE)
     assert_dies_of("a larger grid", engine)
 
@@ -79,7 +80,7 @@ def test_without_the_check_a_larger_grid_ends_the_engine(
 def test_without_the_check_a_smaller_grid_gets_wrong_rows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedGate, "_span", trusting)
+    monkeypatch.setattr(PrefillGate, "_span", trusting)
     engine.submit(IMAGE)
     request_id = engine.start(["x", HOSTILE["a smaller grid"](engine)])
     assert engine.run(request_id)[request_id].reason == "length"
@@ -88,7 +89,7 @@ def test_without_the_check_a_smaller_grid_gets_wrong_rows(
 def test_a_request_that_does_not_wait_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
+    monkeypatch.setattr(PrefillGate, "may_prefill", lambda *_: True)
     request_id = engine.start(["x", photo(170, 130, 8001, "PNG")])
     with dying():
         engine.run(request_id, steps=50)
@@ -97,9 +98,9 @@ def test_a_request_that_does_not_wait_ends_the_engine(
 def test_rows_wrongly_reported_as_arrived_end_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedGate, "may_prefill", lambda *_: True)
-    monkeypatch.setattr(FetchTable, "is_here", lambda *_: True)
-    monkeypatch.setattr(FetchingSide, "allocated", lambda *_: None)
+    monkeypatch.setattr(PrefillGate, "may_prefill", lambda *_: True)
+    monkeypatch.setattr(RowTable, "is_here", lambda *_: True)
+    monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
     request_id = engine.start(["x", photo(170, 130, 8002, "PNG")])
     with dying():
         engine.run(request_id, steps=50)
@@ -111,7 +112,7 @@ def test_rows_wrongly_reported_as_arrived_end_the_engine(
 def test_without_the_check_a_grid_poisons_the_prefix_cache(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedGate, "_span", trusting)
+    monkeypatch.setattr(PrefillGate, "_span", trusting)
     engine.submit(IMAGE)
     text = "a long text after the image, so that its blocks are cached " * 2
     right = engine.ask(["", IMAGE, text], own=True)
@@ -138,15 +139,15 @@ def test_without_signatures_a_forged_name_gets_the_rows(
 def test_rows_released_between_gate_and_step_end_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_prefill = NamedGate.may_prefill
+    may_prefill = PrefillGate.may_prefill
 
-    def forgetful(gate: NamedGate, request: Request, computed: int) -> bool:
+    def forgetful(gate: PrefillGate, request: Request, computed: int) -> bool:
         ready = may_prefill(gate, request, computed)
         if ready:
             gate._release_all(request.request_id, gate._prompts[request.request_id])
         return ready
 
-    monkeypatch.setattr(NamedGate, "may_prefill", forgetful)
+    monkeypatch.setattr(PrefillGate, "may_prefill", forgetful)
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE])
     with dying():
@@ -175,14 +176,14 @@ def test_rows_released_before_they_are_read_are_overwritten(
 def test_rows_held_only_once_are_missing_after_a_preemption(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold, held = NamedGate._hold, set()
+    hold, held = PrefillGate._hold, set()
 
-    def once(gate: NamedGate, request_id: str, prompt: NamedPrompt, computed: int) -> None:
+    def once(gate: PrefillGate, request_id: str, prompt: Prompt, computed: int) -> None:
         if request_id not in held:
             held.add(request_id)
             hold(gate, request_id, prompt, computed)
 
-    monkeypatch.setattr(NamedGate, "_hold", once)
+    monkeypatch.setattr(PrefillGate, "_hold", once)
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE], tokens=40)
     engine.run_until(lambda: not len(engine.side.table) and engine.computed(request_id) > 0)
@@ -210,12 +211,12 @@ def test_without_request_finished_rows_are_never_released(
 def test_a_remembered_failure_blocks_later_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher, late = engine.side._fetcher, photo(210, 120, 8004, "PNG")
 
-    def remembering(table: FetchTable, rows: Entry[FetchQuery]) -> None:
+    def remembering(table: RowTable, rows: RowSlot) -> None:
         table._memory.release(rows.query.extents)
 
     monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
-    monkeypatch.setattr(FetchTable, "_free", remembering)
-    monkeypatch.setattr(FetchTable, "_remove_unheld", lambda *_: None)
+    monkeypatch.setattr(RowTable, "_free", remembering)
+    monkeypatch.setattr(RowTable, "_remove_unheld", lambda *_: None)
     first = engine.start(["x", late])
     assert engine.run(first)[first].reason == "error", "it was not submitted"
     engine.submit(late)
@@ -230,7 +231,7 @@ def test_a_remembered_failure_blocks_later_requests(engine: Engine, monkeypatch:
 def test_without_its_last_image_a_request_is_checked_at_every_decode_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamedPrompt, "end", property(lambda _: 1 << 30))
+    monkeypatch.setattr(Prompt, "end", property(lambda _: 1 << 30))
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE], tokens=20)
     engine.run_until(lambda: engine.computed(request_id) > 60)

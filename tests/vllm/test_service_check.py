@@ -20,10 +20,9 @@ from prefill_client.vllm.middleware import EncoderServiceMiddleware
 from prefill_client.vllm.service_check import check_service, folder_of
 from prefill_client.vllm.settings import Settings
 from testing.checkpoints import write_checkpoint
-from testing.server_process import ServerProcess, running
+from testing.server_process import ServerProcess
 from testing.vllm_engine import CONNECTOR
 from tests.vllm.conftest import SMALL, checkpoint_of
-from tests.vllm.service import SERVICE, SETTINGS
 
 
 def config_of(model: Path, endpoint: str, **options: Any) -> Any:

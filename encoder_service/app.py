@@ -269,8 +269,6 @@ class Server:
             url=config.index,
             namespace=namespace(config.index_prefix, recipe.model),
             call_timeout_ms=config.index_timeout_ms,
-            source_ttl_s=int(SOURCE_TTL_S),
-            max_source_bytes=config.max_shared_bytes,
         )
         peers = Peers(
             recipe,
@@ -288,7 +286,6 @@ class Server:
             self.jobs,
             peers,
             self.store,
-            self._fleet_key,
             on_call=self.metrics.index_call,
         )
 

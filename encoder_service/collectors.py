@@ -214,19 +214,12 @@ def memory_readings(
 
 
 def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
-    """Yield the state of the index connection, the peers, and the image files shared."""
+    """Yield the state of the index connection, and the peers."""
     states = {each.value: float(each is status.state) for each in IndexState}
     yield gauge("index_state", "1 for the state of the index connection, 0 for the others.", states, "state")
     yield gauge("index_peers", "Other live replicas that this replica sees.", status.peers)
     yield counter(
-        "sources_offered",
-        "Image files offered to other replicas, by whether they were shared or dropped.",
-        {"shared": status.sources_shared, "dropped": status.sources_dropped},
-        "outcome",
-    )
-    yield counter(
-        "foreign",
-        "Rows and image files ignored because they were not signed with the fleet's key.",
-        {"rows": status.foreign_rows, "source": status.foreign_sources},
-        "what",
+        "foreign_rows",
+        "Rows from peers ignored because they were not signed with the fleet's key.",
+        status.foreign_rows,
     )

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from encoder_contract.certificates import Certificates
 from encoder_contract.endpoint import is_local
-from encoder_contract.fleet_key import SIGNATURE_BYTES, FleetKey
+from encoder_contract.fleet_key import FleetKey
 from encoder_contract.header import FORMATS, RARE_FORMATS
 from encoder_contract.settings import ConfigError, Settings, flag, knob
 
@@ -75,9 +75,9 @@ class Config(Settings):
     )
     fleet_key_file: str = knob(
         "",
-        help="file with the secret that all replicas share, a line of at least 32 characters; replicas ignore rows and "
-        "image files that are not signed with it; further lines hold older secrets that are still accepted; empty: "
-        "nothing is signed",
+        help="file with the secret that all replicas share, a line of at least 32 characters; replicas ignore rows "
+        "that are not signed with it; further lines hold older secrets that are still accepted; empty: nothing is "
+        "signed",
     )
     tenants_file: str = knob(
         "",
@@ -288,11 +288,6 @@ class Config(Settings):
     def largest_video_bytes(self) -> int:
         """The largest video file that fits into the cache and the budget of uploads."""
         return min(MAX_VIDEO_BYTES, int(self.video_gib * GIB), int(self.max_queued_gib * GIB))
-
-    @property
-    def max_shared_bytes(self) -> int:
-        """The largest image file in the form that replicas share: with its signature."""
-        return self.max_image_bytes + SIGNATURE_BYTES
 
     def fleet_key(self) -> FleetKey | None:
         """Read the fleet's key; None if none is set. Raises `ConfigError`."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from encoder_contract.errors import DigestMismatchError, EncoderError, OverloadedError, UnknownImageError
+from encoder_contract.errors import EncoderError, OverloadedError, UnknownImageError
 from encoder_contract.geometry import Grid
 from encoder_contract.video import VideoInfo
 from encoder_service.cluster.cluster import Acquired, Cluster, Locations
@@ -260,11 +260,9 @@ class Images:
             if key.address not in acquired.granted:  # a peer holds it or encodes it
                 self._sources.put(source, image.claim.holder)
                 self.waiters.wake(key.address)
-                self._cluster.share_source(key, data)
                 return LookupResult(grid, cached=key.address in acquired.located)
         queued = self._queue(key, source, grid, image.claim)
         self._sources.put(source, image.claim.holder)  # only now: a refused file must not evict others
-        self._cluster.share_source(key, data)
         return LookupResult(grid, cached=not queued)
 
     def withdraw(self, claim: Claim) -> None:
@@ -322,14 +320,16 @@ class Images:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._cluster.find([key])).get(key.address)
-            elif (
-                source := await self._source_of(key, claim, is_elsewhere=elsewhere is not None)
-            ) is not None:
+            elif self._encodes and (source := self._file_of(key)) is not None:
                 elsewhere = await self._start_encoding(key, source, claim, failed)
             elif self._jobs.knows(key):
-                elsewhere = ()  # it arrived while the cluster answered
+                elsewhere = None  # it arrived while the cluster answered
+            elif elsewhere == ():  # a peer encodes it
+                elsewhere = await self._cluster.wait_published(key.address, LEASE_WAIT_S, failed)
+                elsewhere = elsewhere or (await self._cluster.find([key])).get(key.address)
             else:
                 elsewhere = await self.waiters.wait(key, caller, deadline)
+                failed.clear()  # peers that are found again are tried again: nobody else has the image
 
     def known_error(self, error: Exception) -> EncoderError:
         """Translate an error for callers that wait for rows. If the device is lost, end all jobs."""
@@ -450,22 +450,6 @@ class Images:
             return False  # the queue is full
         self.waiters.wake(key.address)
         return True
-
-    async def _source_of(self, key: ImageKey, claim: Claim, *, is_elsewhere: bool) -> Source | None:
-        """Return the file of an image if this replica can encode it and has the file, or another replica shared it."""
-        if not self._encodes:
-            return None
-        source = self._file_of(key)
-        if source is not None or not is_elsewhere or key.frames is not None:
-            return source  # the files of videos are not shared
-        if (data := await self._cluster.find_source(key)) is None:
-            return None
-        try:
-            source = await self._validator.validate(key, data, claim.holder)
-        except DigestMismatchError:
-            return None  # any writer of Redis may have stored these bytes: they are not this image
-        self._sources.put(source, claim.holder)
-        return source
 
 
 # Most Put leases at other replicas whose end this replica awaits at a time. A Fetch of any other image that is leased

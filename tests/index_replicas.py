@@ -49,7 +49,6 @@ def redis_settings(url: str, space: str) -> RedisSettings:
         heartbeat_ms=HEARTBEAT_MS,
         replica_ttl_ms=TTL_MS,
         lease_ttl_ms=TTL_MS,
-        max_source_bytes=1 << 20,
     )
 
 

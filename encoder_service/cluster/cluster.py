@@ -62,17 +62,11 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The state of this replica, its live peers, and how many image files it has shared and not shared so far.
-
-    `foreign_*` count what it ignored because the fleet's key had not signed it.
-    """
+    """The state of this replica, its live peers, and how often it ignored rows that the fleet's key had not signed."""
 
     state: IndexState
     peers: int = 0
-    sources_shared: int = 0
-    sources_dropped: int = 0
     foreign_rows: int = 0
-    foreign_sources: int = 0
 
 
 # ruff: noqa: ARG002 - without other replicas, the answers do not depend on the arguments
@@ -86,9 +80,8 @@ class Cluster:
     - **The cluster never decides which bytes an address has.** If a location is stale, the image is looked up again; if
       a lease is lost, the image is encoded twice, to equal bits.
     - **The cluster may know nothing.** Without Redis, and while the index is unavailable, nothing is found, every lease
-      is granted and nothing is shared. Every method then answers at once, like this class, without leases, tasks or
-      I/O.
-    - **Notifications return at once** (`publish`, `retract`, `release`, `share_source`, `note_request`) and never fail.
+      is granted. Every method then answers at once, like this class, without leases, tasks or I/O.
+    - **Notifications return at once** (`publish`, `retract`, `release`, `note_request`) and never fail.
     - **Queries are bounded in time**, take a batch in one step, and raise only the errors in their docstrings.
     """
 
@@ -121,9 +114,10 @@ class Cluster:
         """Note that a caller wants the rows of an image: a handover begins with the latest."""
 
     async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Return the images, by address, whose rows or bytes another replica has.
+        """Return the images, by address, that another replica holds or encodes.
 
-        The value is the peers that hold the rows, and empty if a replica only shares the image's bytes.
+        The value is the peers that hold the rows; it is empty while a peer encodes the image: wait with
+        `wait_published`.
         """
         return {}
 
@@ -172,11 +166,4 @@ class Cluster:
         first. They may share the returned pin too: it keeps the entry until each caller has pinned it. Raises
         `OverloadedError` if the store has no space.
         """
-        return None
-
-    def share_source(self, key: ImageKey, data: bytes) -> None:
-        """Share an image's bytes, so that another replica can encode the image if this one dies."""
-
-    async def find_source(self, key: ImageKey) -> bytes | None:
-        """Return bytes that another replica shared. Check the digest: any client of Redis may have written them."""
         return None

@@ -19,7 +19,6 @@ from cachetools import LRUCache, TTLCache
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, UnknownImageError
-from encoder_contract.fleet_key import FleetKey
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import (
     Acquired,
@@ -34,7 +33,6 @@ from encoder_service.cluster.leases import Leases, Republisher
 from encoder_service.cluster.peers import MAX_CHANNELS, Peers
 from encoder_service.cluster.redis import RedisIndex, RedisSettings
 from encoder_service.cluster.redis.session import OnCall
-from encoder_service.cluster.sharing import SourceSharing
 from encoder_service.cluster.tasks import cancel_task, start_task
 from encoder_service.cluster.waiting import PeerWaiters
 from encoder_service.keys import ImageKey
@@ -42,8 +40,6 @@ from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
 
-# Time to share the queued files when this replica leaves: a healthy Redis takes less than a second.
-LAST_SHARE_S = 2.0
 # Most recently requested images to remember. More than a store holds, at 29 MB an embedding; each takes some 500 bytes
 # here, 2 MB in all.
 RECENT_IMAGES = 4096
@@ -58,14 +54,10 @@ class RedisCluster(Cluster):
         jobs: Sized,
         peers: Peers,
         store: Store,
-        fleet_key: FleetKey | None = None,
         *,
         on_call: OnCall = lambda *_: None,
     ) -> None:
-        """`jobs` is this replica's queue; `on_call` is called after every call to Redis.
-
-        With `fleet_key`, shared image files are signed, and unsigned ones are not used.
-        """
+        """`jobs` is this replica's queue; `on_call` is called after every call to Redis."""
         super().__init__()
         self.index = RedisIndex(settings, jobs, self, on_call=on_call)
         self.leases = Leases(self.index, renew_s=settings.lease_ttl_ms / 3000)
@@ -75,7 +67,6 @@ class RedisCluster(Cluster):
             self.index.settled, self.index.subscribe, self.find, lambda: bool(self.index.peers())
         )
         self._transfers = Transfers(self.index, self.leases, peers, store)
-        self._sharing = SourceSharing(self.index.sources, fleet_key)
         self._republisher = Republisher(store.grids, self.index.publish, settings.location_ttl_s)
         self._republishing: asyncio.Task[None] | None = None
         self._recent: LRUCache[bytes, ImageKey] = LRUCache(RECENT_IMAGES)
@@ -83,22 +74,13 @@ class RedisCluster(Cluster):
     @property
     def status(self) -> ClusterStatus:
         """The status now. No I/O."""
-        sharing = self._sharing
-        return ClusterStatus(
-            self.index.state,
-            len(self.index.peers()),
-            sharing.shared,
-            sharing.dropped,
-            foreign_rows=self._peers.foreign,
-            foreign_sources=sharing.foreign,
-        )
+        return ClusterStatus(self.index.state, len(self.index.peers()), self._peers.foreign)
 
     async def join(self, replica: Replica) -> None:
         """Register with the index, or keep trying to. Raises `ModelMismatchError`."""
         await self.index.register(replica)
         self._republishing = start_task(self._republisher.run(), "cluster-republisher")
         self.leases.start()
-        self._sharing.start()
 
     async def hand_over(self, within_s: float) -> None:
         """Have peers fetch the images that only this replica holds, most recently requested first."""
@@ -107,9 +89,7 @@ class RedisCluster(Cluster):
             await hand_over(held[::-1], self.index, self._peers, within_s)
 
     async def leave(self) -> None:
-        """Share the queued files, release all leases, and leave the index."""
-        if self.index.state is IndexState.JOINED:
-            await self._sharing.finish(LAST_SHARE_S)
+        """Release all leases, and leave the index."""
         self.leases.release_all()
         await self.leases.send()
         await self.index.leave()
@@ -123,7 +103,6 @@ class RedisCluster(Cluster):
             stack.push_async_callback(cancel_task, self._republishing)
             stack.callback(self._transfers.close)
             stack.push_async_callback(self.leases.stop)
-            stack.push_async_callback(self._sharing.stop)
 
     def note_request(self, key: ImageKey) -> None:
         """Note that a caller wants the rows of an image."""
@@ -131,13 +110,12 @@ class RedisCluster(Cluster):
         self._recent[key.address] = key
 
     async def find(self, images: Collection[ImageKey]) -> dict[bytes, Locations]:
-        """Return the images whose rows or bytes another replica has: two calls to Redis for any number of images."""
-        if self.index.state is not IndexState.JOINED:
-            return {}
-        located = await self._located([key.address for key in images])
-        missing = [key for key in images if key.address not in located]
-        shared = await self.index.sources.existing([key.source_key for key in missing]) if missing else ()
-        return located | {key.address: () for key in missing if key.source_key in shared}
+        """Return the images that another replica holds or encodes: one call to Redis for any number of images."""
+        found = await self.index.find([key.address for key in images])
+        if not (quarantined := self._transfers.quarantined):
+            return found
+        kept = {a: tuple(x for x in at if x.replica_id not in quarantined) for a, at in found.items()}
+        return {address: locations for address, locations in kept.items() if locations or not found[address]}
 
     def start_search(self, key: ImageKey, found: Callable[[bytes, Locations], None]) -> None:
         """Call `found` once `find` finds the image, unless `stop_search` comes first."""
@@ -191,15 +169,6 @@ class RedisCluster(Cluster):
         """Fetch the rows from one of `locations` into the store; return None if every location fails."""
         return await self._transfers.fetch(key, locations, holder)
 
-    def share_source(self, key: ImageKey, data: bytes) -> None:
-        """Share an image's bytes in the background, unless too many are queued already."""
-        if self.index.state is IndexState.JOINED and len(data) <= self.index.sources.max_bytes:
-            self._sharing.offer(key.source_key, data)
-
-    async def find_source(self, key: ImageKey) -> bytes | None:
-        """Return bytes that another replica shared."""
-        return await self._sharing.find(key.source_key)
-
     # Events of the index
 
     def on_entries_lost(self) -> None:
@@ -218,14 +187,6 @@ class RedisCluster(Cluster):
     def on_changed(self, address: bytes) -> None:
         """Read an address that changed."""
         self._waiters.changed(address)
-
-    async def _located(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
-        """Return the locations of the addresses, without peers in quarantine."""
-        located = await self.index.locate(addresses)
-        if not (quarantined := self._transfers.quarantined):
-            return located
-        kept = {a: tuple(x for x in found if x.replica_id not in quarantined) for a, found in located.items()}
-        return {address: locations for address, locations in kept.items() if locations}
 
     def _release_unused(self, acquiring: "asyncio.Future[Acquired]") -> None:
         if not acquiring.cancelled() and acquiring.exception() is None:

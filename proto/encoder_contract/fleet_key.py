@@ -11,7 +11,6 @@ from blake3 import blake3
 from encoder_contract.geometry import Grid
 
 MIN_SECRET_CHARACTERS = 32
-SIGNATURE_BYTES = 32
 SIGNATURE_METADATA = "fleet-signature-bin"
 """The metadata key of the signature of a replica's request."""
 
@@ -64,15 +63,6 @@ class FleetKey:
     def verify_rows(self, signature: bytes, address: bytes, grid: Grid, rows: memoryview) -> bool:
         """Whether a replica signed these rows."""
         return self._verify(signature, "rows", [address, _GRID.pack(*grid)], [rows])
-
-    def seal_file(self, key: bytes, file: bytes) -> bytes:
-        """Return an image file in the form that replicas share under `key`: the signature, then the file."""
-        return self._sign(self._secrets[0], "file", [key], [memoryview(file)]) + file
-
-    def open_file(self, key: bytes, sealed: bytes) -> bytes | None:
-        """Return the file that `seal_file` signed; None if no replica signed it for this key."""
-        file = memoryview(sealed)[SIGNATURE_BYTES:]
-        return file.tobytes() if self._verify(sealed[:SIGNATURE_BYTES], "file", [key], [file]) else None
 
     def salt(self, tenant: str, tenant_salt: bytes) -> bytes:
         """Return the salt of a tenant's addresses, derived from the salt that the tenant sent and unique to it.

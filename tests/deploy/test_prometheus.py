@@ -174,11 +174,10 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
     ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported if name.startswith("encsvc_")}
     for_top_and_queries = {
         "encsvc_model_info",
-        "encsvc_foreign_total",
+        "encsvc_foreign_rows_total",
         "encsvc_queue_requests",
         "encsvc_queue_claims",
         "encsvc_queue_clients",
-        "encsvc_sources_offered_total",
         "encsvc_sources_size_bytes",
         "encsvc_sources_images",
         "encsvc_videos",

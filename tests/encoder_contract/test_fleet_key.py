@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from encoder_contract.fleet_key import SIGNATURE_BYTES, FleetKey
+from encoder_contract.fleet_key import FleetKey
 from encoder_contract.geometry import Grid
 
 OLD, NEW = b"an old secret of thirty-two bytes", b"a new secret of thirty-two bytes."
@@ -20,7 +20,7 @@ def pieces(rows: bytes = ROWS, length: int = 10) -> list[memoryview]:
 
 def test_signed_rows_verify_in_any_pieces_and_only_unchanged() -> None:
     signature = KEY.sign_rows(ADDRESS, GRID, pieces())
-    assert len(signature) == SIGNATURE_BYTES
+    assert len(signature) == 32
     assert KEY.verify_rows(signature, ADDRESS, GRID, memoryview(ROWS))
     flipped = bytes([ROWS[0] ^ 1]) + ROWS[1:]
     for address, grid, rows in (
@@ -40,7 +40,7 @@ def test_a_request_is_for_one_replica_and_for_one_purpose() -> None:
     assert KEY.request_signed_at(signature, "10.0.0.6:50051", b"request") is None
     assert KEY.request_signed_at(signature, "10.0.0.5:5005", b"1request") is None
     assert KEY.request_signed_at(signature, "10.0.0.5:50051", b"another") is None
-    assert KEY.seal_file(b"k" * 32, b"request")[:SIGNATURE_BYTES] not in signature
+    assert KEY.sign_rows(b"10.0.0.5:50051", GRID, pieces(b"request")) not in signature
 
 
 def test_the_time_of_a_request_cannot_be_changed() -> None:
@@ -49,16 +49,6 @@ def test_the_time_of_a_request_cannot_be_changed() -> None:
     assert KEY.request_signed_at(later[:8] + signature[8:], "a:1", b"request") is None
     for damaged in (b"", signature[:8], signature[:-1], signature[8:], signature + b"x"):
         assert KEY.request_signed_at(damaged, "a:1", b"request") is None
-
-
-def test_a_sealed_file_opens_unchanged_or_not_at_all() -> None:
-    for file in (b"", b"bytes of an image"):
-        sealed = KEY.seal_file(b"k" * 32, file)
-        assert KEY.open_file(b"k" * 32, sealed) == file
-        assert KEY.open_file(b"l" * 32, sealed) is None
-        assert KEY.open_file(b"k" * 32, sealed + b"x") is None
-        assert KEY.open_file(b"k" * 32, sealed[:-1]) is None
-        assert KEY.open_file(b"k" * 32, file) is None
 
 
 def test_replicas_accept_each_other_at_every_step_of_a_key_change() -> None:

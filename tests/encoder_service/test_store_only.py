@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from encoder_contract.errors import ModelMismatchError, UnknownImageError
+from encoder_contract.errors import ModelMismatchError
 from encoder_contract.geometry import grid_of_rows
 from encoder_contract.producer import EngineKey
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model, load_model
-from prefill_client import EncoderClient, PutImage, RowRequest
+from prefill_client import EncoderClient, PutImage
 from testing.photos import photo
 from testing.server_process import ServerProcess
-from tests.cluster_replica import PROMPTLY, starting
+from tests.cluster_replica import starting
 from tests.processes import running
 from tests.put_calls import PRODUCER, fetch_put, new_image, rows_for
 from tests.waiting import soon
@@ -141,27 +141,3 @@ async def test_in_a_mixed_fleet_each_replica_serves_rows_of_the_other(
         assert (kept.error, kept.source) == (None, "peer")
         assert kept.array.tobytes() == made.array.tobytes()
         assert await encoder.encodes() == 1
-
-
-async def test_an_image_that_only_a_dead_replica_could_encode_becomes_unknown(
-    config: Config, model: Model, stores: Config, redis_url: str
-) -> None:
-    only = {"store_only": "yes", "model": stores.model, "model_fingerprint": stores.model_fingerprint}
-    async with starting(config, model, redis_url) as start:
-        encoder = await start(patience=PROMPTLY)
-        store = await start(load_model(stores), patience=PROMPTLY, **only)
-        await soon(lambda: len(store.index.peers()) == 1)
-        file = photo(300, 200, 72)
-        with encoder.gate.closed():
-            (submitted,) = await encoder.client.submit([file])
-            key = encoder.server._model.recipe.key(submitted.digest)
-
-            async def is_shared() -> bool:
-                return bool(await store.index.sources.existing([key.source_key]))
-
-            await soon(is_shared)
-            await encoder.die()
-        request = RowRequest(submitted.digest)
-        async with store.client.fetch([request], grace_ms=500, timeout_s=60) as stream:
-            outcome = await anext(aiter(stream))
-        assert isinstance(outcome.error, UnknownImageError)

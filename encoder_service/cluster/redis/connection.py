@@ -172,19 +172,6 @@ class Connection:
             raise TypeError("expected one value for each key")
         return values
 
-    async def read_one(self, key: bytes, max_bytes: int) -> bytes | None:
-        """Return a value of at most `max_bytes`; None if there is none, or if it is larger (it is not read then)."""
-        with lost_connections():
-            value = await self._client.getrange(key, 0, max_bytes)
-        if not isinstance(value, bytes):
-            raise TypeError("expected a value")
-        return value if 0 < len(value) <= max_bytes else None
-
-    async def put(self, key: bytes, value: bytes, ttl_ms: int) -> None:
-        """Set a value with a time to live."""
-        with lost_connections():
-            await self._client.set(key, value, px=ttl_ms)
-
     @property
     def is_cluster(self) -> bool:
         """Whether this is a Redis Cluster."""

@@ -1,7 +1,6 @@
 """The index in Redis: which replica holds or encodes which embedding. It acts as empty while Redis is unavailable.
 
 `Subscriptions` receive notifications of changes. A notification may be lost, so waiters also re-read from time to time.
-`SharedSources` are image files that one replica shares with all others for a while.
 """
 
 import asyncio
@@ -55,10 +54,6 @@ class RedisIndex:
         self._keys = Keys(settings.namespace)
         self._events = events
         self._session = RedisSession(settings, jobs, on_call, events, self._keys.replicas)
-        self.sources = SharedSources(
-            self._session, self._keys, ttl_s=settings.source_ttl_s, max_bytes=settings.max_source_bytes
-        )
-        """Image files that replicas share; the guarantees above hold for them too."""
         self._subscriptions: Subscriptions | None = None
 
     @property
@@ -152,19 +147,39 @@ class RedisIndex:
                 "release", RELEASE, self._pairs(batch), self._token, self._session.notify_command
             )
 
+    async def find(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
+        """Return the live peers that hold each address, and no peers for an address that a live peer is encoding.
+
+        Addresses that no peer holds or encodes are absent.
+        """
+        found: dict[bytes, Locations] = {}
+        for batch in batches(addresses):
+            if (read := await self._locations_and_leases("find", batch)) is not None:
+                located, leased = read
+                found |= {address: () for address, token in leased.items() if token != self._token}
+                found |= located
+        return found
+
     async def settled(self, addresses: Collection[bytes]) -> dict[bytes, Locations]:
         """Return the addresses that are published, with their locations, and those that no replica is encoding."""
-        values = await self._read("wait", [key for pair in self._pairs(addresses) for key in pair])
-        if values is None:
+        if (read := await self._locations_and_leases("wait", addresses)) is None:
             return {} if self.state is IndexState.JOINED else dict.fromkeys(addresses, ())
+        located, leased = read
+        return {a: located.get(a, ()) for a in addresses if a in located or a not in leased}
+
+    async def _locations_and_leases(
+        self, name: str, addresses: Collection[bytes]
+    ) -> tuple[dict[bytes, Locations], dict[bytes, bytes]] | None:
+        """Return the live peers that hold each address, and the tokens of the live replicas that have leases.
+
+        None if the call fails.
+        """
+        values = await self._read(name, [key for pair in self._pairs(addresses) for key in pair])
+        if values is None:
+            return None
         holders = {a: holder for a, holder in zip(addresses, values[1::2], strict=True) if holder}
-        live = await self._live(dict(zip(addresses, values[::2], strict=True)), holders.values())
-        encoding = {address for address, holder in holders.items() if self._lives(holder)}
-        return {
-            address: live.get(address, ())
-            for address in addresses
-            if address in live or address not in encoding
-        }
+        located = await self._live(dict(zip(addresses, values[::2], strict=True)), holders.values())
+        return located, {address: holder for address, holder in holders.items() if self._lives(holder)}
 
     async def subscribe(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Subscribe to changes of the `added` addresses, and unsubscribe from the `removed` ones."""
@@ -333,45 +348,3 @@ class _Subscription:
                 await self._client.aclose()
         except FAULTS:
             pass  # the connection was lost already
-
-
-EXIST = Script("exist")
-
-
-class SharedSources:
-    """Shared files by key. Calls are bounded and raise nothing; while Redis is unavailable there are no files."""
-
-    def __init__(self, session: RedisSession, keys: Keys, *, ttl_s: int, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        """The largest file that `put` accepts."""
-        self._session = session
-        self._keys = keys
-        self._ttl_ms = ttl_s * 1000
-
-    async def put(self, key: bytes, image: bytes) -> bool:
-        """Share the bytes of an image for a while; return False if they are too large or the call failed."""
-        if len(image) > self.max_bytes:
-            return False
-
-        async def put(connection: Connection, _: Membership) -> bool:
-            await connection.put(self._keys.source(key), image, self._ttl_ms)
-            return True
-
-        return await self._session.call("put_source", put, self._session.puts) is not None
-
-    async def existing(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """Return the keys under which bytes are shared."""
-        found: set[bytes] = set()
-        for batch in batches(keys):
-            names = [(self._keys.source(key),) for key in batch]
-            replies = await self._session.run("sources", EXIST, names)
-            found.update(key for key, reply in zip(batch, replies or (), strict=False) if reply)
-        return frozenset(found)
-
-    async def get(self, key: bytes) -> bytes | None:
-        """Return the bytes that a replica shared under `key`, None if there are none."""
-
-        async def get(connection: Connection, _: Membership) -> bytes | None:
-            return await connection.read_one(self._keys.source(key), self.max_bytes)
-
-        return await self._session.call("get_source", get, self._session.gets)

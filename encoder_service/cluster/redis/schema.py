@@ -64,10 +64,6 @@ class Keys:
         """Return the key of the lease: its value is the token of the replica that encodes the address."""
         return self._tagged(address) + b":lease"
 
-    def source(self, key: bytes) -> bytes:
-        """Return the key of an image's bytes."""
-        return self._tagged(key) + b":src"
-
     def _tagged(self, key: bytes) -> bytes:
         # Encoded, as a brace among the raw bytes would end the hash tag early.
         return self._prefix + urlsafe_b64encode(key).rstrip(b"=") + b"}"

@@ -1,7 +1,7 @@
 """The session with Redis: its settings, and whether this replica is connected. Every call goes through it.
 
 A `Breaker` decides when failures are an outage, and how long to wait before each probe. A `Bulkhead` bounds calls of
-one kind in time and number, and pauses them after consecutive failures.
+one kind in time and number.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from encoder_contract.errors import ModelMismatchError
 from encoder_service.cluster.cluster import IndexState, Replica
@@ -36,7 +36,6 @@ class RedisSettings:
     url: str
     namespace: str
     call_timeout_ms: int = 100
-    source_timeout_ms: int = 1000  # image bytes are megabytes
     socket_timeout_ms: int = 1000  # for connecting and for one answer, even if the call's own limit is longer
     # Longer, as no caller waits for a heartbeat or a probe: it includes opening connections, TLS and a cluster's map.
     beat_timeout_ms: int = 2000
@@ -46,15 +45,12 @@ class RedisSettings:
     # over; this time only ends leases that no other replica asks about. It is long, as a full queue has many to renew.
     lease_ttl_ms: int = 10_000
     location_ttl_s: int = 3600  # locations are republished three times within it
-    source_ttl_s: int = 600
-    max_source_bytes: int = 8 << 20
 
     def with_timeouts_scaled(self, factor: float) -> Self:
         """Return these settings with every timeout multiplied by `factor`."""
         return replace(
             self,
             call_timeout_ms=int(factor * self.call_timeout_ms),
-            source_timeout_ms=int(factor * self.source_timeout_ms),
             socket_timeout_ms=int(factor * self.socket_timeout_ms),
             beat_timeout_ms=int(factor * self.beat_timeout_ms),
             replica_ttl_ms=int(factor * self.replica_ttl_ms),
@@ -119,41 +115,17 @@ class Breaker:
         self._closed_at = self._clock()
 
 
-class Bulkhead:
-    """Bounds calls of one kind. After consecutive failures no calls are made for a while; the next ones are a trial."""
+class Bulkhead(NamedTuple):
+    """The time limit of calls of one kind, and their turns: a bounded number of them runs at once."""
 
-    def __init__(self, timeout_ms: int, max_calls: int, clock: Callable[[], float] = monotonic) -> None:
-        self.timeout_s = timeout_ms / 1000
-        self.turns = asyncio.Semaphore(max_calls)
-        self._clock = clock
-        self._breaker = Breaker(clock)
-        self._breaker.close()
-        self._trial_at: float | None = None  # when the pause ends; None while calls succeed
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no calls are made now, after consecutive failures."""
-        return self._trial_at is not None and self._clock() < self._trial_at
-
-    def failed(self, began: float) -> None:
-        """Count the failure of a call that began at `began`. Consecutive failures, or a failed trial, start a pause."""
-        if self._breaker.failed(began) if self._trial_at is None else began >= self._trial_at:
-            self._trial_at = self._clock() + self._breaker.probe_delay_s()
-
-    def succeeded(self) -> None:
-        """Reset the count of consecutive failures, and end the pause."""
-        if self._trial_at is not None:
-            self._breaker.close()
-            self._trial_at = None
-        self._breaker.succeeded()
+    timeout_s: float
+    turns: asyncio.Semaphore
 
 
 Answer = TypeVar("Answer")
 
 # Concurrent calls: more would only queue in Redis, which serves one at a time.
 MAX_CALLS = 16
-# Each sends megabytes; more concurrent ones would only be slower.
-MAX_SOURCE_CALLS = 4
 # How long a call may wait for its turn, in multiples of its timeout. This wait is not the fault of Redis and does not
 # count as a failure. So a call takes at most four times its timeout.
 TIMEOUTS_TO_WAIT = 3
@@ -195,12 +167,8 @@ class RedisSession:
         self._on_call = on_call
         self._events = events
         self._replicas_key = replicas_key
-        self.calls = Bulkhead(settings.call_timeout_ms, MAX_CALLS)
-        self.puts = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
-        self.gets = Bulkhead(settings.source_timeout_ms, MAX_SOURCE_CALLS)
-        # Paused separately: a Redis that is too slow for megabytes may be fast enough for other calls.
-        self._pausable = (self.puts, self.gets)
-        self.beats = Bulkhead(settings.beat_timeout_ms, 1)
+        self.calls = Bulkhead(settings.call_timeout_ms / 1000, asyncio.Semaphore(MAX_CALLS))
+        self.beats = Bulkhead(settings.beat_timeout_ms / 1000, asyncio.Semaphore(1))
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
@@ -224,7 +192,7 @@ class RedisSession:
     ) -> Answer | None:
         """Return the answer of `function`; None if it fails or times out, and at once while this replica is alone."""
         bulkhead = bulkhead or self.calls
-        if self.state is not IndexState.JOINED or bulkhead.is_paused:
+        if self.state is not IndexState.JOINED:
             return None
         try:
             async with asyncio.timeout(TIMEOUTS_TO_WAIT * bulkhead.timeout_s):
@@ -252,7 +220,7 @@ class RedisSession:
     async def _call_now(
         self, name: str, function: Callable[[Connection, Membership], Awaitable[Answer]], bulkhead: Bulkhead
     ) -> Answer | None:
-        if self.state is not IndexState.JOINED or bulkhead.is_paused:
+        if self.state is not IndexState.JOINED:
             return None  # the connection was lost while this call waited for its turn
         assert self._connection is not None
         assert self.membership is not None
@@ -262,10 +230,10 @@ class RedisSession:
                 async with asyncio.timeout(bulkhead.timeout_s):
                     answer = await function(self._connection, self.membership)
         except FAULTS as fault:
-            self._failed(began, fault, bulkhead)
+            self._failed(began, fault)
             self._on_call(name, monotonic() - began, False)
             return None
-        self._succeeded(began, bulkhead)
+        self._succeeded(began)
         self._on_call(name, monotonic() - began, True)
         return answer
 
@@ -357,18 +325,14 @@ class RedisSession:
         except ModelMismatchError as refusal:
             self._set_state(IndexState.ALONE, refusal.message)
 
-    def _succeeded(self, began: float, bulkhead: Bulkhead) -> None:
-        if bulkhead in self._pausable:
-            bulkhead.succeeded()
+    def _succeeded(self, began: float) -> None:
         # A success that took longer than a call may take does not show that calls would succeed.
-        elif monotonic() - began <= self.calls.timeout_s:
+        if monotonic() - began <= self.calls.timeout_s:
             self._breaker.succeeded()
 
-    def _failed(self, began: float, fault: Exception, bulkhead: Bulkhead) -> None:
+    def _failed(self, began: float, fault: Exception) -> None:
         refused = isinstance(fault, REFUSALS)
-        if bulkhead in self._pausable and not refused:
-            bulkhead.failed(began)
-        elif self.state is IndexState.JOINED and self._breaker.failed(began, refused=refused):
+        if self.state is IndexState.JOINED and self._breaker.failed(began, refused=refused):
             self._go_alone(_describe(fault))
 
     def _go_alone(self, reason: str) -> None:

@@ -72,16 +72,39 @@ async def test_an_image_sent_to_two_replicas_at_once_is_encoded_by_one(start: St
     assert (await a.encodes(), await b.encodes()) == (1, 0)
 
 
-async def test_another_replica_encodes_the_shared_source_of_a_killed_one(start: Start) -> None:
+async def test_another_replica_encodes_the_kept_images_of_a_killed_one(start: Start) -> None:
+    a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
+    files = [new_photo() for _ in range(8)]
+    async with await EncoderClient.connect([a.endpoint, b.endpoint]) as sender:
+        with a.gate.closed(), b.gate.closed():
+            kept = await sender.keep(files)
+            await a.die()
+        async with kept:
+            # The caller of B knows only the digests.
+            finished = [await b.fetch(image.digest, kept=True) for image in kept.answers]
+    assert {(outcome.error, outcome.source) for outcome in finished} <= {(None, "encoded"), (None, "host")}
+    assert await b.encodes() == len(files)
+
+
+async def test_a_fetch_waits_beyond_its_grace_for_the_replica_that_encodes(start: Start) -> None:
+    a, b = await start(), await start()
+    with a.gate.closed():
+        (image,) = await a.client.submit([new_photo()])
+        fetching = asyncio.create_task(b.fetch(image.digest, grace_ms=0))
+        await soon(lambda: image.address in b.cluster._waiters._waiters or fetching.done())
+    assert (await fetching).source == "peer"
+    assert (await a.encodes(), await b.encodes()) == (1, 0)
+
+
+async def test_a_fetch_ends_as_unknown_when_the_replica_that_encodes_dies(start: Start) -> None:
     a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
     with a.gate.closed():
         (image,) = await a.client.submit([new_photo()])
-        await soon(lambda: a.server.cluster.status.sources_shared == 1)
+        fetching = asyncio.create_task(b.fetch(image.digest, grace_ms=500))
+        await soon(lambda: image.address in b.cluster._waiters._waiters)
         await a.die()
-        # The caller of B knows only the digest.
-        finished = await b.fetch(image.digest)
-    assert (finished.error, finished.source) == (None, "encoded")
-    assert await b.encodes() == 1
+        outcome = await asyncio.wait_for(fetching, 60)
+    assert isinstance(outcome.error, UnknownImageError)
 
 
 async def test_a_second_replica_encodes_uploaded_bytes_when_the_first_dies(
@@ -137,9 +160,11 @@ async def test_an_unreachable_peer_is_avoided_and_stays_in_the_index(start: Star
     with socket.create_server(("127.0.0.1", 0)) as hole:  # accepts connections, never answers
         a = await start(patience=PROMPTLY, advertise=f"127.0.0.1:{hole.getsockname()[1]}")
         b, c = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
-        images = await a.client.submit([new_photo() for _ in range(6)])
+        files = [new_photo() for _ in range(6)]
+        images = await a.client.submit(files)
         assert [(await a.fetch(image.digest)).error for image in images] == [None] * 6
         await soon(lambda: c.locates(images[-1].digest))
+        assert all(image.cached for image in await b.client.submit(files))
         async with asyncio.timeout(2 * PATIENCE_S):
             found = [await b.fetch(image.digest) for image in images]
         assert {(outcome.error, outcome.source) for outcome in found} == {(None, "encoded")}

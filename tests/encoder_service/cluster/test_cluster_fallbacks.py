@@ -90,9 +90,9 @@ async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
         return await receive(call, address)
 
     monkeypatch.setattr(b.cluster._peers, "_receive", held)
-    fetching = asyncio.create_task(b.fetch(image.digest))
+    fetching = asyncio.create_task(b.fetch(image.digest, grace_ms=30_000))
     await asyncio.wait_for(reading.wait(), PATIENCE_S)
     monkeypatch.setattr(b.cluster._peers, "_receive", receive)
     b.cluster._peers._channels.popitem()
     outcome = await asyncio.wait_for(fetching, PATIENCE_S)
-    assert (outcome.error, outcome.source) == (None, "encoded"), "from the bytes that A shares"
+    assert (outcome.error, outcome.source) == (None, "peer"), "in the second attempt"

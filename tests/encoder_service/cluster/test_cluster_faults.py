@@ -127,33 +127,23 @@ async def test_leases_of_a_killed_replica_expire(
     assert await encodes(others) - before == len(files)
 
 
-async def test_images_of_a_dead_replica_are_found_by_digest(
+async def test_kept_images_of_a_dead_replica_are_found_by_digest(
     fleet: Sequence[ReplicaProcess],
 ) -> None:
     victim, *others = fleet
     base, seed = photo(1280, 720, 2), next(seeds) << 32
-    files = [with_comment(base, seed + n) for n in range(6)]
-    async with await EncoderClient.connect(victim.endpoint, timeout_s=30) as sender:
-        shared = await _shared(victim)
-        images = await sender.submit(files)
-        assert [image.error for image in images] == [None] * len(files)
-        await soon(lambda: _shared_more(victim, shared + len(files)))
-        victim.kill()
+    files = [with_comment(base, seed + n) for n in range(12)]
     async with (
+        await EncoderClient.connect([r.endpoint for r in fleet], timeout_s=30) as sender,
         await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as reader,
-        reader.fetch([RowRequest(i.digest) for i in images], timeout_s=60) as stream,
+        await sender.keep(files) as kept,
     ):
-        assert [outcome.error async for outcome in stream] == [None] * len(files)
-
-
-async def _shared(replica: ReplicaProcess) -> int:
-    """Return the number of image files that it has shared."""
-    found = await asyncio.to_thread(replica.metrics)
-    return int(found.total("sources_offered_total", outcome="shared"))
-
-
-async def _shared_more(replica: ReplicaProcess, files: int) -> bool:
-    return await _shared(replica) >= files
+        assert [image.error for image in kept.answers] == [None] * len(files)
+        victim.kill()
+        # The reader knows only the digests, and the sender sends the files of the dead replica again.
+        wanted = [RowRequest(image.digest) for image in kept.answers]
+        async with reader.fetch(wanted, timeout_s=60, kept=True) as stream:
+            assert [outcome.error async for outcome in stream] == [None] * len(files)
 
 
 async def test_a_restarted_empty_redis_costs_no_image(

@@ -102,7 +102,7 @@ async def test_the_index_acts_as_empty_for_a_replica_that_left(join: Join) -> No
     assert await b.index.locate(addresses) == {}
     assert (await b.acquire(addresses)).granted == frozenset(addresses)
     assert await b.wait_published(addresses[0], 5.0) == ()
-    assert not await b.index.sources.put(b"key", b"image")
+    assert await b.index.find(addresses) == {}
     await publish(b, grids(addresses))
     assert [place.replica_id for place in (await a.acquire(addresses)).located.get(addresses[0], ())] == []
 
@@ -116,14 +116,19 @@ async def test_a_replica_with_another_model_is_refused(join: Join, other: dict[s
     assert a.index.peers() == ()
 
 
-async def test_sources_are_shared_within_their_limit(join: Join) -> None:
+async def test_an_address_is_found_while_a_live_peer_encodes_it(join: Join) -> None:
     a, b = await join("a"), await join("b")
-    key, too_large = b"digest" * 5 + b"salt", b"other"
-    image = bytes(range(256)) * 1000
-    assert await a.index.sources.put(key, image)
-    assert await b.index.sources.get(key) == image
-    assert not await a.index.sources.put(too_large, bytes((1 << 20) + 1))
-    assert await b.index.sources.get(too_large) is None
+    held, encoded, ours, unknown = new_addresses(4)
+    await publish(a, grids([held]))
+    await a.acquire([encoded])
+    await b.acquire([ours])
+    found = await b.index.find([held, encoded, ours, unknown])
+    assert {address: [at.replica_id for at in locations] for address, locations in found.items()} == {
+        held: ["a"],
+        encoded: [],
+    }
+    await a.index.release([encoded])
+    assert await b.index.find([encoded]) == {}
 
 
 async def test_an_empty_batch_has_an_empty_answer(join: Join) -> None:

@@ -43,8 +43,7 @@ async def slowest_empty_answer(replica: Watched) -> float:
         (index.retract([a]), None),
         (index.release([b]), None),
         (cluster.wait_published(a, 120.0), ()),
-        (index.sources.put(b"key", b"image"), False),
-        (index.sources.get(b"key"), None),
+        (index.find([a]), {}),
     ):
         began = time.monotonic()
         assert await call == expected

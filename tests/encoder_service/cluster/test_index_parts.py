@@ -1,4 +1,4 @@
-"""Unit tests of the index in Redis: breaker, bulkhead, leases, republishing, URLs."""
+"""Unit tests of the index in Redis: breaker, leases, republishing, URLs."""
 
 import asyncio
 import time
@@ -14,10 +14,8 @@ from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis.connection import RedisUrl
 from encoder_service.cluster.redis.schema import parse_peers
 from encoder_service.cluster.redis.session import (
-    FIRST_PROBE_S,
     LAST_PROBE_S,
     Breaker,
-    Bulkhead,
     RedisSettings,
 )
 from encoder_service.config import ConfigError
@@ -51,27 +49,6 @@ def test_a_success_resets_the_failure_count() -> None:
         assert not breaker.failed(now)
     now = 5.0
     assert breaker.failed(now)
-
-
-def test_calls_of_one_kind_pause_after_failures_and_a_failed_trial() -> None:
-    now = 0.0
-    bulkhead = Bulkhead(1000, 1, clock=lambda: now)
-    for now in (1.0, 2.0):
-        bulkhead.failed(now)
-        assert not bulkhead.is_paused
-    now = 3.0
-    bulkhead.failed(now)
-    assert bulkhead.is_paused
-    bulkhead.failed(2.5)  # began before the pause: neither a trial nor a longer pause
-    now += 1.5 * FIRST_PROBE_S
-    assert not bulkhead.is_paused
-    bulkhead.failed(now)
-    assert bulkhead.is_paused
-    now += 1.5 * LAST_PROBE_S
-    bulkhead.succeeded()
-    for now in (20.0, 21.0):
-        bulkhead.failed(now)
-        assert not bulkhead.is_paused
 
 
 def test_probe_delays_double_up_to_a_limit_and_have_jitter() -> None:
@@ -188,7 +165,6 @@ def test_scaling_timeouts_changes_nothing_else() -> None:
     changed = {name: value for name, value in asdict(settings).items() if patient[name] != value}
     assert changed.keys() == {
         "call_timeout_ms",
-        "source_timeout_ms",
         "socket_timeout_ms",
         "beat_timeout_ms",
         "replica_ttl_ms",

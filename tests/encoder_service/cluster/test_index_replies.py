@@ -69,7 +69,7 @@ async def test_a_redis_with_invalid_replies_is_avoided_until_it_recovers(
         while b.index.state is IndexState.JOINED:
             assert (await b.index.acquire(held)).granted <= frozenset(held)
             assert await b.index.locate(held) == {}
-            assert await b.index.sources.get(b"key") is None
+            assert await b.index.find(held) == {}
     proxy.mend()
     await b.until(IndexState.JOINED)
     await soon(lambda: b.locates(held, "a"))

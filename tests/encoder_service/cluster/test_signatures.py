@@ -1,6 +1,5 @@
-"""The fleet's key: rows, files and calls without its signature are refused."""
+"""The fleet's key: rows and calls without its signature are refused."""
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,8 +12,6 @@ import grpc
 import pytest
 import torch
 
-from encoder_contract.digest import content_digest
-from encoder_contract.errors import UnknownImageError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, frame_rows
 from encoder_contract.geometry import Grid
@@ -29,7 +26,7 @@ from encoder_service.engine.model import Model
 from prefill_client import read_images
 from testing.holding import cluster_of
 from testing.photos import photo
-from tests.cluster_replica import PROMPTLY, Replica, Start, starting
+from tests.cluster_replica import Replica, Start, starting
 from tests.operator_view import numbers as metrics_of
 from tests.waiting import soon
 
@@ -146,7 +143,7 @@ async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
         assert (fetched.error, fetched.source) == (None, "encoded")
         assert fetched.array.any()
         assert len(forged_peer.requests) == 1
-    assert (await metrics_of(b.server)).total("foreign_total", what="rows") == 1
+    assert (await metrics_of(b.server)).total("foreign_rows_total") == 1
     assert "not signed with" in caplog.text
 
 
@@ -212,34 +209,3 @@ async def test_a_replayed_signature_is_refused_elsewhere_and_later(start: Start)
             assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now + away_s)) == b""
         assert await signature_of(metadata[SIGNATURE_METADATA]) == b""
         assert await signature_of(b"") == b""
-
-
-@pytest.mark.parametrize("secret", [None, OTHER_SECRET, SECRET], ids=["unsigned", "another key's", "ours"])
-async def test_a_file_in_redis_is_used_only_if_the_fleet_signed_it(
-    start: Start, secret: bytes | None
-) -> None:
-    b, other = await start(), await start()
-    file = new_photo()
-    key = b.server._model.recipe.key(content_digest(file))
-    sealed = file if secret is None else FleetKey([secret]).seal_file(key.source_key, file)
-    assert await other.index.sources.put(key.source_key, sealed)
-    fetched = await b.fetch(key.digest, grace_ms=500)
-    if secret == SECRET:
-        assert (fetched.error, fetched.source) == (None, "encoded")
-    else:
-        assert isinstance(fetched.error, UnknownImageError)
-        assert (await metrics_of(b.server)).total("foreign_total", what="source") >= 1
-
-
-async def test_shared_files_are_signed_and_encoded_by_another_replica(start: Start) -> None:
-    a, b = await start(patience=PROMPTLY), await start(patience=PROMPTLY)
-    with a.gate.closed():
-        file = new_photo()
-        (image,) = await a.client.submit([file])
-        await soon(lambda: a.server.cluster.status.sources_shared == 1)
-        key = a.server._model.recipe.key(image.digest)
-        shared = await b.index.sources.get(key.source_key)
-        assert shared == FleetKey([SECRET]).seal_file(key.source_key, file)
-        await a.die()
-        finished = await asyncio.wait_for(b.fetch(image.digest), 60)
-    assert (finished.error, finished.source) == (None, "encoded")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_contract.checkpoint import model_fingerprint
+from encoder_contract.processor import ProcessorSettings
 from prefill_client.engine.settings import ServiceSettings
 from prefill_client.transport.connection import Description
 
@@ -70,7 +71,7 @@ def check_description(settings: ServiceSettings, engine: EngineModel, descriptio
     """
     found = [each for each in differences(engine, description) if each[1] != each[2]]
     if not found and not settings.takes_any_model:
-        found = [*_checkpoint_difference(engine, description)]
+        found = _different_fingerprints(engine, description)
     if found:
         listed = "; ".join(
             f"{what}: the engine has {engine_value}, the service {service_value}"
@@ -79,6 +80,16 @@ def check_description(settings: ServiceSettings, engine: EngineModel, descriptio
         raise ValueError(
             f"the encoder service at {', '.join(settings.endpoints)} serves another model: {listed}"
         )
+
+
+def _different_fingerprints(engine: EngineModel, description: Description) -> list[Difference]:
+    try:
+        return [*checkpoint_differences(engine.folder(), description)]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the service's model cannot be compared with the engine's: {error}. "
+            'With "model_fingerprint": "any" the engine takes rows of any model of the same shape'
+        ) from error
 
 
 def differences(engine: EngineModel, description: Description) -> Iterator[Difference]:
@@ -105,20 +116,17 @@ def differences(engine: EngineModel, description: Description) -> Iterator[Diffe
     yield "max_pixels", processor.size["longest_edge"], geometry.max_pixels
 
 
-def _checkpoint_difference(engine: EngineModel, description: Description) -> Iterator[Difference]:
-    """Yield the fingerprints if the service encodes with another checkpoint than the engine's."""
-    try:
-        folder = engine.folder()
-        fingerprint = fingerprint_of(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the service's model cannot be compared with the engine's: {error}. "
-            'With "model_fingerprint": "any" the engine takes rows of any model of the same shape'
-        ) from error
-    served = description.model_fingerprint
-    if served != fingerprint:
-        yield (
-            "model fingerprint",
-            f"{fingerprint.hex()} of {folder}",
-            f"{served.hex()} of {description.model_name}",
-        )
+def checkpoint_differences(folder: Path, description: Description) -> Iterator[Difference]:
+    """Yield the fingerprints in which a checkpoint and a service differ: image processor, and vision weights.
+
+    The model fingerprint of a service that counts rows (no geometry) covers the files of the processor. Reads the
+    vision tensors of the checkpoint. Raises `OSError` or `ValueError` for a folder that cannot be read.
+    """
+    pairs = [("model fingerprint", fingerprint_of(folder), description.model_fingerprint)]
+    if description.geometry is not None:
+        processor = ProcessorSettings.from_folder(folder).fingerprint
+        what = "image processor (image_mean, image_std, rescale_factor, pixel bounds, resampling)"
+        pairs.append((what, processor, description.processor_fingerprint))
+    for what, checkpoint, served in pairs:
+        if checkpoint != served:
+            yield what, f"{checkpoint.hex()} of {folder}", f"{served.hex()} of {description.model_name}"

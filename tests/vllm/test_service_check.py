@@ -1,6 +1,7 @@
 """An engine refuses a service of another model before its weights load, with both values in the message."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.errors import ModelMismatchError
+from encoder_contract.processor import ProcessorSettings
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
@@ -89,6 +91,14 @@ def test_another_fingerprint_than_the_configured_one_is_refused(
         check(config_of(checkpoint, service.endpoint, extra={"model_fingerprint": "00" * 32}))
 
 
+def with_processor(checkpoint: Path, folder: Path, changes: dict[str, object]) -> Path:
+    """Copy a checkpoint, with changes in its preprocessor_config.json."""
+    shutil.copytree(checkpoint, folder)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
 def other_weights(folder: Path) -> Path:
     return write_checkpoint(folder, preprocessor=SMALL["qwen3_vl"], seed=1)
 
@@ -101,6 +111,28 @@ def test_another_checkpoint_is_refused_with_both_fingerprints(
         check(config_of(other, service.endpoint))
     fingerprints = model_fingerprint(other), model_fingerprint(checkpoint)
     assert all(each.hex() in str(refused.value) for each in fingerprints)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("image_mean", [0.48, 0.46, 0.41]), ("image_std", [0.27, 0.26, 0.28]), ("rescale_factor", 0.00392)],
+)
+def test_another_image_processor_is_refused_with_both_fingerprints(
+    checkpoint: Path, service: ServerProcess, tmp_path: Path, setting: str, value: object
+) -> None:
+    other = with_processor(checkpoint, tmp_path / "other", {setting: value})
+    with pytest.raises(ValueError, match=r"serves another model: image processor \(image_mean") as refused:
+        check(config_of(other, service.endpoint))
+    fingerprints = [ProcessorSettings.from_folder(folder).fingerprint for folder in (other, checkpoint)]
+    assert all(each.hex() in str(refused.value) for each in fingerprints)
+
+
+def test_a_processor_that_the_service_does_not_implement_cannot_be_compared(
+    checkpoint: Path, service: ServerProcess, tmp_path: Path
+) -> None:
+    other = with_processor(checkpoint, tmp_path / "other", {"resample": 2})
+    with pytest.raises(ValueError, match=r"cannot be compared .*resample = 2 is not supported"):
+        check(config_of(other, service.endpoint))
 
 
 def test_model_fingerprint_any_accepts_every_model_with_a_warning(

@@ -10,6 +10,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.transport.connection import Connection
+from tests.waiting import PATIENCE_S
 
 
 async def collect(
@@ -17,7 +18,7 @@ async def collect(
 ) -> dict[int, FetchedRows]:
     """Return copies of all outcomes by index."""
     outcomes: dict[int, FetchedRows] = {}
-    async with client.fetch(requests, timeout_s=60, **options) as stream:  # type: ignore[arg-type]
+    async with client.fetch(requests, timeout_s=PATIENCE_S, **options) as stream:  # type: ignore[arg-type]
         async for outcome in stream:
             assert outcome.index not in outcomes, "an image has one outcome"
             outcomes[outcome.index] = outcome.copy()
@@ -49,7 +50,7 @@ async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
 ) -> dict[int, list[pb.ImageState]]:
     """Submit with raw messages, without the client's own checks."""
-    call = (await stub(client)).Submit(timeout=60)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
     states: dict[int, list[pb.ImageState]] = {}

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tests import checkpoint_cache
+from tests.reports import pytest_runtest_makereport
+
+__all__ = ["pytest_runtest_makereport"]
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

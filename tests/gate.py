@@ -19,8 +19,9 @@ class Gate:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._open = threading.Event()
+        self._open, self._frames_open = threading.Event(), threading.Event()
         self._open.set()
+        self._frames_open.set()
         self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
         self.device_bytes = decoder.device_bytes
         self.frames: list[Frames] = []
@@ -43,7 +44,8 @@ class Gate:
     ) -> Tensor | EncoderError:
         """Wait for the gate, then decode."""
         self.frames.append(frames)
-        assert self._open.wait(START_S), "the gate stayed closed"
+        for gate in (self._open, self._frames_open):
+            assert gate.wait(START_S), "the gate stayed closed"
         return self._decoder.decode_frames(source, frames, is_wanted)
 
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
@@ -57,10 +59,11 @@ class Gate:
         return self._decoder.decode(source)
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Keep the gate closed."""
-        self._open.clear()
+    def closed(self, *, frames_only: bool = False) -> Iterator[None]:
+        """Keep the gate closed, for everything or for the frames of videos only."""
+        gate = self._frames_open if frames_only else self._open
+        gate.clear()
         try:
             yield
         finally:
-            self._open.set()
+            gate.set()

@@ -30,6 +30,7 @@ from prefill_client.video import Video, read_videos
 from testing.clips import clip, true_frames, with_index_first
 from testing.photos import photo
 from tests.calls import collect, stub
+from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import soon
 
@@ -357,23 +358,23 @@ def test_addresses_differ_by_frames_size_decoder_and_still(model: Model) -> None
 
 
 async def test_images_do_not_wait_for_the_pairs_of_a_clip(
-    config: Config, model: Model, settings: VideoSettings
+    server: Server, gate: Gate, settings: VideoSettings
 ) -> None:
-    """Only one pair is decoded at a time, which leaves a thread for images. Each caller has its share of the device."""
+    """Only one pair is decoded at a time, which leaves a thread for images."""
     data = clip("mp4", frames=300, fps=10.0, seed=30)
     async with (
-        server_of(config, model) as server,
         await EncoderClient.connect(server.endpoint, client_id="clips") as clips,
         await EncoderClient.connect(server.endpoint, client_id="images") as images,
     ):
         video = await read_video(clips, data, replace(settings, fps=10.0))
         assert len(video.images) > 100
-        await clips.submit(video.images)
-        whole = asyncio.create_task(collect(clips, [RowRequest.of(image) for image in video.images]))
-        await asyncio.sleep(0)
-        file = photo(300, 200, 31)
-        await images.submit([file])
-        (outcome,) = (await collect(images, [RowRequest(content_digest(file))])).values()
-        assert outcome.error is None
-        assert not whole.done(), "the image was encoded while pairs were waiting"
+        with gate.closed(frames_only=True):
+            await clips.submit(video.images)
+            whole = asyncio.create_task(collect(clips, [RowRequest.of(image) for image in video.images]))
+            await soon(lambda: bool(gate.frames))
+            file = photo(300, 200, 31)
+            await images.submit([file])
+            (outcome,) = (await collect(images, [RowRequest(content_digest(file))])).values()
+            assert outcome.error is None
+            assert len(gate.frames) == 1, "the image was encoded while the first pair was being decoded"
         assert all(each.error is None for each in (await whole).values())

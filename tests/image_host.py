@@ -14,9 +14,9 @@ class Host:
     """A web server whose next answers a test sets. It records the headers of each request."""
 
     def __init__(self) -> None:
+        self.status = "200 OK"
         self.headers = "Cache-Control: max-age=3600"
         self.body = BODY
-        self.etag = ""
         self.moved: dict[str, str] = {}
         """Redirected paths and their targets; these answers have `moved_headers`."""
         self.moved_headers = "Cache-Control: max-age=3600"
@@ -42,11 +42,8 @@ class Host:
                 writer.write(head.encode())
                 await writer.drain()
                 return
-            known = self.etag and f"If-None-Match: {self.etag}".encode() in request
-            etag = f"ETag: {self.etag}\r\n" if self.etag else ""
-            status, body = ("304 Not Modified", b"") if known else ("200 OK", self.body)
-            head = f"HTTP/1.1 {status}\r\n{self.headers}\r\n{etag}Content-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
+            head = f"HTTP/1.1 {self.status}\r\n{self.headers}\r\nContent-Length: {len(self.body)}\r\n\r\n"
+            writer.write(head.encode() + self.body)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass

@@ -97,7 +97,6 @@ WALL_CLOCK = {
     "encoder_service/app": "tells the starts of a replica apart",
     "encoder_service/cluster/peers": "says when a call to a replica was signed",
     "encoder_service/top": "shows how old a process is",
-    "prefill_client/media/download": "reads a host's Expires that comes without its Date",
     "prefill_reference/completions": "says when an answer was made",
 }
 

@@ -1,6 +1,7 @@
 """Image URLs, parsed strictly, and the rules for the hosts and addresses from which images may be loaded."""
 
 import ipaddress
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -10,6 +11,8 @@ from encoder_contract.errors import ForbiddenError, InvalidImageError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_CHARACTERS = 8192
+# No URL begins with so many of these characters.
+_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{64}")
 # Characters that a request line may contain; all others are percent-encoded.
 _TARGET_CHARACTERS = "/?:@!$&'()*+,;=-._~%[]"
 
@@ -29,6 +32,10 @@ class ImageUrl:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a URL. Raises `InvalidImageError` if it is invalid, `ForbiddenError` if it has a user or password."""
+        if _BARE_BASE64.match(text):
+            raise InvalidImageError(
+                "this is base64 without its prefix: send data:image/...;base64, and then the base64"
+            )
         if len(text) > MAX_CHARACTERS:
             raise InvalidImageError(f"an image URL may have at most {MAX_CHARACTERS} characters")
         if any(character <= " " or character in "\\\x7f" for character in text):
@@ -53,9 +60,9 @@ class ImageUrl:
         )
 
     def joined(self, location: str) -> "ImageUrl":
-        """Return the URL that a redirect from this one leads to. Raises the errors of `parse`."""
+        """Return the URL that a redirect leads to; it may contain spaces. Raises the errors of `parse`."""
         try:
-            return ImageUrl.parse(urljoin(str(self), location))
+            return ImageUrl.parse(urljoin(str(self), location.strip(" ").replace(" ", "%20")))
         except ValueError as error:
             raise InvalidImageError(f"redirected to an invalid URL: {error}") from error
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import h11
+from aiohappyeyeballs import AddrInfoType, start_connection
 
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.version import __version__
@@ -29,7 +28,13 @@ _EVENTS_AT_A_TIME = 16
 # A host may send this many events for one image, and one more for each 256 bytes. Network packets are larger than that.
 _EVENTS, _BYTES_PER_EVENT = 1000, 256
 _INTERIM_RESPONSES = 8
-OK, NOT_MODIFIED = 200, 304
+# "Non-Authoritative" is an answer that a proxy has changed. "Partial" answers no request for a part: some hosts send it
+# for whole files.
+SUCCESS = frozenset({200, 203, 206})
+# Other tokens of Content-Encoding change no byte, for example S3's `aws-chunked`, or `utf-8`, `binary`, `none`.
+_COMPRESSIONS = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd", "dcb", "dcz"})
+# When to try a host's next address beside those that have not answered yet, and how many addresses to try.
+_NEXT_ADDRESS_S, _ADDRESSES = 0.25, 8
 # Some hosts refuse requests without a user agent.
 USER_AGENT = f"encoder-service/{__version__}"
 
@@ -91,21 +96,17 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def fresh_s(headers: Mapping[str, str], default_s: float) -> float | None:
-    """Return for how many seconds a response may be reused (RFC 9111, shared cache); None if it must not be kept.
+def fresh_s(headers: Mapping[str, str], default_s: float) -> float:
+    """Return for how many seconds a response may be reused, by its Cache-Control; 0 if not at all.
 
     `headers` has lower-case names. `default_s` applies to responses without a lifetime.
     """
     control = _directives(headers.get("cache-control", ""))
-    if control.keys() & {"no-store", "private"} or headers.get("vary", "").strip() == "*":
-        return None
-    if "no-cache" in control:
+    if control.keys() & {"no-store", "private", "no-cache"} or headers.get("vary", "").strip() == "*":
         return 0.0
     for name in ("s-maxage", "max-age"):
         if name in control:
-            return _bounded(_seconds(control[name]) - _seconds(headers.get("age", "0")))
-    if "expires" in headers:
-        return _bounded(_until(headers["expires"], headers.get("date")))
+            return min(_seconds(control[name]), MAX_FRESH_S)
     return default_s
 
 
@@ -120,25 +121,13 @@ def _seconds(text: str) -> float:
     return float(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0.0
 
 
-def _until(expires: str, date: str | None) -> float:
-    try:
-        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-        return (parsedate_to_datetime(expires) - now).total_seconds()
-    except (ValueError, TypeError):  # an invalid date, or only one of the two with a time zone
-        return 0.0
-
-
-def _bounded(seconds: float) -> float:
-    return min(max(seconds, 0.0), MAX_FRESH_S)
-
-
 class ImageHostError(InvalidImageError):
     """The host of an image URL cannot be reached, is too slow, or does not answer with an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response: status, headers by lower-case name, and the body if the status is 200."""
+    """A response: status, headers by lower-case name, and the body if the status is a success."""
 
     status: int
     headers: Mapping[str, str]
@@ -151,9 +140,8 @@ async def get(
     *,
     max_bytes: int,
     tls: ssl.SSLContext,
-    headers: Sequence[tuple[str, str]] = (),
 ) -> Response:
-    """GET a URL from the first of its addresses that answers. The body is read only if the status is 200.
+    """GET a URL from the first of its addresses that answers. The body is read only if the status is a success.
 
     It uses no proxy, follows no redirect and reuses no connection. It sets no time limit, and never blocks the event
     loop for more than a few milliseconds.
@@ -163,7 +151,7 @@ async def get(
     """
     http = h11.Connection(h11.CLIENT)
     sent = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "image/*")]
-    sent += [("Accept-Encoding", "identity"), ("Connection", "close"), *headers]
+    sent += [("Accept-Encoding", "identity"), ("Connection", "close")]
     head = h11.Request(method="GET", target=url.target.encode(), headers=sent)
     data, response = bytearray(), Response(0, {}, b"")
     async with _connection(url, addresses, tls) as (reader, writer):
@@ -171,7 +159,7 @@ async def get(
         async for event in _events(url, http, reader):
             if isinstance(event, h11.Response):
                 response = _check_head(url, event, max_bytes)
-                if response.status != OK:
+                if response.status not in SUCCESS:
                     return response
             elif isinstance(event, h11.Data):
                 data += event.data
@@ -205,14 +193,22 @@ async def _events(
 
 
 def _check_head(url: ImageUrl, event: h11.Response, max_bytes: int) -> Response:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in event.headers}
-    if event.status_code == OK:
-        if headers.get("content-encoding", "identity").lower() != "identity":
+    headers = {name.decode("latin-1").lower(): _text(value) for name, value in event.headers}
+    if event.status_code in SUCCESS:
+        if _COMPRESSIONS & {each.strip() for each in headers.get("content-encoding", "").lower().split(",")}:
             raise ImageHostError(f"{url} answered with a compressed body, which the client did not request")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > max_bytes:
             raise _too_large(url, max_bytes)
     return Response(event.status_code, headers, b"")
+
+
+def _text(value: bytes) -> str:
+    """Return a header's text: hosts send UTF-8, or Latin-1 as the standard says."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _too_large(url: ImageUrl, max_bytes: int) -> ImageLimitError:
@@ -223,22 +219,22 @@ def _too_large(url: ImageUrl, max_bytes: int) -> ImageLimitError:
 async def _connection(
     url: ImageUrl, addresses: Sequence[str], tls: ssl.SSLContext
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect to the first address that answers. The connection is aborted when the block ends."""
-    failure = OSError("the name has no address")
-    for address in addresses:
-        try:
-            reader, writer = await asyncio.open_connection(
-                address,
-                url.port,
-                ssl=tls if url.scheme == "https" else None,
-                server_hostname=url.host if url.scheme == "https" else None,
-            )
-            break
-        except OSError as error:
-            failure = error
-    else:
-        raise failure
+    """Connect to the first address that answers, which need not be the first. The connection is aborted at the end."""
+    if not addresses:
+        raise OSError("the name has no address")
+    found = [_address(each, url.port) for each in addresses[:_ADDRESSES]]
+    connected = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+    is_https = url.scheme == "https"
+    reader, writer = await asyncio.open_connection(
+        sock=connected, ssl=tls if is_https else None, server_hostname=url.host if is_https else None
+    )
     try:
         yield reader, writer
     finally:
         writer.transport.abort()
+
+
+def _address(text: str, port: int) -> AddrInfoType:
+    if ipaddress.ip_address(text).version == 6:
+        return socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (text, port, 0, 0)
+    return socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (text, port)

@@ -26,8 +26,7 @@ from encoder_contract.errors import (
 from prefill_client.media.destinations import Destinations, ImageUrl
 from prefill_client.media.download import (
     MAX_FRESH_S,
-    NOT_MODIFIED,
-    OK,
+    SUCCESS,
     ImageHostError,
     Resolver,
     Response,
@@ -44,7 +43,7 @@ _DOWNLOADS = 64
 # Concurrent lookups of one request, so that slow names delay their own request before they delay others.
 _LOOKUPS_PER_REQUEST = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-MAX_REDIRECTS = 3
+MAX_REDIRECTS = 10  # as browsers and other clients allow at least
 
 # Resolves a host and port to addresses, as text. May raise `OSError`.
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -87,20 +86,17 @@ class SingleFlight(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An image, the URL that answered with it, and the headers that revalidate it at that URL."""
+    """An image, and until when it may be reused, on the steady clock."""
 
     data: bytes
-    answered_by: str
-    validators: tuple[tuple[str, str], ...]
-    fresh_until: float | None  # on the steady clock; None: must not be cached
+    fresh_until: float
 
 
 class ImageLoader:
     """Loads the bytes behind image URLs. Concurrent callers of one URL share a download.
 
     Images are cached in `cache_bytes` of memory for as long as their host allows, or for `default_fresh_s` seconds if
-    the response has no lifetime. After that, the loader asks the host whether the image has changed. No credentials
-    are sent. Not thread-safe: use from one event loop.
+    the response has no lifetime. No credentials are sent. Not thread-safe: use from one event loop.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class ImageLoader:
         self._slots = asyncio.Semaphore(_DOWNLOADS)
         self._host_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._cache: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
-        self._downloads: SingleFlight[_Loaded] = SingleFlight()
+        self._downloads: SingleFlight[bytes] = SingleFlight()
 
     async def load_all(self, urls: Sequence[str]) -> list[bytes]:
         """Return the bytes of all images of a request, in order.
@@ -163,11 +159,11 @@ class ImageLoader:
         parsed = ImageUrl.parse(url)
         self._destinations.check(parsed)
         loaded = self._cache.get(str(parsed))
-        if loaded is None or loaded.fresh_until is None or monotonic() >= loaded.fresh_until:
-            loaded = await self._download(parsed, lookups or asyncio.Semaphore(_LOOKUPS_PER_REQUEST))
-        return loaded.data
+        if loaded is not None and monotonic() < loaded.fresh_until:
+            return loaded.data
+        return await self._download(parsed, lookups or asyncio.Semaphore(_LOOKUPS_PER_REQUEST))
 
-    async def _download(self, url: ImageUrl, lookups: asyncio.Semaphore) -> _Loaded:
+    async def _download(self, url: ImageUrl, lookups: asyncio.Semaphore) -> bytes:
         """Resolve the host for this request, then share the download with other requests.
 
         Requests do not share lookups: one that resolves slowly would delay others that name the same image.
@@ -184,35 +180,26 @@ class ImageLoader:
 
     async def _follow(
         self, url: ImageUrl, addresses: list[str], lookups: asyncio.Semaphore, until: float
-    ) -> _Loaded:
-        """Download a URL from `addresses`, follow redirects, and cache the image if its host allows it."""
-        first, cached, fresh, may_be_cached = str(url), self._cache.get(str(url)), MAX_FRESH_S, True
+    ) -> bytes:
+        """Download a URL from `addresses`, follow redirects, and cache the image for as long as all hosts allow."""
+        first, fresh = str(url), MAX_FRESH_S
         for hop in range(1 + MAX_REDIRECTS):
             if hop:
                 addresses = await self._addresses(url, lookups, until)
-            known = cached if cached is not None and cached.answered_by == str(url) else None
-            response = await self._get(url, addresses, known.validators if known else (), until)
-            lasts = fresh_s(response.headers, self._default_fresh_s)
-            may_be_cached &= lasts is not None
-            fresh = min(fresh, lasts or 0.0)
-            if response.status == OK or (response.status == NOT_MODIFIED and known is not None):
-                data = known.data if known is not None and response.status == NOT_MODIFIED else response.body
-                validators = _validators(response)
-                if not validators and known is not None and data is not response.body:
-                    validators = known.validators
-                loaded = _Loaded(data, str(url), validators, monotonic() + fresh if may_be_cached else None)
-                self._store(first, loaded)
-                return loaded
+            response = await self._get(url, addresses, until)
+            fresh = min(fresh, fresh_s(response.headers, self._default_fresh_s))
+            if response.status in SUCCESS:
+                self._store(first, response.body, fresh)
+                return response.body
             if response.status not in _REDIRECTS or "location" not in response.headers:
                 raise ImageHostError(f"{url} answered {response.status}")
             url = self._redirected(url, response.headers["location"])
         raise ImageHostError(f"more than {MAX_REDIRECTS} redirects, the last to {url}")
 
-    def _store(self, url: str, loaded: _Loaded) -> None:
-        if loaded.fresh_until is None:
-            self._cache.pop(url, None)
-        elif len(loaded.data) <= self._cache.maxsize:
-            self._cache[url] = loaded
+    def _store(self, url: str, data: bytes, fresh: float) -> None:
+        self._cache.pop(url, None)
+        if fresh and len(data) <= self._cache.maxsize:
+            self._cache[url] = _Loaded(data, monotonic() + fresh)
 
     def _redirected(self, url: ImageUrl, location: str) -> ImageUrl:
         target = url.joined(location)
@@ -239,9 +226,7 @@ class ImageLoader:
             raise ForbiddenError(f"the addresses of {url.host} are not allowed here")
         return addresses
 
-    async def _get(
-        self, url: ImageUrl, addresses: list[str], headers: Sequence[tuple[str, str]], until: float
-    ) -> Response:
+    async def _get(self, url: ImageUrl, addresses: list[str], until: float) -> Response:
         """GET a URL once a download slot is free."""
         host_slots = self._host_slots.get(url.authority) or asyncio.Semaphore(_DOWNLOADS_PER_HOST)
         self._host_slots[url.authority] = host_slots
@@ -255,7 +240,7 @@ class ImageLoader:
             async with _until(until, busy):
                 await stack.enter_async_context(self._slots)
             async with _until(until, slow):
-                return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls, headers=headers)
+                return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls)
         raise AssertionError("unreachable")
 
     def _decode(self, url: str) -> bytes:
@@ -270,12 +255,6 @@ class ImageLoader:
             raise InvalidImageError(
                 "the data URL is not base64: a character is not of its alphabet, or padding is missing"
             ) from error
-
-
-def _validators(response: Response) -> tuple[tuple[str, str], ...]:
-    """Return the request headers that ask whether this response is still current."""
-    pairs = (("If-None-Match", "etag"), ("If-Modified-Since", "last-modified"))
-    return tuple((name, response.headers[source]) for name, source in pairs if source in response.headers)
 
 
 @asynccontextmanager

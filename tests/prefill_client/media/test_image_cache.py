@@ -61,12 +61,10 @@ async def test_a_download_without_waiters_ends(host: Host) -> None:
     assert await loader.load(f"http://{host.name}/a") == BODY
 
 
-async def test_a_stale_image_is_revalidated(host: Host) -> None:
-    host.headers, host.etag, loader = "Cache-Control: no-cache", '"1"', host.loader()
-    for _ in range(3):
-        assert await loader.load(f"http://{host.name}/a") == BODY
-    assert [b"If-None-Match" in request for request in host.requests] == [False, True, True]
-    host.etag, host.body = '"2"', b"another"
+async def test_an_image_that_may_not_be_reused_is_downloaded_again(host: Host) -> None:
+    host.headers, loader = "Cache-Control: no-cache", host.loader()
+    assert await loader.load(f"http://{host.name}/a") == BODY
+    host.body = b"another"
     assert await loader.load(f"http://{host.name}/a") == b"another"
 
 
@@ -110,9 +108,10 @@ async def test_a_failure_is_not_cached(host: Host) -> None:
     assert await loader.load(f"http://{host.name}/a") == BODY
 
 
-async def test_a_compressed_body_is_refused(host: Host) -> None:
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br", "zstd", "deflate", "aws-chunked, gzip"])
+async def test_a_compressed_body_is_refused(host: Host, encoding: str) -> None:
     host.body = gzip.compress(bytes(50 << 20))
-    host.headers = "Content-Encoding: gzip"
+    host.headers = f"Content-Encoding: {encoding}"
     with pytest.raises(InvalidImageError, match="compressed"):
         await host.loader().load(f"http://{host.name}/a")
 

@@ -1,9 +1,11 @@
 """Image URLs: allowed hosts, limits and errors."""
 
 import asyncio
+import base64
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,13 +15,13 @@ from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImag
 from prefill_client import EncoderClient, __version__
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
-from prefill_client.media.image_loader import ImageLoader
+from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
 from prefill_reference.http_service import Limits
 from testing.photos import data_url, photo
 from tests.dripping_host import HEAD, dripping_host
-from tests.image_host import image_host
+from tests.image_host import BODY, image_host
 from tests.prefill_reference.test_http_service import serving, user
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, within_some_limit
 
 FIRST = photo(300, 220, 1)
 
@@ -93,6 +95,80 @@ async def test_a_host_rule_allows_every_port_and_public_only_the_usual_ones(
         else:
             with pytest.raises(ForbiddenError):
                 await loader.load(f"http://{album}/photo")
+
+
+# What hosts of images send for files that are not compressed: Amazon S3, Azure, and scripts that upload to them.
+@pytest.mark.parametrize("encoding", ["aws-chunked", "", "utf-8", "binary", "none", "identity", "UTF-8"])
+async def test_a_content_encoding_that_is_no_compression_is_ignored(encoding: str) -> None:
+    async with image_host() as host:
+        host.headers = f"Content-Encoding: {encoding}"
+        assert await host.loader().load(f"http://{host.name}/a") == BODY
+
+
+@pytest.mark.parametrize("status", ["203 Non-Authoritative Information", "206 Partial Content"])
+async def test_other_successes_are_images_too(status: str) -> None:
+    async with image_host() as host:
+        host.status = status
+        assert await host.loader().load(f"http://{host.name}/a") == BODY
+
+
+@pytest.mark.parametrize("location", ["/a b.png", " /a b.png ", "/é.png", "/%C3%A9.png", "b#part"])
+async def test_a_redirect_may_have_spaces_and_utf_8(location: str) -> None:
+    async with image_host() as host:
+        host.moved["/a"] = location
+        assert await host.loader().load(f"http://{host.name}/a") == BODY
+        target = host.requests[-1].split()[1].decode()
+        assert target == {"/a b.png": "/a%20b.png", "b#part": "/b"}.get(location.strip(), "/%C3%A9.png")
+
+
+async def test_ten_redirects_are_followed_and_no_more() -> None:
+    async with image_host() as host:
+        host.moved |= {f"/{n}": f"/{n - 1}" for n in range(1, MAX_REDIRECTS + 2)}
+        loader = host.loader()
+        assert MAX_REDIRECTS == 10
+        assert await loader.load(f"http://{host.name}/10") == BODY
+        with pytest.raises(ImageHostError, match="more than 10 redirects"):
+            await loader.load(f"http://{host.name}/11")
+
+
+@contextmanager
+def dead_address(port: int) -> Iterator[str]:
+    """An address at which connections are never accepted nor refused: its queue is full."""
+    with ExitStack() as stack:
+        dead = stack.enter_context(socket.socket())
+        dead.bind(("127.0.0.2", port))
+        dead.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.2", port))
+        yield "127.0.0.2"
+
+
+async def test_a_dead_first_address_delays_an_image_by_a_part_of_a_second() -> None:
+    async with image_host() as host:
+        port = int(host.name.rpartition(":")[2])
+        with dead_address(port) as dead:
+
+            async def resolve(_host: str, _port: int) -> list[str]:
+                return [dead, "127.0.0.1"]
+
+            async def loaded(limit_s: float) -> bool:
+                rules = Destinations(["two.example", "127.0.0.0/8"])
+                loader = ImageLoader(rules, max_bytes=1 << 20, timeout_s=limit_s, resolve=resolve)
+                try:
+                    return await loader.load(f"http://two.example:{port}/a") == BODY
+                except ImageHostError:
+                    return False
+
+            await within_some_limit(loaded)
+
+
+async def test_base64_without_its_prefix_is_named() -> None:
+    loader = ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1)
+    for file in (FIRST, bytes(10_000)):
+        with pytest.raises(InvalidImageError, match=r"send data:image/\.\.\.;base64, and then the base64"):
+            await loader.load(base64.b64encode(file).decode())
 
 
 async def test_requests_carry_a_user_agent() -> None:

@@ -161,7 +161,7 @@ check: setup ## Check style, types, stubs, contract, pages of results and manife
 	@$(PY) proto/stubs.py --check
 	@$(VENV)/bin/buf lint proto
 	@$(PY) -m docs.benchmarks --check
-	@$(PY) deploy/check.py
+	@$(PY) -m deploy.check
 	@$(PY) deploy/licences.py --check
 
 .PHONY: docs

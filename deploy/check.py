@@ -1,21 +1,23 @@
-"""Checks the files of deploy/ without Docker or a cluster: image, compose files, manifests, rules, dashboard."""
+"""Checks the files of deploy/ without Docker or a cluster: image, compose files, charts, rules, dashboard."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import Any
+
+import kubernetes_validate
+
+from deploy import charts
 
 DEPLOY = Path(__file__).resolve().parent
-MANIFESTS = DEPLOY / "kubernetes"
 COMPOSE = ("docker-compose.yml", "vllm/docker-compose.yml", "sglang/docker-compose.yml")
 SCRIPTS = Path(sys.executable).parent
-# The oldest release whose fields the manifests use (a preStop that sleeps), and the newest.
-KUBERNETES = ("1.30.0", "")
+# The oldest release that has a preStop that sleeps, one between, and the newest with a known schema.
+KUBERNETES = ("1.30", "1.33", "1.37")
 
 
 def run(what: str, command: Sequence[str | Path], cwd: Path = DEPLOY) -> bool:
@@ -46,62 +48,30 @@ def _service(name: str) -> str:
     return re.split(r"^  (?=\S)", text.partition(f"\n  {name}:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def check_manifests() -> list[bool]:
-    """Build and check every overlay, and every component over one; without kubectl and kustomize, only the base."""
-    build = kustomize()
-    if build is None:
-        print(
-            "deploy: neither kubectl nor kustomize is installed: overlays are not built, only the base is checked"
-        )
-        files = sorted((MANIFESTS / "base").glob("*.yaml"))
-        return [_valid([path for path in files if path.name != "kustomization.yaml"])]
-    good = []
-    with tempfile.TemporaryDirectory() as folder:
-        overlays = sorted((MANIFESTS / "overlays").iterdir())
-        overlays += [
-            overlay_with([component.name], Path(folder) / component.name)
-            for component in sorted((MANIFESTS / "components").iterdir())
-        ]
-        for number, overlay in enumerate(overlays):
-            built = Path(folder) / f"{number}.yaml"
-            good.append(run(f"kustomize {overlay.name}", [*build, overlay, "--output", built]))
-            if good[-1]:
-                built.write_text(of_kubernetes(built.read_text()))
-            good.append(good[-1] and _valid([built]))
-    return good
+def check_charts() -> list[bool]:
+    """Render every chart with each of its examples, and check the manifests against the schemas of Kubernetes."""
+    return [
+        _is_valid(f"{chart}, {name}", manifest, version)
+        for chart in charts.names()
+        for name, values in charts.examples(chart)
+        for manifest in charts.render(chart, values).values()
+        if is_of_kubernetes(manifest)
+        for version in KUBERNETES
+    ]
 
 
-def kustomize() -> list[str | Path] | None:
-    """Return the command that builds a folder of manifests, None where there is none."""
-    if kubectl := shutil.which("kubectl"):
-        return [kubectl, "kustomize"]
-    found = shutil.which("kustomize")
-    return [found, "build"] if found else None
+def _is_valid(where: str, manifest: Mapping[str, Any], version: str) -> bool:
+    try:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        print(f"{where}: {manifest['kind']} for Kubernetes {version}: {error.message}", file=sys.stderr)
+        return False
+    return True
 
 
-def overlay_with(components: Sequence[str], folder: Path, overlay: str = "cpu") -> Path:
-    """Write an overlay to `folder`: another one with these components; return the folder."""
-    folder.mkdir()
-    kubernetes = os.path.relpath(MANIFESTS.resolve(), folder.resolve())  # kustomize takes no other path
-    named = ", ".join(f"{kubernetes}/components/{name}" for name in components)
-    (folder / "kustomization.yaml").write_text(
-        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-        f"resources: [{kubernetes}/overlays/{overlay}]\ncomponents: [{named}]\n"
-    )
-    return folder
-
-
-def of_kubernetes(manifests: str) -> str:
-    """Return the manifests of Kubernetes's own kinds: without those of the Prometheus operator."""
-    each = re.split(r"^---\n", manifests, flags=re.MULTILINE)
-    return "---\n".join(one for one in each if not one.startswith("apiVersion: monitoring.coreos.com/"))
-
-
-def _valid(files: Sequence[Path]) -> bool:
-    versions = (["-k", version] if version else [] for version in KUBERNETES)
-    command: list[str | Path] = [SCRIPTS / "kubernetes-validate", "--strict", "--quiet"]
-    checked = [run("kubernetes-validate", [*command, *version, *files]) for version in versions]
-    return all(checked)
+def is_of_kubernetes(manifest: Mapping[str, Any]) -> bool:
+    """Whether the manifest is of a kind that Kubernetes itself has, not the Prometheus operator or KEDA."""
+    return not str(manifest["apiVersion"]).startswith(("monitoring.coreos.com/", "keda.sh/"))
 
 
 def check_rules() -> list[bool]:
@@ -151,7 +121,7 @@ def main() -> int:
         run("PrometheusRule", [sys.executable, "prometheus/operator.py", "--check"]),
         check_pins(),
         check_compiler(),
-        *check_manifests(),
+        *check_charts(),
         *check_rules(),
     ]
     return 0 if all(results) else 1

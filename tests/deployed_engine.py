@@ -1,21 +1,24 @@
 """Reads how deploy/ starts an LLM engine beside the service."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from deploy import charts
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
 
 
 class DeployedEngine:
-    """The compose file with its example of variables, the manifests, and the overlays of one engine."""
+    """The compose file with its example of variables, and the chart of one engine."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        folder, manifests = DEPLOY / name, DEPLOY / "kubernetes" / name
+        folder = DEPLOY / name
         self.text = (folder / "docker-compose.yml").read_text()
         self.compose: dict[str, Any] = yaml.safe_load(self.text)
         self.services: dict[str, dict[str, Any]] = self.compose["services"]
@@ -26,8 +29,6 @@ class DeployedEngine:
             for line in (folder / ".env.example").read_text().splitlines()
             if line and not line.startswith("#")
         )
-        self.manifests = {path.stem: yaml.safe_load(path.read_text()) for path in manifests.glob("*.yaml")}
-        self.overlays = sorted((DEPLOY / "kubernetes/overlays").glob(f"{name}-*/kustomization.yaml"))
 
     def filled(self, value: object) -> str:
         """Return a value of the compose file with the example's variables filled in."""
@@ -38,20 +39,13 @@ class DeployedEngine:
         given = self.services[service]["environment"]
         return {name: self.filled(value) for name, value in given.items() if name.startswith(prefix)}
 
-    @property
-    def pod(self) -> dict[str, Any]:
-        """The specification of its pod in Kubernetes."""
-        return dict(self.manifests["deployment"]["spec"]["template"]["spec"])
+    def pod(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the specification of its pod in Kubernetes, by default for a model that is served as `chat`."""
+        deployment = charts.render(self.name, {"servedName": "chat", **(values or {})})[
+            "Deployment", self.name
+        ]
+        return dict(deployment["spec"]["template"]["spec"])
 
-    @property
-    def containers(self) -> dict[str, dict[str, Any]]:
-        """The containers of the pod by name; the first is the engine's."""
-        return {each["name"]: each for each in self.pod["containers"]}
-
-    def served_name(self, overlay: Path) -> str:
-        """Return the name under which an overlay serves the model."""
-        (patch,) = yaml.safe_load(overlay.read_text())["patches"]
-        (change,) = yaml.safe_load(patch["patch"])
-        assert change["path"] == "/spec/template/spec/containers/0/env/0/value"
-        assert next(iter(self.containers.values()))["env"][0]["name"] == "SERVED_NAME"
-        return str(change["value"])
+    def containers(self, values: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+        """Return the containers of the pod by name; the first is the engine's."""
+        return {each["name"]: each for each in self.pod(values)["containers"]}

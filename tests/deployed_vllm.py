@@ -11,12 +11,9 @@ VLLM = DeployedEngine("vllm")
 
 def command_lines() -> dict[str, list[str]]:
     """Return the arguments of `vllm`, by the file that has them."""
-    service, container = VLLM.services["vllm"], VLLM.containers["vllm"]
-    assert [service["entrypoint"], container["command"]] == [["vllm"], ["vllm"]]
+    service = VLLM.services["vllm"]
+    assert service["entrypoint"] == ["vllm"]
     found = {"docker-compose.yml": [VLLM.filled(each) for each in service["command"]]}
-    for overlay in VLLM.overlays:
-        name = VLLM.served_name(overlay)
-        found[overlay.parent.name] = [each.replace("$(SERVED_NAME)", name) for each in container["args"]]
     (typed,) = re.findall(r"^vllm (serve .*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     found[PAGE.name] = shlex.split(typed.replace("\\\n", " "))
     return found

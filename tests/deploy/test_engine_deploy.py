@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy import charts
 from encoder_contract.version import __version__
 from encoder_service.config import Config
 from prefill_client.sglang_gateway.frames import SUPPORTED
 from tests.deploy.test_deploy import SERVICES as OTHER
-from tests.deploy.test_deploy import gib, manifests
+from tests.deploy.test_deploy import gib
 from tests.deployed_engine import DEPLOY, VARIABLE, DeployedEngine
 from tests.deployed_vllm import VLLM
 
@@ -76,32 +77,51 @@ def test_the_example_sets_exactly_the_variables_in_use(engine: DeployedEngine) -
 
 
 @ENGINES
-def test_pods_find_and_may_call_the_encoders_service(engine: DeployedEngine) -> None:
-    text = yaml.safe_dump(engine.manifests["deployment"], width=10_000)
-    (found,) = {*re.findall(r"dns:([\w.-]+:\d+)", text)}
+def test_pods_find_the_encoders_service(engine: DeployedEngine) -> None:
+    (found,) = {*re.findall(r"dns:([\w.-]+:\d+)", yaml.safe_dump(engine.pod(), width=10_000))}
     service, namespace, port = re.fullmatch(r"([\w-]+)\.([\w-]+)\.svc:(\d+)", found).groups()  # type: ignore[union-attr]
-    base = yaml.safe_load((DEPLOY / "kubernetes/base/kustomization.yaml").read_text())
-    assert namespace == base["namespace"]
-    (headless,) = (
-        each for each in manifests() if each["kind"] == "Service" and each["metadata"]["name"] == service
-    )
+    headless = charts.render("encoder-service")["Service", service]
+    assert namespace == headless["metadata"]["namespace"]
     assert headless["spec"]["clusterIP"] == "None"
     assert int(port) in [each["port"] for each in headless["spec"]["ports"]]
-    (policy,) = (each for each in manifests() if each["kind"] == "NetworkPolicy")
-    allowed = policy["spec"]["ingress"][0]["from"][0]["namespaceSelector"]["matchLabels"]
-    assert allowed.items() <= engine.manifests["namespace"]["metadata"]["labels"].items()
 
 
 @ENGINES
-def test_each_family_has_an_overlay_and_its_pod_is_locked_down(engine: DeployedEngine) -> None:
-    served = {
-        "vllm": ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5"],
-        "sglang": ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"],
-    }
-    assert [engine.served_name(overlay) for overlay in engine.overlays] == served[engine.name]
-    assert engine.pod["securityContext"]["runAsNonRoot"]
-    assert next(iter(engine.containers)) == engine.name
-    for container in engine.containers.values():
+def test_the_label_that_the_notes_give_the_namespace_lets_its_pods_call(engine: DeployedEngine) -> None:
+    policy = charts.render("encoder-service")["NetworkPolicy", "encoder"]
+    allowed = policy["spec"]["ingress"][0]["from"][0]["namespaceSelector"]["matchLabels"]
+    notes = (DEPLOY / "helm" / engine.name / "templates/NOTES.txt").read_text()
+    assert allowed
+    assert all(f" {label}={value} " in notes for label, value in allowed.items())
+
+
+@ENGINES
+def test_a_pod_is_locked_down_and_leaves_a_dead_node(engine: DeployedEngine) -> None:
+    pod = engine.pod()
+    assert pod["enableServiceLinks"] is False
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert {each["tolerationSeconds"] for each in pod["tolerations"] if "tolerationSeconds" in each} == {30}
+    assert next(iter(engine.containers())) == engine.name
+    for container in engine.containers().values():
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"]["memory"]
         assert {"startupProbe", "livenessProbe"} <= set(container)
+
+
+@ENGINES
+def test_a_model_needs_a_name_in_requests(engine: DeployedEngine) -> None:
+    with pytest.raises(charts.ChartError, match="servedName"):
+        charts.render(engine.name)
+
+
+@ENGINES
+def test_every_mounted_secret_is_a_volume_of_the_pod(engine: DeployedEngine) -> None:
+    pod = engine.pod({"tls": {"enabled": True, "secret": "mine"}})
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes["encoder"]["secret"]["secretName"] == "mine"
+    readers = [
+        each["name"]
+        for each in pod["containers"]
+        if any(mount["name"] == "encoder" for mount in each["volumeMounts"])
+    ]
+    assert readers == [READERS[engine.name]], "who speaks to the encoders"

@@ -1,4 +1,4 @@
-"""Starts the pod of the TLS overlay by hand, with its arguments, environment, Secrets and probes, and calls it."""
+"""Starts the pod of the chart with TLS by hand, with its arguments, environment, Secrets and probes, and calls it."""
 
 import asyncio
 import re
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from deploy import check
+from deploy import charts
 from encoder_contract.errors import UnavailableError
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority
@@ -33,18 +32,7 @@ NAME = "encoder.encoder.svc"
 REDIS = "redis.redis.svc:6379"
 TOKEN = "of a scraper"
 
-pytestmark = pytest.mark.skipif(
-    check.kustomize() is None, reason="neither kubectl nor kustomize is installed"
-)
-
-
-def rendered(folder: Path, *components: str) -> list[dict[str, Any]]:
-    """Return the manifests that kustomize renders from the overlay for CPUs with these components."""
-    build = check.kustomize()
-    assert build is not None
-    overlay = check.overlay_with(components, folder / "overlay")
-    done = subprocess.run([*build, overlay], capture_output=True, text=True, check=True)
-    return list(yaml.safe_load_all(done.stdout))
+VALUES = {name: {"enabled": True} for name in ("tls", "redisTls", "monitoring")}
 
 
 def secrets_of_the_page(folder: Path, *names: str) -> dict[str, dict[str, str]]:
@@ -240,7 +228,7 @@ async def pod(checkpoint: Path, authority: Authority, tmp_path: Path) -> AsyncIt
     async with redis_by_tls(authority.issue(tmp_path, "redis", ["127.0.0.1"])) as redis_port:
         here = {"/model": str(checkpoint), REDIS: f"127.0.0.1:{redis_port}", "0.0.0.0:50051": "0.0.0.0:0"}
         here["0.0.0.0:9464"] = "0.0.0.0:0"
-        manifests = rendered(tmp_path, "tls", "redis-tls", "monitoring-tls")
+        manifests = [*charts.render("encoder-service", VALUES).values()]
         pod = Pod(manifests, secrets_of_the_page(tmp_path), tmp_path, here)
         async with running(pod):
             yield pod

@@ -15,6 +15,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy import charts
 from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.config import Config
@@ -211,12 +212,12 @@ def test_the_prometheus_operator_gets_the_same_rules_and_scrapes_the_pods() -> N
     check = [sys.executable, DEPLOY / "prometheus/operator.py", "--check"]
     built = subprocess.run(check, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    folder = DEPLOY / "kubernetes"
-    rule = yaml.safe_load((folder / "components/monitoring/prometheusrule.yaml").read_text())
+    rendered = charts.render("encoder-service", {"monitoring": {"enabled": True}})
+    rule = rendered["PrometheusRule", "encoder"]
     operator_rules = [each for group in rule["spec"]["groups"] for each in group["rules"]]
     assert operator_rules == [*rules("record"), *rules("alert")]
-    monitor = yaml.safe_load((folder / "components/monitoring/podmonitor.yaml").read_text())["spec"]
-    pod = yaml.safe_load((folder / "base/deployment.yaml").read_text())["spec"]["template"]
+    monitor = rendered["PodMonitor", "encoder"]["spec"]
+    pod = rendered["Deployment", "encoder"]["spec"]["template"]
     assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert monitor["jobLabel"] in pod["metadata"]["labels"]
     (endpoint,) = monitor["podMetricsEndpoints"]

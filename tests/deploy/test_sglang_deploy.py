@@ -2,6 +2,8 @@
 
 import re
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -24,8 +26,8 @@ def compose_gateway() -> GatewayConfig:
     return gateway_config(SGLANG.environment("gateway"))
 
 
-def pod_gateway() -> GatewayConfig:
-    variables = SGLANG.containers["gateway"]["env"]
+def pod_gateway(values: Mapping[str, Any] | None = None) -> GatewayConfig:
+    variables = SGLANG.containers(values)["gateway"]["env"]
     return gateway_config({each["name"]: each["value"] for each in variables})
 
 
@@ -48,7 +50,7 @@ def sglang_lines() -> dict[str, list[str]]:
     """Return the arguments of SGLang by the file that has them; flags and values are separate words."""
     commands = {
         "compose": [SGLANG.filled(each) for each in SGLANG.services["sglang"]["command"]],
-        "pod": SGLANG.containers["sglang"]["args"],
+        "pod": SGLANG.containers()["sglang"]["args"],
         "page": page_commands()["sglang"],
     }
     return {name: [word for each in line for word in each.split("=", 1)] for name, line in commands.items()}
@@ -74,7 +76,7 @@ def test_sglangs_flags_name_the_safe_back_end_and_the_gateways_virtual_encoders(
 
 
 def test_rows_stay_on_the_loopback() -> None:
-    environment = {each["name"]: each["value"] for each in SGLANG.containers["sglang"]["env"]}
+    environment = {each["name"]: each["value"] for each in SGLANG.containers()["sglang"]["env"]}
     assert environment["SGLANG_HOST_IP"] == SGLANG.environment("sglang")["SGLANG_HOST_IP"] == "127.0.0.1"
     assert "SGLANG_HOST_IP=127.0.0.1" in page_commands()["sglang"]
     for config in (compose_gateway(), pod_gateway()):
@@ -85,5 +87,15 @@ def test_rows_stay_on_the_loopback() -> None:
 def test_the_page_and_the_manifests_name_releases_that_the_frames_are_tested_with() -> None:
     page = PAGE.read_text()
     assert f"The gateway supports SGLang {SUPPORTED[0]} to {SUPPORTED[-1]}, with " in page
-    images = {each["name"]: each["newTag"] for each in SGLANG.manifests["kustomization"]["images"]}
-    assert images == {"encoder-service-sglang-gateway": __version__, "sglang": f"v{SUPPORTED[-1]}"}
+    images = {name: each["image"] for name, each in SGLANG.containers().items()}
+    assert images == {
+        "sglang": f"lmsysorg/sglang:v{SUPPORTED[-1]}",
+        "gateway": f"encoder-service-sglang-gateway:{__version__}",
+    }
+
+
+def test_the_gateway_of_a_pod_with_tls_reads_the_files_of_its_secret() -> None:
+    config = pod_gateway({"tls": {"enabled": True, "name": "encoder.example"}})
+    assert config.encoder_tls_ca == "/etc/encoder/ca.crt"
+    assert config.encoder_tls_name == "encoder.example"
+    assert config.encoder_token_file == "/etc/encoder/token"

@@ -8,6 +8,8 @@ from pathlib import Path
 import yaml
 
 from encoder_service.config import Config
+from prefill_client.vllm.settings import Settings
+from testing.certificates import Authority
 from tests.deploy.test_deploy import COMPOSE as OTHER
 from tests.deployed_engine import DEPLOY
 from tests.deployed_vllm import VLLM, command_lines
@@ -43,20 +45,42 @@ def test_prometheus_and_grafana_extend_the_main_compose_file_and_scrape_both() -
     assert needed & set(OTHER["volumes"]) <= VLLM.compose["volumes"].keys()
 
 
-def test_all_overlays_find_the_encoders_by_the_same_dns_name() -> None:
-    (found,) = {endpoints(each) for name, each in command_lines().items() if name.startswith("vllm-")}
-    assert found.startswith("dns:")
-    assert VLLM.pod["enableServiceLinks"] is False
+def flags(arguments: list[str]) -> dict[str, str]:
+    """Return the flags of a command line; JSON without spaces."""
+    found = dict(each.lstrip("-").partition("=")[::2] for each in arguments if each.startswith("--"))
+    return {name: _packed(value) for name, value in found.items()}
+
+
+def _packed(value: str) -> str:
+    return json.dumps(json.loads(value), sort_keys=True) if value.startswith("{") else value
 
 
 def test_compose_and_pods_differ_only_in_endpoints_and_machine_settings() -> None:
-    def flags(arguments: list[str]) -> dict[str, str]:
-        return dict(each.lstrip("-").partition("=")[::2] for each in arguments if each.startswith("--"))
-
-    lines = command_lines()
-    compose, pod = flags(lines["docker-compose.yml"]), flags(lines["vllm-qwen3-vl-8b"])
+    """The parser of vLLM checks those of compose (tests/vllm/test_deployed.py)."""
+    container = VLLM.containers({"servedName": VLLM.example["SERVED_NAME"]})["vllm"]
+    assert container["command"] == ["vllm"]
+    compose, pod = flags(command_lines()["docker-compose.yml"]), flags(container["args"])
     differing = {name for name in compose.keys() | pod.keys() if compose.get(name) != pod.get(name)}
     assert differing == {"ec-transfer-config", "gpu-memory-utilization"}
+    ours, theirs = (json.loads(each["ec-transfer-config"]) for each in (compose, pod))
+    assert theirs["ec_connector_extra_config"].pop("endpoints").startswith("dns:")
+    ours["ec_connector_extra_config"].pop("endpoints")
+    assert ours == theirs
+
+
+def test_a_pod_with_tls_gives_the_connector_settings_that_it_knows(tmp_path: Path) -> None:
+    authority = Authority()
+    authority.write(tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("of the engine")
+    for name, issued in zip(("tls.crt", "tls.key"), authority.issue(tmp_path, "client"), strict=True):
+        Path(issued).rename(tmp_path / name)
+    arguments = VLLM.containers({"tls": {"enabled": True}})["vllm"]["args"]
+    extra = json.loads(flags(arguments)["ec-transfer-config"])["ec_connector_extra_config"]
+    here = {name: value.replace("/etc/encoder/", f"{tmp_path}/") for name, value in extra.items()}
+    credentials = Settings.read(here).credentials
+    assert credentials.ca == str(tmp_path / "ca.crt")
+    assert credentials.server_name == "encoder.encoder.svc"
+    assert credentials.token_file == str(tmp_path / "token")
 
 
 def test_the_images_vllm_is_in_the_range_of_the_extra() -> None:

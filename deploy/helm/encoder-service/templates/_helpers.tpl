@@ -3,6 +3,12 @@ app.kubernetes.io/name: encoder
 app.kubernetes.io/part-of: encoder-service
 {{- end -}}
 
+{{/* Redis has other labels, so that no Service, policy or budget of the replicas selects it. */}}
+{{- define "encoder.redisLabels" -}}
+app.kubernetes.io/name: encoder-redis
+app.kubernetes.io/part-of: encoder-service
+{{- end -}}
+
 {{- define "encoder.profile" -}}
 {{- if not (hasKey .Values.profiles .Values.profile) }}{{ fail (printf "profile: there is no %q; use one of %s" .Values.profile (keys .Values.profiles | sortAlpha | join ", ")) }}{{ end -}}
 {{- index .Values.profiles .Values.profile | toYaml -}}
@@ -10,7 +16,7 @@ app.kubernetes.io/part-of: encoder-service
 
 {{/* The environment: what all replicas have, then the profile's, those of TLS, and the user's. */}}
 {{- define "encoder.settings" -}}
-{{- $all := dict "ENCSVC_MODEL" "/model" "ENCSVC_LISTEN" "0.0.0.0:50051" "ENCSVC_LISTEN_UNPROTECTED" "yes" "ENCSVC_METRICS_LISTEN" "0.0.0.0:9464" "ENCSVC_INDEX" .Values.index "ENCSVC_LOG_FORMAT" "json" -}}
+{{- $all := dict "ENCSVC_MODEL" "/model" "ENCSVC_LISTEN" "0.0.0.0:50051" "ENCSVC_LISTEN_UNPROTECTED" "yes" "ENCSVC_METRICS_LISTEN" "0.0.0.0:9464" "ENCSVC_INDEX" (ternary "redis://encoder-redis:6379/0" .Values.index .Values.redis.enabled) "ENCSVC_LOG_FORMAT" "json" -}}
 {{- $profile := include "encoder.profile" . | fromYaml -}}
 {{- $all = mergeOverwrite $all $profile.settings -}}
 {{- with .Values.tls }}{{ if .enabled }}

@@ -1,0 +1,4 @@
+{{- define "sglang.labels" -}}
+app.kubernetes.io/name: sglang
+app.kubernetes.io/part-of: encoder-service
+{{- end -}}

@@ -183,14 +183,14 @@ def pixels_offset(source: Source) -> int:
 
 
 class _Process:
-    """A process that was started. `sandbox` is what the kernel enforces, known once the process is ready."""
+    """A process that was started. `is_confined` is whether the kernel enforces its sandbox: None until it is ready."""
 
     def __init__(self, stderr: StderrPipe, memory_bytes: int, *, videos: bool) -> None:
         """Start the process. Raises `OSError` if memory, processes or descriptors are short."""
         # Two, so that the next request can be answered while the pixels of the last one are in use. They take memory
         # only where they are used, and a descriptor until they are first sent.
         self.buffers = [SharedBuffer(), SharedBuffer()]
-        self.sandbox: tuple[str, ...] | None = None
+        self.is_confined: bool | None = None
         self.channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end:
             settings = {"parent": os.getpid(), "memory_bytes": memory_bytes, "videos": videos}
@@ -211,13 +211,24 @@ class _Process:
         """Kill the process if it is alive; return its exit status, which is negative for a signal."""
 
     def wait_ready(self) -> bool:
-        """Wait until the process is ready; return False if it never will be."""
-        if self.sandbox is None:
-            self.channel.settimeout(START_LIMIT_S)
-            with suppress(OSError):
-                if hello := self.channel.recv(MESSAGE_BYTES):
-                    self.sandbox = tuple(json.loads(hello)["sandbox"])
-        return self.sandbox is not None
+        """Wait until the process is ready; return False if it never will be. Raises `TimeoutError` if it hangs."""
+        if self.is_confined is None:
+            with suppress(ConnectionError, ProcessLookupError):
+                if hello := self._first_message():
+                    self.is_confined = bool(json.loads(hello)["confined"])
+        return self.is_confined is not None
+
+    def _first_message(self) -> bytes:
+        """Return what the process sends when it is ready; empty if it ended."""
+        watch = _IdleWatch(self.pid)
+        ends_at = monotonic() + START_LIMIT_S
+        self.channel.settimeout(_CHECK_S)
+        while True:
+            try:
+                return self.channel.recv(MESSAGE_BYTES)
+            except TimeoutError:
+                if watch.is_hanging(_CHECK_S) or monotonic() > ends_at:
+                    raise
 
     def free_buffer(self, needed_bytes: int) -> tuple[int, SharedBuffer]:
         """Return the number of a free buffer, and the buffer, made large enough."""
@@ -304,20 +315,26 @@ class DecoderChild:
 
         Raises `DecoderStartError` if it does not start, `OSError` if memory or descriptors are short.
         """
-        self.launch()
-        assert self._launched is not None
-        try:
-            process = self._launched.result()
-        except Exception:
-            self._launched = None
-            raise
-        if not process.wait_ready():
-            self.end()
-            self._stderr.drain()
-            raise DecoderStartError(
-                f"no decoder process starts; the last one printed: {self._stderr.last_line}"
-            )
-        return process
+        for is_last in (False, True):
+            self.launch()
+            assert self._launched is not None
+            try:
+                process = self._launched.result()
+            except Exception:
+                self._launched = None
+                raise
+            try:
+                if process.wait_ready():
+                    return process
+            except TimeoutError:
+                self.end()
+                if not is_last:
+                    log.warning("a decoder process hung while it started: starting another")
+                    continue
+            break
+        self.end()
+        self._stderr.drain()
+        raise DecoderStartError(f"no decoder process starts; the last one printed: {self._stderr.last_line}")
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Return the header of a file in one of these formats, or its error."""
@@ -437,7 +454,7 @@ class DecoderChild:
         The server does the timing, because an attacker's code inside the process could stop a timer there.
         """
         ends_at = monotonic() + _WALL_S + _WALL_PER_CPU * cpu_s
-        idle_s, last_used_s, used_s = 0.0, 0.0, 0.0
+        watch, used_s = _IdleWatch(process.pid), 0.0
         while True:
             check_s = min(_CHECK_S, max(cpu_s - used_s, _FIRST_CHECK_S))
             process.channel.settimeout(check_s)
@@ -449,10 +466,7 @@ class DecoderChild:
                 raise self._replaced("time")
             if not is_wanted():
                 raise self._replaced(_ABANDONED)
-            idle_s += check_s
-            if used_s - last_used_s > _HANGING_CPU_S:
-                idle_s, last_used_s = 0.0, used_s
-            if idle_s >= _HANGING_S or monotonic() > ends_at:
+            if watch.is_hanging(check_s) or monotonic() > ends_at:
                 raise self._replaced("stuck")
 
     def _replaced(self, reason: str = "") -> DecoderDiedError:
@@ -463,6 +477,22 @@ class DecoderChild:
         status = self.end()
         self.launch()
         return DecoderDiedError(reason or ("killed" if status == -signal.SIGKILL else "crashed"), status)
+
+
+class _IdleWatch:
+    """Notices that a process hangs: that it uses no CPU time."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._idle_s = 0.0
+        self._used_s = _cpu_s(pid)
+
+    def is_hanging(self, waited_s: float) -> bool:
+        """Whether the process hangs. It was waited for since the last call. Raises `ProcessLookupError`."""
+        self._idle_s += waited_s
+        if (used_s := _cpu_s(self._pid)) - self._used_s > _HANGING_CPU_S:
+            self._idle_s, self._used_s = 0.0, used_s
+        return self._idle_s >= _HANGING_S
 
 
 def _cpu_s(pid: int) -> float:
@@ -568,12 +598,11 @@ class DecoderPool:
 
     def start(self) -> None:
         """Wait until all processes are ready. Raises `DecoderStartError` if one does not start."""
-        enforced = ", ".join(self._for_all(self._children, lambda child: child.ready().sandbox)[0] or ())
-        if not enforced:
-            log.warning(
-                "this kernel has neither Landlock nor seccomp: decoder processes can open files and sockets"
-            )
-        self.name = f"Pillow {PIL.__version__} in separate processes ({enforced or 'not confined'})"
+        is_confined = all(self._for_all(self._children, lambda child: child.ready().is_confined))
+        if not is_confined:
+            log.warning("this kernel has no seccomp: decoder processes can open files and sockets")
+        confined = "confined by seccomp" if is_confined else "not confined"
+        self.name = f"Pillow {PIL.__version__} in separate processes ({confined})"
 
     def close(self) -> None:
         """End all processes, each after its current image; a further use starts them again."""

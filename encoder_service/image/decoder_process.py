@@ -2,7 +2,7 @@
 
 `DecoderPool` starts it. It imports everything that decoding needs, enters the sandbox, and answers requests until the
 server closes the socket. The sandbox (no network, files or processes, bounded memory) is enforced by the kernel and
-needs no privileges. The process tells the server which parts of it this kernel has. Requests and replies are JSON, one
+needs no privileges. The process tells the server whether this kernel does. Requests and replies are JSON, one
 per packet; files and pixels are in buffers that the server shares with this process. A process for videos keeps one
 video open and decodes its frames on request.
 """
@@ -49,7 +49,7 @@ MESSAGE_CHARACTERS = 500  # of an error
 
 
 def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = False) -> None:
-    """Load, enter the sandbox, tell the server what the kernel enforces, and decode until it closes the socket.
+    """Load, enter the sandbox, tell the server whether the kernel enforces it, and decode until it closes the socket.
 
     `parent` is the server's pid: this process ends with the server's thread that started it. `memory_bytes` bounds the
     memory that it takes after it has loaded. With `videos`, it also loads what decodes them.
@@ -65,7 +65,7 @@ def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = Fals
         gc.freeze()  # the imported modules never become garbage
         statm = os.open("/proc/self/statm", os.O_RDONLY)
         bound_resources(memory_bytes)
-        server.send(json.dumps({"sandbox": enter_sandbox()}).encode())
+        server.send(json.dumps({"confined": enter_sandbox()}).encode())
         _answer_requests(server, statm)
 
 
@@ -159,15 +159,9 @@ def _answer(buffer: mmap.mmap, request: dict[str, Any]) -> Any:
     return _error(found)
 
 
-# From linux/prctl.h, linux/seccomp.h, linux/landlock.h and asm-generic/unistd.h.
+# From linux/prctl.h, linux/seccomp.h and asm-generic/unistd.h.
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
-_LANDLOCK_CREATE_RULESET_VERSION = 1
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
-# Version of Landlock -> number of file rights that it can take away. For TCP, and for scopes (sockets and signals of
-# other processes): the first version that has them, and their bits.
-_LANDLOCK_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
-_LANDLOCK_TCP, _LANDLOCK_SCOPES = (4, 0b11), (6, 0b11)
 
 # The system calls that a decoder may make -> their numbers on x86-64 and on arm64 (-1: it has none). None of them
 # opens a file or a socket, starts a process or a thread, reaches another process, or sets a timer.
@@ -218,32 +212,9 @@ def bound_resources(memory_bytes: int) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def enter_sandbox() -> list[str]:
-    """Give up access to files, network and other processes, in all threads; return what the kernel enforces."""
+def enter_sandbox() -> bool:
+    """Give up access to files, network and other processes, in all threads; return whether the kernel enforces it."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    landlock, seccomp = _landlock(), _seccomp()
-    return [name for name, done in (("landlock", landlock), ("seccomp", seccomp)) if done]
-
-
-def _landlock() -> bool:
-    """Give up every right that Landlock knows, without exception."""
-    version = _call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION)
-    if version < 1:
-        return False
-    files = (1 << max(bits for since, bits in _LANDLOCK_FILES.items() if since <= version)) - 1
-    tcp, scopes = (bits if since <= version else 0 for since, bits in (_LANDLOCK_TCP, _LANDLOCK_SCOPES))
-    attributes = struct.pack("QQQ", files, tcp, scopes)
-    size = 8 if version < _LANDLOCK_TCP[0] else 16 if version < _LANDLOCK_SCOPES[0] else 24
-    rules = _call(_LANDLOCK_CREATE_RULESET, attributes, size, 0)
-    if rules < 0:
-        return False
-    try:
-        return _call(_LANDLOCK_RESTRICT_SELF, rules, 0) == 0
-    finally:
-        os.close(rules)
-
-
-def _seccomp() -> bool:
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         return False

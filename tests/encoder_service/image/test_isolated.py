@@ -30,9 +30,11 @@ from encoder_service.image.decoder import DEATHS, Decoder
 from encoder_service.image.decoder_pool import (
     PASSED_ON,
     SETTINGS,
+    DecoderChild,
     DecoderPool,
     DecoderStartError,
     SharedBuffer,
+    StderrPipe,
     parse_reply,
 )
 from encoder_service.keys import ImageKey
@@ -282,6 +284,23 @@ def test_a_hanging_idle_decoder_is_replaced_long_before_its_limit() -> None:
         assert [type(outcome) for outcome in outcomes] == [OverloadedError]
         assert deaths(pool) == {"stuck": 1}
         assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
+
+
+def test_a_decoder_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = decoder_pool._PROGRAM
+    with ThreadPoolExecutor(1) as launcher:
+        child = DecoderChild(launcher, StderrPipe(), memory_bytes=256 << 20, cpu_s=1)
+        stopping = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP); "
+        monkeypatch.setattr(decoder_pool, "_PROGRAM", stopping + program)
+        child.launch()
+        assert child._launched is not None
+        stopped = child._launched.result().pid
+        monkeypatch.setattr(decoder_pool, "_PROGRAM", program)
+        try:
+            assert child.ready().pid != stopped
+            assert not psutil.pid_exists(stopped)
+        finally:
+            child.end()
 
 
 def test_an_invalid_decoder_answer_is_rejected() -> None:

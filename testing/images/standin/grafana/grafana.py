@@ -1,0 +1,24 @@
+"""Stands in for Grafana: reads what compose mounts, writes to its volume, and answers /api/health."""
+
+import json
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers every request as Grafana answers /api/health."""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"database": "ok"}')
+
+
+if __name__ == "__main__":
+    json.loads(Path(os.environ["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).read_text())
+    if not [*Path("/etc/grafana/provisioning").rglob("*.yml")]:
+        raise SystemExit("nothing is provisioned")
+    Path("/var/lib/grafana/grafana.db").write_text("x")
+    ThreadingHTTPServer(("0.0.0.0", 3000), Handler).serve_forever()

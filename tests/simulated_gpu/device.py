@@ -1,0 +1,257 @@
+"""Streams, events and memory of the simulated device, with vector clocks, and what it finds.
+
+A clock maps a stream's number to the last of its launches that is known to be done. A launch sees what its stream has
+waited for, and what the launching thread has waited for. Everything is computed at once, on the thread that launches
+it: a race never makes a value wrong, it is found by the clocks.
+"""
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = str(Path(__file__).resolve().parents[2])
+Clock = dict[int, int]
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Add to `clock` what `other` knows."""
+    for stream, launch in other.items():
+        clock[stream] = max(launch, clock.get(stream, 0))
+
+
+class Stream:
+    """Stands in for `torch.cuda.Stream`."""
+
+    def __init__(self, gpu: "SimulatedGpu", index: int) -> None:
+        self.gpu, self.number, self.device_index = gpu, len(gpu.streams), index
+        self.device = torch.device("cuda", index)
+        self.cuda_stream = self.number
+        self.clock: Clock = {}
+        self.name = f"stream {self.number} of {threading.current_thread().name}"
+        gpu.streams.append(self)
+
+    def wait_event(self, event: "Event") -> None:
+        """Make later launches wait for what the event has recorded."""
+        join(self.clock, event.clock)
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Make later launches wait for what the other stream has launched."""
+        join(self.clock, other.clock)
+
+    def synchronize(self) -> None:
+        """Make the thread wait for this stream."""
+        self.gpu.waits("Stream.synchronize", self.clock)
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`."""
+
+    def __init__(self, gpu: "SimulatedGpu") -> None:
+        self._gpu = gpu
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Record what the stream has launched; by default the current one."""
+        self.clock = dict((stream or self._gpu.host.stream).clock)
+
+    def synchronize(self) -> None:
+        """Make the thread wait for what was recorded."""
+        self._gpu.waits("Event.synchronize", self.clock)
+
+    def elapsed_time(self, _other: "Event") -> float:
+        """Return a millisecond."""
+        return 1.0
+
+
+class Block:
+    """The memory of a tensor on the device: which launches of each stream read and wrote it last."""
+
+    def __init__(self, gpu: "SimulatedGpu", stream: Stream) -> None:
+        self.gpu, self.stream = gpu, stream
+        self.reads: Clock = {}
+        self.writes: Clock = {}
+        self.recorded: set[int] = set()
+
+    def __del__(self) -> None:
+        """Find streams that may still use the memory: torch hands it to the next tensor of its own stream."""
+        known = dict(self.stream.clock)
+        join(known, self.gpu.host.clock)
+        for uses in (self.reads, self.writes):
+            for number, launch in uses.items():
+                if number not in {self.stream.number, *self.recorded} and launch > known.get(number, 0):
+                    user = self.gpu.streams[number].name
+                    self.gpu.finds(f"freed: memory of {self.stream.name} while {user} may use it")
+
+
+class HostThread(threading.local):
+    """What CUDA and torch keep for each thread: the current device and stream, and here what it has waited for."""
+
+    def __init__(self, gpu: "SimulatedGpu") -> None:
+        self.device = 0
+        self.clock: Clock = {}
+        self.stream = gpu.default_streams[0]
+        self.capture: Graph | None = None
+
+    @property
+    def name(self) -> str:
+        """The thread's name."""
+        return threading.current_thread().name
+
+
+class Graph:
+    """Stands in for `torch.cuda.CUDAGraph`: the captured launches, which a replay runs again over the same memory."""
+
+    def __init__(self, gpu: "SimulatedGpu") -> None:
+        self._gpu = gpu
+        self.stream: Stream | None = None
+        self.launches: list[tuple[str, list[Block], list[Block], Callable[[], object]]] = []
+
+    def replay(self) -> None:
+        """Run the captured launches on the current stream."""
+        self._gpu.count("graph")
+        for name, reads, writes, again in self.launches:
+            self._gpu.launch(name, reads, writes, again, counted=False)
+            again()
+
+
+class SimulatedGpu:
+    """Devices of one process. Thread-safe. `findings` counts what is wrong, with the lines of ours that led there."""
+
+    def __init__(self, devices: int) -> None:
+        self.streams: list[Stream] = []
+        self.findings: Counter[str] = Counter()
+        self.launches: Counter[tuple[str, str]] = Counter()
+        """Launches by thread and kernel; "graph" is a replay, whose kernels are not counted."""
+        self.never_waits = {"vit"}
+        """Names of threads that must not wait for the device."""
+        self._pinned: dict[int, Tensor] = {}
+        self._lock = threading.RLock()
+        self._arriving: dict[int, tuple[Clock, Tensor]] = {}
+        self.default_streams = [Stream(self, index) for index in range(devices)]
+        self.host = HostThread(self)
+
+    def finds(self, what: str) -> None:
+        """Add a finding."""
+        ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ROOT)]
+        places = [
+            f"{frame.filename.removeprefix(ROOT + '/')}:{frame.lineno}"
+            for frame in reversed(ours)
+            if "/simulated_gpu/" not in frame.filename and "/site-packages/" not in frame.filename
+        ]
+        with self._lock:
+            self.findings[f"{what}, at {' < '.join(places[:3])}"] += 1
+
+    def count(self, kernel: str) -> None:
+        """Count a launch of this thread."""
+        with self._lock:
+            self.launches[self.host.name, kernel] += 1
+
+    def launched(self, thread: str, kernel: str = "") -> int:
+        """Return how often a thread launched a kernel, or any."""
+        return sum(
+            count for (by, name), count in self.launches.items() if by == thread and kernel in ("", name)
+        )
+
+    def waits(self, how: str, clock: Clock) -> None:
+        """Make this thread wait; it must not do that during a capture, nor if it is one of `never_waits`."""
+        self.refuse_in_capture(how)
+        if self.host.name in self.never_waits:
+            self.finds(f"waits: {self.host.name} waits for the device in {how}")
+        join(self.host.clock, clock)
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise what CUDA raises if this thread is capturing a graph."""
+        if self.host.capture is not None:
+            self.finds(f"capture: {what}")
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+    def launch(
+        self,
+        name: str,
+        reads: Iterable[Block],
+        writes: Iterable[Block],
+        again: Callable[[], object] = lambda: None,
+        *,
+        counted: bool = True,
+    ) -> None:
+        """Note a launch on the current stream, and find races. `again` computes it once more, for replays."""
+        host, reads, writes = self.host, list(reads), list(writes)
+        with self._lock:
+            stream = host.stream
+            if counted:
+                self.count(name)
+            join(stream.clock, host.clock)
+            stream.clock[stream.number] = now = stream.clock.get(stream.number, 0) + 1
+            for block in reads:
+                self._check(name, stream, "reads", block, {"writes": block.writes})
+                block.reads[stream.number] = now
+            for block in writes:
+                self._check(name, stream, "overwrites", block, {"writes": block.writes, "reads": block.reads})
+                block.writes[stream.number] = now
+        if host.capture is not None:
+            if stream is not host.capture.stream:
+                self.finds(f"capture: {name} is launched on another stream than the captured one")
+            host.capture.launches.append((name, reads, writes, again))
+
+    def _check(self, name: str, stream: Stream, does: str, block: Block, uses: dict[str, Clock]) -> None:
+        if block.stream.device != stream.device:
+            self.finds(f"devices: {name} on {stream.device} {does} memory of {block.stream.device}")
+        for kind, clock in uses.items():
+            for number, launch in clock.items():
+                if number != stream.number and launch > stream.clock.get(number, 0):
+                    other = self.streams[number].name
+                    self.finds(f"race: {name} on {stream.name} {does} what {other} {kind}")
+
+    # Host memory that the device writes
+
+    def arrives(self, tensor: Tensor) -> None:
+        """Note that the current stream copies to host memory, which is complete once somebody has waited for it."""
+        with self._lock:
+            self._arriving[_key(tensor)] = (dict(self.host.stream.clock), tensor)
+
+    def read_by_host(self, tensor: Tensor, name: str) -> None:
+        """Find a thread that reads host memory before it has waited for the device's copy."""
+        found = self._arriving.get(_key(tensor))
+        if found is not None and any(self.host.clock.get(at, 0) < launch for at, launch in found[0].items()):
+            self.finds(f"early: {name} reads host memory that the device may still write")
+
+    def pin(self, tensor: Tensor) -> None:
+        """Note that host memory is pinned. It is kept, so that no other memory gets its address."""
+        self._pinned[_key(tensor)] = tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether host memory is pinned."""
+        return _key(tensor) in self._pinned
+
+    # The current stream and device of a thread
+
+    @contextmanager
+    def using(self, stream: Stream | None) -> Iterator[None]:
+        """Stand in for `torch.cuda.stream`.
+
+        On leaving, torch makes the thread's previous device current, which creates a context there if it has none.
+        """
+        if stream is None:
+            yield
+            return
+        host = self.host
+        previous, host.stream = host.stream, stream
+        try:
+            yield
+        finally:
+            host.stream = previous
+            if host.device != stream.device_index:
+                self.finds(
+                    f"context: {host.name} makes one on device {host.device}, beside device {stream.device_index}"
+                )
+
+
+def _key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's memory; 0 for the CPU's packed weights, whose memory torch does not show."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

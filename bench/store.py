@@ -1,4 +1,4 @@
-"""Measures the cost of hits and Puts: the store itself, shared memory, framing, fragmentation, a real server."""
+"""Measures the cost of hits: the store itself, shared memory, framing, fragmentation, a real server."""
 
 import asyncio
 import math
@@ -14,7 +14,6 @@ import torch
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.transport.hits import hit_figures
-from bench.transport.puts import put_figures
 from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
 from encoder_contract.geometry import Grid
 from encoder_service.store import Store
@@ -23,7 +22,7 @@ from prefill_client import SharedRows
 
 BENCHMARK = Benchmark(
     "store",
-    "What do a hit and a Put cost, by transport?",
+    "What does a hit cost, by transport?",
     (
         Figure("pin_us", "lookup, pin and release at 100 000 entries, p50", "µs", "<= 20"),
         Figure(
@@ -62,10 +61,6 @@ BENCHMARK = Benchmark(
         Figure("checksum_gbps", "XXH3-64 of rows", "GB/s"),
         Figure("frame_gbps", "inline rows framed by hand", "GB/s"),
         Figure("parse_gbps", "inline rows parsed by hand", "GB/s"),
-        Figure("put_inline_gbps", "28.8 MB of rows put inline by an engine", "GB/s"),
-        Figure("put_bare_gbps", "a bare gRPC stream of as many bytes upwards", "GB/s"),
-        Figure("put_over_bare", "inline / bare stream, upwards", target=">= 0.8"),
-        Figure("put_shm_ms", "28.8 MB of rows put through shared memory, p50", "ms", "<= 8"),
     ),
     limit_s=180,
     quick=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
@@ -233,7 +228,6 @@ def main() -> None:
     }
     if not args.no_server:
         figures |= asyncio.run(hit_figures(args.rounds))
-        figures |= asyncio.run(put_figures(args.rounds))
     print_figures(figures, args)
 
 

@@ -24,7 +24,6 @@ from encoder_contract.version import __version__
 from encoder_service.api.admin import AdminService
 from encoder_service.api.caller import Identity
 from encoder_service.api.describe import ServerInfo, banner, describe, facts, reachable
-from encoder_service.api.messages import PIECE_BYTES, PUT_PIECE_BYTES
 from encoder_service.api.server import Listener
 from encoder_service.api.service import EncoderService
 from encoder_service.api.tenants import read_tenants
@@ -54,7 +53,7 @@ from encoder_service.engine.workers import Engine
 from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
-from encoder_service.images import Images, PutLeases
+from encoder_service.images import Images
 from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
@@ -121,9 +120,6 @@ class Server:
         self.engine = self._build_engine()
         self.cluster = self._build_cluster()
         self.images = self._build_images()
-        self.leases = PutLeases(
-            self.images, self.cluster, lease_s=config.put_lease_s, budget=self.budgets.put_leases
-        )
         self._description = describe(config, model, self.budgets, self.replica_id)
         self.service = self._build_service()
 
@@ -157,7 +153,6 @@ class Server:
                 certificates=self._certificates,
                 budgets=self.budgets,
                 max_images=MAX_IMAGES_PER_CALL,
-                piece_bytes=PUT_PIECE_BYTES if self._config.accept_put == "yes" else PIECE_BYTES,
             )
             self.endpoint = self._listener.endpoint
             self.metrics.read_from(self.readings)
@@ -309,22 +304,19 @@ class Server:
             self.store,
             self.cluster,
             self.budgets.awaited_images,
-            encodes=not config.stores_only,
         )
 
     def _build_service(self) -> EncoderService:
-        config, model = self._config, self._model
+        model = self._model
         info = ServerInfo(
             description=self._description,
             recipe=model.recipe,
             geometry=model.tower.geometry,
             row_bytes=self.store.layout.row_bytes,
             transports=Transports(self.store),
-            accepts_put=config.accept_put == "yes",
-            encodes=not config.stores_only,
             identity=self._identity,
         )
-        return EncoderService(self.images, self.leases, self.store, info, self.metrics, self.budgets)
+        return EncoderService(self.images, info, self.metrics, self.budgets)
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe
@@ -396,7 +388,6 @@ class Server:
             self._sources,
             self._videos,
             self.budgets.upload_bytes.held,
-            len(self.leases),
         )
         yield from cluster_readings(self.cluster.status)
 

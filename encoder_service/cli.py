@@ -202,7 +202,7 @@ def _serve_with(config: Config) -> int:
     config.peer_certificates()
     config.fleet_key()
     read_tenants(config)
-    check_model(config.model, stores_only=config.stores_only, width=config.row_width)
+    check_model(config.model)
     _announce_loading(config)
     devices = start_devices(config)
     # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.

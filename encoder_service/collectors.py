@@ -188,9 +188,9 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
 
 
 def memory_readings(
-    segment: Path, sources: SourceCache, videos: SourceCache, upload_bytes: int, put_leases: int
+    segment: Path, sources: SourceCache, videos: SourceCache, upload_bytes: int
 ) -> Iterator[Reading]:
-    """Yield the cached files, uploads and Put leases, and the free space of the segment's file system."""
+    """Yield the cached files, uploads, and the free space of the segment's file system."""
     try:
         free = os.statvfs(segment.parent)
     except FileNotFoundError:
@@ -210,7 +210,6 @@ def memory_readings(
     yield gauge("videos_size_bytes", "Size of the cache of video files, bytes.", videos.max_bytes)
     yield gauge("videos", "Cached video files.", len(videos))
     yield gauge("upload_bytes", "Bytes reserved for uploads in progress.", upload_bytes)
-    yield gauge("put_leases", "Images that callers have leased to compute and put.", put_leases)
 
 
 def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:

@@ -141,30 +141,6 @@ class Config(Settings):
         0.0, zero=True, help="size of the store's device tier, GiB of GPU memory; 0: no device tier"
     )
     store_segment_dir: Path = knob(Path("/dev/shm"), help="folder for the store's shared-memory file")  # noqa: S108
-    accept_put: Literal["no", "yes"] = knob(
-        "no",
-        help="yes: accept rows that clients computed (Put); clients with this right are trusted: the server cannot "
-        "verify rows (SECURITY.md)",
-    )
-    store_only: Literal["no", "yes"] = knob(
-        "no",
-        help="yes: only store rows that clients put or other replicas hold, and never encode; needs no weights and no "
-        "GPU",
-    )
-    row_width: int = knob(
-        0,
-        zero=True,
-        help="values in a row, for a model whose folder is not on this host; needs --store-only and --dtype, and "
-        "--model is then only a name; 0: the width of the model in the folder",
-    )
-    model_fingerprint: str = knob(
-        "",
-        help="with --store-only: model fingerprint of the encoding replicas that share the index, the 64 hexadecimal "
-        "digits that they print at start; empty: computed from the configuration without weights",
-    )
-    put_lease_s: float = knob(
-        30.0, help="seconds that a client of Put has to compute and send the rows of one image"
-    )
     source_gib: float = knob(
         0.5,
         zero=True,
@@ -235,19 +211,6 @@ class Config(Settings):
         self._check_tls()
         same = self.listen == self.metrics_listen and not self.listen.endswith(":0")
         self._require(not same, "metrics_listen", f"must differ from {flag('listen')}")
-        is_fingerprint = re.fullmatch(r"|[0-9a-f]{64}", self.model_fingerprint) is not None
-        self._require(is_fingerprint, "model_fingerprint", "must be 64 hexadecimal digits")
-        if self.model_fingerprint and not self.stores_only:
-            raise ConfigError(
-                f"{flag('model_fingerprint')} needs {flag('store_only')}: with weights, the server computes it"
-            )
-        if self.row_width and (not self.stores_only or self.dtype == "auto"):
-            raise ConfigError(f"{flag('row_width')} needs {flag('store_only')} and {flag('dtype')}")
-        self._require(
-            not (self.stores_only and self.store_device_gib),
-            "store_device_gib",
-            f"cannot be used with {flag('store_only')}",
-        )
         self._check_devices()
         if self.index != "memory" and not _is_redis(self.index):
             raise ConfigError(
@@ -326,11 +289,6 @@ class Config(Settings):
                 f"beyond this host needs {flag('tls_cert')}, or {flag('listen_unprotected')} yes on a network that "
                 "only trusted callers can reach",
             )
-
-    @property
-    def stores_only(self) -> bool:
-        """Whether the server has no tower, and only stores rows."""
-        return self.store_only == "yes"
 
     @property
     def accepted_formats(self) -> tuple[str, ...]:

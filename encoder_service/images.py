@@ -3,7 +3,7 @@
 A Submit names images. `Images.lookup` answers from what this replica knows, or else asks the cluster. If this replica
 is to encode an image, the call requests the bytes; `receive` checks them and queues the image. The engine does the
 rest: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `Waiters` has the
-Fetches whose image was not submitted or put yet. A Put asks `PutLeases` which images its caller is to compute.
+Fetches whose image was not submitted yet.
 
 Nothing here touches a pixel.
 """
@@ -21,7 +21,7 @@ from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.image.sources import SourceCache, Validator, confirmed_grid
 from encoder_service.keys import ImageKey
-from encoder_service.limits import Budget, Caller, Hold
+from encoder_service.limits import Budget, Caller
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 
@@ -55,8 +55,8 @@ class Waiters:
     async def wait(self, key: ImageKey, caller: Caller, until: float) -> Locations:
         """Wait until the image is submitted here or elsewhere; return the peers that hold it, none if it is here.
 
-        Requests the image from a retainer, if there is one. Raises `UnknownImageError` at `until` (event loop time) or
-        after `give_up`, `OverloadedError` when too many callers wait, and the error that `end` was called with.
+        Requests the image from a retainer, if there is one. Raises `UnknownImageError` at `until` (event loop time),
+        `OverloadedError` when too many callers wait, and the error that `end` was called with.
         """
         if self._error is not None:
             raise self._error
@@ -111,13 +111,6 @@ class Waiters:
         for waiter in self._waiters.pop(address, ()):
             if not waiter.done():
                 waiter.set_result(locations)
-
-    def give_up(self, key: ImageKey) -> None:
-        """Fail all waiters for this image: its producer gave up."""
-        self._cluster.stop_search(key.address)
-        for waiter in self._waiters.pop(key.address, ()):
-            if not waiter.done():
-                waiter.set_exception(UnknownImageError(key.unknown))
 
     def _request(self, address: bytes) -> None:
         if retainers := self._retainers.get(address):
@@ -196,17 +189,13 @@ class Images:
         store: Store,
         cluster: Cluster,
         awaited_images: Budget,
-        *,
-        encodes: bool = True,
     ) -> None:
-        """Without a tower, `encodes` is False: all rows are held already, come from peers, or are put."""
         self._validator = validator
         self._sources = sources
         self._videos = videos
         self._jobs = jobs
         self._store = store
         self._cluster = cluster
-        self._encodes = encodes
         self.waiters = Waiters(cluster, awaited_images)
 
     # What a Submit needs
@@ -339,13 +328,9 @@ class Images:
         """Whether this replica has a job for the image, or holds its rows."""
         return self._jobs.knows(key)
 
-    # What a Put needs
+    # Internals
 
-    def holds(self, key: ImageKey) -> bool:
-        """Whether this replica holds the rows of an image."""
-        return self._store.contains(key.address)
-
-    def held_grid(self, key: ImageKey, claimed: Grid | None) -> Grid | None:
+    def _held_grid(self, key: ImageKey, claimed: Grid | None) -> Grid | None:
         """Return the grid of an image whose rows are held here, else None.
 
         Raises `ImageLimitError`, or `InvalidRequestError` if the caller's grid is impossible or not the image's.
@@ -355,8 +340,6 @@ class Images:
             return None
         with pin:
             return confirmed_grid(pin.grid, claimed)
-
-    # Internals
 
     def _file_of(self, key: ImageKey, *, is_video: bool = False) -> Source | None:
         """Return the file of an image or of frames, if this replica has it, and renew its lifetime."""
@@ -368,7 +351,7 @@ class Images:
             source = self._file_of(image.key, is_video=True)
             return LookupResult(None, video=source.video) if source is not None else None
         try:
-            if (grid := self.held_grid(image.key, image.claimed_grid)) is not None:
+            if (grid := self._held_grid(image.key, image.claimed_grid)) is not None:
                 return LookupResult(grid, cached=True)
             if (job := self._jobs.join(image.key, image.claim)) is not None:
                 return LookupResult(confirmed_grid(job.grid, image.claimed_grid))
@@ -451,165 +434,3 @@ class Images:
         self.waiters.wake(key.address)
         return True
 
-
-# Most Put leases at other replicas whose end this replica awaits at a time. A Fetch of any other image that is leased
-# there learns only at the end of its grace that no rows came.
-MAX_FOLLOWED = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class PutImage:
-    """An image named in a Put call: the caller's index of it, and the grid of its rows."""
-
-    index: int
-    key: ImageKey
-    grid: Grid
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """One caller's right to put one image, until `ends_at` (event loop time). `open` until it is settled or expires."""
-
-    image: PutImage
-    place: Hold
-    ends_at: float
-    open: bool = True
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PutAnswer:
-    """The answer to a name. "yours" comes with a lease, "wait" with the longest time that the other lease lasts."""
-
-    holding: Literal["held", "yours", "wait"]
-    lease: Lease | None = None
-    wait_s: float = 0.0
-
-
-class PutLeases:
-    """Leases for Put: one writer per address, here and, through the cluster, on all replicas.
-
-    Not thread-safe: use from one event loop.
-    """
-
-    def __init__(
-        self,
-        images: Images,
-        cluster: Cluster,
-        *,
-        lease_s: float,
-        budget: Budget,
-    ) -> None:
-        self.lease_s = lease_s
-        self._images = images
-        self._cluster = cluster
-        self._waiters = images.waiters
-        self._budget = budget
-        self._leases: dict[bytes, Lease] = {}
-        self._following: dict[bytes, asyncio.Task[None]] = {}
-
-    def __len__(self) -> int:
-        """Return how many leases callers of this replica hold."""
-        return len(self._leases)
-
-    async def acquire(self, images: Sequence[PutImage], caller: Caller) -> list[PutAnswer | EncoderError]:
-        """Answer each name: held, leased to this caller, or leased to another. Asks the cluster once, about all.
-
-        A lease counts against `caller` until it is settled. A cancelled caller holds no lease.
-        """
-        answers: list[PutAnswer | EncoderError | None] = []
-        leases: dict[int, Lease] = {}
-        try:
-            for position, image in enumerate(images):
-                answers.append(self._local_answer(image))
-                if answers[position] is None:
-                    try:
-                        leases[position] = self._lease(image, caller)
-                    except EncoderError as error:
-                        answers[position] = error
-            acquired = await self._cluster.acquire([lease.image.key.address for lease in leases.values()])
-        except BaseException:  # also if cancelled: the caller does not learn of its leases
-            for lease in leases.values():
-                self.give_up(lease)
-            raise
-        for position, lease in leases.items():
-            answers[position] = self._cluster_answer(lease, acquired)
-        return [answer for answer in answers if answer is not None]
-
-    def complete(self, lease: Lease) -> None:
-        """Publish an image whose rows are in the store now, and settle its lease."""
-        address = lease.image.key.address
-        if lease.open:
-            self._settle(lease)
-        self._cluster.publish(address, lease.image.grid)
-        self._waiters.wake(address)
-
-    def give_up(self, lease: Lease) -> None:
-        """Settle a lease without rows, and fail the Fetches that wait for them. Does nothing if it is settled."""
-        if lease.open:
-            self._settle(lease)
-            self._cluster.release(lease.image.key.address)
-            self._waiters.give_up(lease.image.key)
-
-    def _settle(self, lease: Lease) -> None:
-        lease.open = False
-        if lease.timer is not None:
-            lease.timer.cancel()
-        lease.place.release()
-        del self._leases[lease.image.key.address]
-
-    def _local_answer(self, image: PutImage) -> PutAnswer | EncoderError | None:
-        try:
-            if self._images.held_grid(image.key, image.grid) is not None:
-                return PutAnswer("held")
-        except EncoderError as error:
-            return error
-        if (lease := self._leases.get(image.key.address)) is not None:
-            left_s = lease.ends_at - asyncio.get_running_loop().time()
-            return PutAnswer("wait", wait_s=max(left_s, 0.0))
-        return None
-
-    def _lease(self, image: PutImage, caller: Caller) -> Lease:
-        """Lease an image to a caller before asking the cluster, so that no other caller here asks at the same time.
-
-        Raises `OverloadedError`.
-        """
-        loop = asyncio.get_running_loop()
-        lease = Lease(image, self._budget.hold(caller), loop.time() + self.lease_s)
-        lease.timer = loop.call_later(self.lease_s, self.give_up, lease)
-        self._leases[image.key.address] = lease
-        return lease
-
-    def _cluster_answer(self, lease: Lease, acquired: Acquired) -> PutAnswer:
-        key = lease.image.key
-        if not lease.open:  # it expired while the cluster answered
-            if key.address not in self._leases:
-                self._cluster.release(key.address)
-            return PutAnswer("wait")
-        if key.address in acquired.granted:
-            if not self._images.holds(key):
-                return PutAnswer("yours", lease)
-            self._settle(lease)  # the rows arrived while the cluster answered
-            self._cluster.release(key.address)
-            self._waiters.wake(key.address)
-            return PutAnswer("held")
-        self._settle(lease)
-        if located := acquired.located.get(key.address):
-            self._waiters.wake(key.address, located)
-            return PutAnswer("held")
-        self._start_following(key)
-        return PutAnswer("wait", wait_s=self.lease_s)
-
-    def _start_following(self, key: ImageKey) -> None:
-        """Wake or fail the Fetches that wait here once the lease of another replica's caller ends."""
-        if key.address not in self._following and len(self._following) < MAX_FOLLOWED:
-            task = asyncio.create_task(self._follow(key), name="put-follow")
-            self._following[key.address] = task
-            task.add_done_callback(lambda _: self._following.pop(key.address, None))
-
-    async def _follow(self, key: ImageKey) -> None:
-        located = await self._cluster.wait_published(key.address, self.lease_s)
-        if located:
-            self._waiters.wake(key.address, located)
-        else:
-            self._waiters.give_up(key)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.digest import DIGEST_BYTES
-from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.video import Frames
 
 MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mistake
@@ -16,10 +15,9 @@ MAX_SALT_BYTES = 64  # a tenant's name or a key derived from it; longer is a mis
 
 @dataclass(frozen=True)
 class ImageKey:
-    """An image as a caller names it, and its address on this server. `Recipe` or `put_key` makes it once per call.
+    """An image as a caller names it, and its address on this server. `Recipe` makes it once per call.
 
-    The digest is of the file, the pixel bounds are the variant's (0: the model's), the salt is the tenant's. With a
-    producer, the rows are put by that producer, which may name the image by its own key; then the digest is empty. With
+    The digest is of the file, the pixel bounds are the variant's (0: the model's), the salt is the tenant's. With
     frames, the file is a video, and the rows are those of a pair of its frames.
     """
 
@@ -28,22 +26,15 @@ class ImageKey:
     min_pixels: int = 0
     max_pixels: int = 0
     salt: bytes = b""
-    producer: Producer | None = None
-    engine_key: EngineKey | None = None
     frames: Frames | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.digest) == (DIGEST_BYTES if self.engine_key is None else 0), self.digest
+        assert len(self.digest) == DIGEST_BYTES, self.digest
         assert len(self.salt) <= MAX_SALT_BYTES, self.salt
 
     @cached_property
     def source_key(self) -> bytes:
-        """32 bytes that name the image's file. They include the salt: tenants must not learn what others sent.
-
-        Rows that were put have no file: no source is ever stored under their name.
-        """
-        if self.producer is not None:
-            return _hash(b"encoder-service no source v1", self.address)
+        """32 bytes that name the image's file. They include the salt: tenants must not learn what others sent."""
         return _hash(b"encoder-service source v1", self.digest, self.salt)
 
     def of_pixels(self, frames: NDArray[np.uint8]) -> bytes:
@@ -62,17 +53,12 @@ class ImageKey:
         """The name of the image in messages."""
         if self.frames is not None:
             return f"frames {self.frames.first} and {self.frames.second} of video {self.digest.hex()}"
-        return f"image {self.digest.hex() or self.address.hex()}"
+        return f"image {self.digest.hex()}"
 
     @property
     def unknown(self) -> str:
         """The error message for a Fetch of rows that no replica holds."""
-        if self.producer is None:
-            return f"{self.named} was not submitted: submit it, then fetch"
-        return (
-            f"the rows of {self.named} are not held: they were not put yet, or were evicted, and the server cannot "
-            "encode them: compute them"
-        )
+        return f"{self.named} was not submitted: submit it, then fetch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,36 +105,6 @@ class Recipe:
             salt,
         )
         return ImageKey(address, digest, salt=salt, frames=frames)
-
-
-def put_key(
-    producer: Producer,
-    name: bytes | EngineKey,
-    min_pixels: int = 0,
-    max_pixels: int = 0,
-    salt: bytes = b"",
-) -> ImageKey:
-    """Return the key of the rows that `producer` puts for the image with this content digest or engine key."""
-    names: tuple[bytes, ...]
-    if isinstance(name, EngineKey):
-        purpose, names = b"encoder-service put by engine key v1", (name.scheme.encode(), name.key)
-        digest, engine_key = b"", name
-    else:
-        purpose, names = b"encoder-service put by digest v1", (name,)
-        digest, engine_key = name, None
-    address = _hash(
-        purpose,
-        *names,
-        producer.model,
-        producer.weights,
-        producer.processor,
-        producer.dtype.encode(),
-        producer.implementation.encode(),
-        min_pixels.to_bytes(8, "little"),
-        max_pixels.to_bytes(8, "little"),
-        salt,
-    )
-    return ImageKey(address, digest, min_pixels, max_pixels, salt, producer, engine_key)
 
 
 def _hash(purpose: bytes, *fields: bytes | memoryview) -> bytes:

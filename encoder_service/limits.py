@@ -186,8 +186,6 @@ AWAITED_IMAGES = 4096
 MAX_IMAGES_PER_CALL = 512
 # The share of the host store that readers may pin; the rest is room for new rows.
 PINNED_SHARE = 0.9
-# The share of the host store that incomplete rows of Put calls may take.
-PUT_SHARE = 0.5
 # Health calls come from the channels of all clients, and from probes.
 HEALTH_CALLS = 512
 
@@ -208,8 +206,6 @@ class Budgets:
     awaited_images: Budget
     upload_bytes: Budget
     pinned_bytes: Budget
-    put_leases: Budget
-    put_bytes: Budget
     upload_idle_s: float = 10.0
     reader_idle_s: float = 30.0
     max_grace_ms: int = 30_000
@@ -237,8 +233,6 @@ class Budgets:
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
             upload_bytes=Budget(upload_bytes, "upload bytes", per_host=True),
             pinned_bytes=Budget(int(host_bytes * PINNED_SHARE), "pinned bytes"),
-            put_leases=Budget(config.max_queued_images, "Put leases", per_host=True),
-            put_bytes=Budget(int(host_bytes * PUT_SHARE), "bytes of rows being put", per_host=True),
         )
 
 

@@ -86,7 +86,6 @@ IMAGES = tuple(2**power for power in range(9))
 
 SUBMITTED = ("cached", "queued", "failed")
 TRANSPORTS = tuple(TRANSPORT_NAMES.values())
-PUT = ("held", "yours", "wait", "kept", "failed")
 FETCHED = ("device", "host", "peer", "encoded", "failed")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
@@ -164,11 +163,9 @@ class Metrics:
         self._fetched = self._images(
             "fetched_images", "Images answered in Fetch calls, by where their rows came from", FETCHED
         )
-        self._put = self._images("put_images", "Answers to images in Put calls", PUT)
-        self._put_bytes = self._counter("put_bytes", "Bytes of rows stored by Put calls")
         self._transfer_bytes = self._counter("transfer_bytes", "Bytes of rows sent", transport=TRANSPORTS)
         self._upload_bytes = self._counter("uploaded_bytes", "Bytes of image and video files received")
-        self._calls = self._counter("calls", "Ended calls", call=("submit", "fetch", "put"), status=("OK",))
+        self._calls = self._counter("calls", "Ended calls", call=("submit", "fetch"), status=("OK",))
         self._in_progress = Gauge(
             f"{PREFIX}_calls_in_progress",
             "Open calls. A Fetch over shared memory stays open while its rows are read.",
@@ -261,11 +258,6 @@ class Metrics:
         """Count an image answered in Fetch, by where its rows came from, and record how long the caller waited."""
         self._fetched.labels(outcome, reason(error)).inc()
         self._fetch_wait.labels(outcome).observe(wait_s)
-
-    def put(self, outcome: str, size: int, error: Exception | None = None) -> None:
-        """Count an answer of Put (one of `PUT`), and the bytes of rows that it stored."""
-        self._put.labels(outcome, reason(error)).inc()
-        self._put_bytes.inc(size)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""

@@ -8,13 +8,10 @@ A new transport needs a value in the enum `Transport`, a sender here with its li
 """
 
 import asyncio
-import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hmac import compare_digest
-from pathlib import Path
 from typing import ClassVar
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES
@@ -188,28 +185,6 @@ class Transports:
         return next(
             (sender for sender in requested if sender.accepts(request)), self._senders[pb.TRANSPORT_INLINE]
         )
-
-    def open_segment(self, opened: pb.PutOpen, *, is_local: bool) -> int | None:
-        """Open the file through which a caller puts rows, for reading; return None if the rows come inline.
-
-        The file must be a regular file of our user in our segment's folder, and the caller must have proved that it
-        could open the file itself. The server reads it and never maps it: the caller may truncate it at any time.
-        """
-        path = Path(opened.segment)
-        if not is_local or not opened.segment or path.parent != self._segment.path.parent:
-            return None
-        if not compare_digest(opened.shm_proof, self._segment.segment_id):
-            return None
-        try:
-            # Without O_NONBLOCK, opening a FIFO blocks until another process opens it for writing.
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
-        status = os.fstat(file)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-            return file
-        os.close(file)
-        return None
 
     def _usable(self, *, is_local: bool) -> Iterator[Sender]:
         return (

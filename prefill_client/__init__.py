@@ -28,14 +28,11 @@ from encoder_contract.errors import (
 )
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
-from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.version import __version__
 from encoder_contract.video import VideoSettings
 from prefill_client.images import (
     FetchedRows,
     Image,
-    PutAnswer,
-    PutImage,
     RowRequest,
     Submitted,
     read,
@@ -49,10 +46,9 @@ from prefill_client.transport.device import DeviceRows
 from prefill_client.transport.shared_memory import SharedRows
 
 if TYPE_CHECKING:
-    from prefill_client.blocking import BlockingClient, BlockingFetch, BlockingPut
+    from prefill_client.blocking import BlockingClient, BlockingFetch
     from prefill_client.client import EncoderClient
     from prefill_client.fleet.fetch_stream import FetchStream
-    from prefill_client.fleet.put_session import PutSession
     from prefill_client.transport.connection import Description, traceparent
     from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
 else:
@@ -60,11 +56,9 @@ else:
     _WITH_GRPC = {
         "BlockingClient": "prefill_client.blocking",
         "BlockingFetch": "prefill_client.blocking",
-        "BlockingPut": "prefill_client.blocking",
         "Description": "prefill_client.transport.connection",
         "EncoderClient": "prefill_client.client",
         "FetchStream": "prefill_client.fleet.fetch_stream",
-        "PutSession": "prefill_client.fleet.put_session",
         "Video": "prefill_client.video",
         "VideoTokens": "prefill_client.video",
         "mark_pairs": "prefill_client.video",
@@ -83,7 +77,6 @@ __all__ = [
     "AbandonedError",
     "BlockingClient",
     "BlockingFetch",
-    "BlockingPut",
     "Chunk",
     "Credentials",
     "DeadlineError",
@@ -92,7 +85,6 @@ __all__ = [
     "DigestMismatchError",
     "EncoderClient",
     "EncoderError",
-    "EngineKey",
     "FetchStream",
     "FetchedRows",
     "ForbiddenError",
@@ -108,10 +100,6 @@ __all__ = [
     "ModelMismatchError",
     "OverloadedError",
     "PrefetchSession",
-    "Producer",
-    "PutAnswer",
-    "PutImage",
-    "PutSession",
     "ReadyChunk",
     "RowRequest",
     "SharedRows",

@@ -7,20 +7,13 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, Self, TypeVar, TypeVarTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_contract.errors import StaleHandleError, UnavailableError
-from encoder_contract.producer import Producer
 from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.fleet.fetch_stream import FetchStream
-from prefill_client.fleet.put_session import PutSession
 from prefill_client.images import (
     FetchedRows,
     File,
-    PutAnswer,
-    PutImage,
     RowRequest,
     Submitted,
     Use,
@@ -175,12 +168,11 @@ class BlockingClient:
         grace_ms: int = DEFAULT_GRACE_MS,
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        producer: Producer | None = None,
     ) -> "BlockingFetch":
         """Request rows as `EncoderClient.fetch` does. Iterate the result for one outcome per request.
 
         Use the result with `with`: the server holds shared rows until the block ends. `timeout_s` bounds the wait for
-        the outcomes. With a `producer`, fetch the rows that it put.
+        the outcomes.
         """
 
         async def begin() -> FetchStream:
@@ -191,24 +183,9 @@ class BlockingClient:
                 grace_ms=grace_ms,
                 transports=transports,
                 timeout_s=timeout_s,
-                producer=producer,
             )
 
         return BlockingFetch(self._loop, self._loop.run(begin()))
-
-    def put(
-        self,
-        producer: Producer,
-        *,
-        request_id: str = "",
-        transports: Sequence[str] = BY_DEFAULT,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> "BlockingPut":
-        """Return a session that puts rows computed by `producer`. Use it with `with`; any thread may use it."""
-        session = self._client.put(
-            producer, request_id=request_id, transports=transports, timeout_s=timeout_s
-        )
-        return BlockingPut(self._loop, session)
 
 
 class BlockingFetch:
@@ -248,37 +225,6 @@ class BlockingFetch:
 
     async def _next(self) -> FetchedRows | None:
         return await anext(self._outcomes, None)
-
-
-class BlockingPut:
-    """Blocking version of `PutSession`. Any number of threads may share it."""
-
-    def __init__(self, loop: LoopThread, session: PutSession) -> None:
-        self._loop = loop
-        self._session = session
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def name(self, images: Sequence[PutImage]) -> list[PutAnswer]:
-        """Name images as `PutSession.name` does. Return one answer per image, in order."""
-        return self._loop.run(self._session.name(images))
-
-    def put(self, answer: PutAnswer, rows: NDArray[np.generic]) -> PutAnswer:
-        """Send the rows [tokens, width] of an image that is `yours`. Return the final answer, `held` or `failed`."""
-        return self._loop.run(self._session.put(answer, rows))
-
-    def abandon(self, answer: PutAnswer) -> None:
-        """Give back the lease of an image that is `yours`, so that another caller can compute it."""
-        self._loop.run(self._session.abandon(answer))
-
-    def close(self) -> None:
-        """End the calls. The servers release leases and drop incomplete rows."""
-        with suppress(UnavailableError):  # the client was closed, which ended this call too
-            self._loop.run(self._session.close())
 
 
 async def _gathered(fetches: Sequence[Awaitable[FetchedRows]]) -> list[FetchedRows]:

@@ -9,15 +9,13 @@ from cachetools import LRUCache
 
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_contract.errors import EncoderError, InternalError, InvalidRequestError
-from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import VideoInfo
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
-from prefill_client.fleet.put_session import PutSession
 from prefill_client.fleet.submission import KeptImages, SentImages, Submission
 from prefill_client.images import File, Image, RowRequest, Submitted, read_images
-from prefill_client.transport import BY_DEFAULT, SHM, TRANSPORTS, Receivers, receivers
+from prefill_client.transport import BY_DEFAULT, TRANSPORTS, Receivers, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Description
 
@@ -186,7 +184,6 @@ class EncoderClient:
         grace_ms: int = DEFAULT_GRACE_MS,
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        producer: Producer | None = None,
         kept: bool = False,
     ) -> FetchStream:
         """Request rows. Iterate the stream for one outcome per request, in the order in which they become ready.
@@ -196,9 +193,9 @@ class EncoderClient:
         been submitted yet. `transports` lists the transports to use, best first. Inline is always the fallback, and
         "device" is for callers that compute on a GPU.
 
-        If a server lost an image that this client submitted, the client submits it again. With a `producer`, fetch the
-        rows that it put. With `kept`, a client keeps the images submitted (see `keep`): the stream tries one server
-        after the other until `timeout_s`. Raises `InvalidRequestError` for an unknown transport.
+        If a server lost an image that this client submitted, the client submits it again. With `kept`, a client keeps
+        the images submitted (see `keep`): the stream tries one server after the other until `timeout_s`. Raises
+        `InvalidRequestError` for an unknown transport.
         """
         if unknown := {*transports} - {*TRANSPORTS}:
             raise InvalidRequestError(
@@ -212,25 +209,8 @@ class EncoderClient:
             grace_ms=grace_ms,
             transports=transports,
             timeout_s=timeout_s,
-            producer=producer,
             kept=kept,
         )
-
-    def put(
-        self,
-        producer: Producer,
-        *,
-        request_id: str = "",
-        transports: Sequence[str] = BY_DEFAULT,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> PutSession:
-        """Return a session that puts rows computed by `producer` into the servers' stores.
-
-        The servers must accept Put. One session serves many images. `transports` lists the transports to use; inline is
-        always the fallback. `timeout_s` bounds each step.
-        """
-        caller = self._caller(request_id, 0)
-        return PutSession(self._pool, producer, caller, shared=SHM in transports, timeout_s=timeout_s)
 
     def _caller(self, request_id: str, priority: int) -> pb.Caller:
         return pb.Caller(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from encoder_contract.errors import EncoderError, StaleHandleError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.handle import Handle
 from encoder_contract.header import format_of, read_header
-from encoder_contract.producer import EngineKey
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import Frames, VideoInfo
 from prefill_client.transport.rows import OwnRows, Rows
@@ -95,10 +94,9 @@ class Submitted:
 class RowRequest:
     """A request for rows [row_begin, row_end) of one image; `row_end` 0 means all rows.
 
-    `digest` names a submitted image; `engine_key` names rows that a producer put under its own key. `chunk` is the
-    prefill chunk that needs the rows, and `needed_in_ms` is how soon it runs; 0 means that it is waiting. `frames`
-    selects two frames of the video with this digest. `submitted_to` is the server to which another process submitted
-    the image.
+    `digest` names a submitted image. `chunk` is the prefill chunk that needs the rows, and `needed_in_ms` is how soon
+    it runs; 0 means that it is waiting. `frames` selects two frames of the video with this digest. `submitted_to` is
+    the server to which another process submitted the image.
     """
 
     digest: bytes = b""
@@ -108,7 +106,6 @@ class RowRequest:
     needed_in_ms: int = 0
     min_pixels: int = 0
     max_pixels: int = 0
-    engine_key: EngineKey | None = None
     submitted_to: str = ""
     frames: Frames | None = None
 
@@ -122,11 +119,6 @@ class RowRequest:
         """Bytes that identify the image, equal to its `Image.name`."""
         return _name(self.digest, self.frames)
 
-    @property
-    def routed_by(self) -> bytes:
-        """The key that decides which server the request goes to."""
-        return self.digest if self.engine_key is None else self.engine_key.key
-
     def to_message(self, index: int) -> pb.FetchImage:
         """Return the message that requests these rows in a Fetch call."""
         return pb.FetchImage(
@@ -137,7 +129,6 @@ class RowRequest:
             row_end=self.row_end,
             chunk=self.chunk,
             needed_in_ms=self.needed_in_ms,
-            engine_key=self.engine_key.to_message() if self.engine_key else None,
             frames=self.frames.to_message() if self.frames else None,
             grid=_grid_message(self.frames.grid if self.frames else None),
         )
@@ -149,58 +140,6 @@ def _name(digest: bytes, frames: Frames | None) -> bytes:
 
 def _grid_message(grid: Grid | None) -> pb.Grid | None:
     return pb.Grid(t=grid.t, h=grid.h, w=grid.w) if grid else None
-
-
-@dataclass(frozen=True, slots=True)
-class PutImage:
-    """An image whose rows the caller computes, named by its content digest or an engine's key."""
-
-    grid: Grid
-    digest: bytes = b""
-    engine_key: EngineKey | None = None
-    min_pixels: int = 0
-    max_pixels: int = 0
-
-    @property
-    def routed_by(self) -> bytes:
-        """The key that decides which server the image goes to, equal to that of its `RowRequest`."""
-        return self.digest if self.engine_key is None else self.engine_key.key
-
-    def to_message(self, index: int, width: int, dtype: str) -> pb.PutName:
-        """Return the message that names the image in a Put call. Its rows have `width` elements of type `dtype`."""
-        return pb.PutName(
-            index=index,
-            digest=self.digest,
-            engine_key=self.engine_key.to_message() if self.engine_key else None,
-            variant=pb.Variant(min_pixels=self.min_pixels, max_pixels=self.max_pixels),
-            grid=pb.Grid(t=self.grid.t, h=self.grid.h, w=self.grid.w),
-            width=width,
-            dtype=dtype,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PutAnswer:
-    """The server's answer to a named image of a Put call, or to its rows.
-
-    The states are:
-
-    - `held`: the server has the rows.
-    - `yours`: the caller holds the lease and has `lease_s` seconds to send the rows.
-    - `wait`: another caller holds the lease, for at most `lease_s` seconds.
-    - `failed`: `error` has the reason.
-
-    `endpoint`, `call` and `index` identify the image in its call.
-    """
-
-    image: PutImage
-    state: Literal["held", "yours", "wait", "failed"]
-    address: bytes = b""
-    lease_s: float = 0.0
-    error: EncoderError | None = None
-    endpoint: str = ""
-    call: int = -1
-    index: int = -1
 
 
 @dataclass(frozen=True, slots=True)

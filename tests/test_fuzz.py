@@ -26,7 +26,6 @@ def test_seeded_calls_pass_and_leave_nothing_on_a_server() -> None:
         "fetch",
         "images",
         "videos",
-        "put",
         "crowds",
         "--cases",
         "400",

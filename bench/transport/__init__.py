@@ -1,1 +1,1 @@
-"""Parts of `bench.store`: hits and puts on a real server, and a bare gRPC stream for comparison."""
+"""Parts of `bench.store`: hits on a real server, and a bare gRPC stream for comparison."""

@@ -27,8 +27,6 @@ class ServerInfo:
     geometry: GridRule
     row_bytes: int
     transports: Transports
-    accepts_put: bool
-    encodes: bool
     identity: Identity
 
     @property
@@ -84,9 +82,7 @@ def facts(config: Config, model: Model, devices: str, replica_id: str) -> dict[s
     return {
         "model": f"{config.model} ({tower.model_type}, {model.recipe.model.hex()[:12]})",
         "fingerprint": model.recipe.model.hex(),
-        "device": "none: stores only"
-        if config.stores_only
-        else f"{devices}, {model.recipe.dtype}, attention {tower.attention}",
+        "device": f"{devices}, {model.recipe.dtype}, attention {tower.attention}",
         "decoder": model.decoder.name,
         "videos": model.videos or f"none: {model.no_videos}",
         "rows": f"{tower.width} wide ({tower.hidden} x {1 + tower.levels})",

@@ -11,7 +11,6 @@ from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnknownImageError
 from encoder_contract.fleet_key import FleetKey
-from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
@@ -135,25 +134,20 @@ async def row_requests(
         raise InvalidRequestError(f"a Fetch call must name 1 to {info.max_images} images, got {len(images)}")
     if len({image.index for image in images}) < len(images):
         raise InvalidRequestError("two images of this call have the same index: give each name its own index")
-    producer = Producer.from_message(request.producer) if request.HasField("producer") else None
     now = monotonic()
     named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
     for image in images:  # grouped by name: comparing names is cheaper than computing addresses
-        engine_key = image.engine_key.SerializeToString() if image.HasField("engine_key") else None
         frames = None
         if image.HasField("frames"):
             grid = image.grid
             frames = image.frames.SerializeToString(deterministic=True), grid.t, grid.h, grid.w
-        name = image.digest, image.variant.min_pixels, image.variant.max_pixels, engine_key, frames
+        name = image.digest, image.variant.min_pixels, image.variant.max_pixels, frames
         named.setdefault(name, []).append(image)
     requests: list[RowRequest] = []
     for some, pieces in name_turns(list(named.values())):
         await turns.take(caller.holder, pieces)
         for windows in some:
-            if producer is not None:
-                key = messages.put_image_key(producer, windows[0], caller.salt)
-            else:
-                key = messages.image_key(info.recipe, windows[0], caller.salt)
+            key = messages.image_key(info.recipe, windows[0], caller.salt)
             needed_at = now + min(window.needed_in_ms for window in windows) / 1000
             claim = caller.claim(min(window.chunk for window in windows), needed_at)
             requests.append(RowRequest(key, claim, windows))

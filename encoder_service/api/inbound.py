@@ -223,11 +223,11 @@ def _serialize(message: Message | bytes) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-CallKind: TypeAlias = Literal["submit", "fetch", "put"]
+CallKind: TypeAlias = Literal["submit", "fetch"]
 
 
 class CallRecord:
-    """The record of one Submit, Fetch or Put: metrics while it runs, and one log line when it ends.
+    """The record of one Submit or Fetch: metrics while it runs, and one log line when it ends.
 
     Always `close` it.
     """
@@ -282,17 +282,6 @@ class CallRecord:
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)
-
-    def put(
-        self,
-        outcome: Literal["held", "yours", "wait", "kept", "failed"],
-        size: int = 0,
-        error: EncoderError | None = None,
-    ) -> None:
-        """Record an answer of a Put, and the size of the rows that were stored."""
-        self._count(outcome, error)
-        self._bytes += size
-        self._metrics.put(outcome, size, error)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Record rows sent."""

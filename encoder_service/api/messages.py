@@ -8,13 +8,11 @@ from google.protobuf.message import DecodeError, Message
 
 from encoder_contract.digest import DIGEST_BYTES
 from encoder_contract.errors import EncoderError, InvalidRequestError, Status
-from encoder_contract.framing import parse_rows
 from encoder_contract.geometry import Geometry, Grid, GridRule
-from encoder_contract.producer import EngineKey, Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import Frames
-from encoder_service.images import LookupResult, PutImage
-from encoder_service.keys import MAX_SALT_BYTES, ImageKey, Recipe, put_key
+from encoder_service.images import LookupResult
+from encoder_service.keys import MAX_SALT_BYTES, ImageKey, Recipe
 from encoder_service.scheduler.policy import MAX_PRIORITY, MIN_PRIORITY
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -22,15 +20,12 @@ M = TypeVar("M", bound=Message)
 
 # A request without a list has names, proofs and addresses of tens of bytes, and a `Caller` of some hundreds.
 SMALL_BYTES = 2048
-# A name in a Submit, Fetch or Put with every field at its largest, including the tag and length of each field.
+# A name in a Submit or Fetch with every field at its largest, including the tag and length of each field.
 NAME_BYTES = 256
 # Images are sent in pieces of this size. Larger pieces are no faster, and the bytes of an incomplete message count
 # towards no limit.
 PIECE_BYTES = 256 << 10
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; each queued image has a copy
-# Servers that accept Put take larger pieces: rows have a hundred times as many bytes as their image, so the cost per
-# message matters.
-PUT_PIECE_BYTES = 1 << 20
 # The most fields that a request has besides the names of images.
 OTHER_FIELDS = 64
 _CODES: Mapping[Status, grpc.StatusCode] = {
@@ -43,9 +38,9 @@ def names_bytes(max_images: int) -> int:
     return SMALL_BYTES + NAME_BYTES * max_images
 
 
-def max_request_bytes(max_images: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Return the largest allowed size of any request, if calls name `max_images` images and send such pieces."""
-    return max(SMALL_BYTES + piece_bytes, names_bytes(max_images))
+def max_request_bytes(max_images: int) -> int:
+    """Return the largest allowed size of any request, if calls name `max_images` images."""
+    return max(SMALL_BYTES + PIECE_BYTES, names_bytes(max_images))
 
 
 def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
@@ -72,19 +67,6 @@ def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
     if _is_piece(raw):
         return parse(pb.SubmitRequest, raw, max_request_bytes(max_images))
     return _parse_names(pb.SubmitRequest, raw, max_images, pb.SubmitRequest.NAMES_FIELD_NUMBER)
-
-
-def parse_put(raw: bytes, max_images: int) -> pb.PutRequest | tuple[int, memoryview]:
-    """Return the message of a Put, or (index, data) of a piece of rows, without copying the rows.
-
-    Only a piece of rows may exceed the size of a list of names.
-    """
-    if (piece := parse_rows(raw)) is not None and len(raw) <= SMALL_BYTES + PUT_PIECE_BYTES:
-        return piece
-    request = _parse_names(pb.PutRequest, raw, max_images, pb.PutRequest.NAMES_FIELD_NUMBER)
-    if request.WhichOneof("message") == "rows":
-        return request.rows.index, memoryview(request.rows.data)
-    return request
 
 
 def _parse_names(kind: type[M], raw: bytes, max_images: int, names_field: int = 0) -> M:
@@ -148,22 +130,6 @@ def _frames(name: pb.ImageName | pb.FetchImage) -> Frames:
         raise InvalidRequestError("bilinear_height and bilinear_width of frames must be given together")
     size = None if bilinear == (0, 0) else bilinear
     return Frames(frames.first, frames.second, Grid(grid.t, grid.h, grid.w), size)
-
-
-def put_image_key(by: Producer, name: pb.PutName | pb.FetchImage, salt: bytes) -> ImageKey:
-    """Return the key of rows from a producer. Raises `InvalidRequestError` for an invalid name."""
-    variant = name.variant.min_pixels, name.variant.max_pixels
-    if not name.HasField("engine_key"):
-        _check_digest(name.digest)
-        return put_key(by, name.digest, *variant, salt)
-    if name.digest:
-        raise InvalidRequestError("an image must be named by digest or by engine_key, not by both")
-    return put_key(by, EngineKey.from_message(name.engine_key), *variant, salt)
-
-
-def put_image(by: Producer, salt: bytes, name: pb.PutName) -> PutImage:
-    """Return the image that a name in a Put stands for. Raises `InvalidRequestError`."""
-    return PutImage(name.index, put_image_key(by, name, salt), Grid(name.grid.t, name.grid.h, name.grid.w))
 
 
 def geometry_message(rule: GridRule) -> pb.Geometry | None:

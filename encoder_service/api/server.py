@@ -66,14 +66,13 @@ class Listener:
         certificates: Certificates | None,
         budgets: Budgets,
         max_images: int,
-        piece_bytes: int,
     ) -> None:
         """Bind the port, for TLS if there are `certificates`. Raises `ConfigError` if the port is unavailable.
 
         `budgets` bounds the number of open calls, separately for Submit and for health. Each call names at most
-        `max_images` images and sends pieces of at most `piece_bytes`.
+        `max_images` images.
         """
-        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images, piece_bytes))
+        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = min(MAX_CONNECTIONS, files // 2)
         connections = ("grpc.max_allowed_incoming_connections", self._max_connections)

@@ -1,4 +1,4 @@
-"""The gRPC service: Describe, Submit, Fetch and Put. No method blocks the event loop."""
+"""The gRPC service: Describe, Submit and Fetch. No method blocks the event loop."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -6,19 +6,16 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from encoder_contract.errors import ForbiddenError, InvalidRequestError, ModelMismatchError, UnavailableError
-from encoder_contract.producer import Producer
+from encoder_contract.errors import InvalidRequestError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.fetch import FetchCall, row_requests
 from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
-from encoder_service.api.put import PutCall, PutMessage
 from encoder_service.api.submit import SubmitCall, Uploads
-from encoder_service.images import Images, PutLeases
+from encoder_service.images import Images
 from encoder_service.limits import Budgets, Caller, Turns
 from encoder_service.metrics import Metrics
-from encoder_service.store import Store
 
 SERVICE = "encoder_contract.v1.EncoderService"
 
@@ -29,15 +26,11 @@ class EncoderService:
     def __init__(
         self,
         images: Images,
-        leases: PutLeases,
-        store: Store,
         info: ServerInfo,
         metrics: Metrics,
         budgets: Budgets,
     ) -> None:
         self._images = images
-        self._leases = leases
-        self._store = store
         self._info = info
         self._metrics = metrics
         self._budgets = budgets
@@ -63,10 +56,6 @@ class EncoderService:
                 f"the first message of a Submit call must be `open`, got {kind or 'an empty message'}"
             )
         caller = self._admitted("submit", inbound.caller, first.open, record)
-        if not self._info.encodes:
-            raise ModelMismatchError(
-                "this server only stores rows (--store-only): submit images to a server that encodes, or put their rows"
-            )
         limits = self._info.description.limits
         uploads = Uploads(
             inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
@@ -110,37 +99,6 @@ class EncoderService:
             async for message in answers:
                 yield message
 
-    async def put(self, inbound: Inbound[PutMessage]) -> AsyncGenerator[pb.PutResponse]:
-        """Accept rows that the caller computes; see the contract."""
-        record = self._begin_record("put", inbound)
-        self._info.identity.require("put", inbound.caller)  # before anything is parsed
-        first = await inbound.requests.first()
-        if isinstance(first, tuple):
-            raise InvalidRequestError("the first message of a Put call must be `open`, got `rows`")
-        if (kind := first.WhichOneof("message")) != "open":
-            raise InvalidRequestError(
-                f"the first message of a Put call must be `open`, got {kind or 'an empty message'}"
-            )
-        caller = self._admitted("put", inbound.caller, first.open.caller, record)
-        call = PutCall(
-            self._leases,
-            self._store,
-            record,
-            inbound.requests,
-            caller,
-            self._info,
-            self._turns,
-            producer=Producer.from_message(first.open.producer),
-            hold=inbound.resources.enter_context(self._budgets.put_bytes.hold(caller, 0)),
-            segment=self._info.transports.open_segment(first.open, is_local=caller.is_local),
-            is_draining=lambda: self.draining,
-        )
-        inbound.resources.callback(call.close)
-        yield call.opened()
-        async for answer in call.answers():
-            yield answer
-        record.complete = True
-
     def _begin_record(self, kind: CallKind, inbound: Inbound[Any]) -> CallRecord:
         """Begin the record of a call, and close it when the call ends."""
         record = CallRecord(self._metrics, kind, inbound.caller)
@@ -159,15 +117,12 @@ class EncoderService:
     ) -> Caller:
         """Return the caller, completed from its `message`, and enter it in the call's record.
 
-        Raises as `Identity.admit` does, `ForbiddenError` where Put is off, `UnavailableError` during a drain, and
-        `ModelMismatchError`.
+        Raises as `Identity.admit` does, `UnavailableError` during a drain, and `ModelMismatchError`.
         """
         record.set_caller(message.request_id, message.client_id or caller.host)
         identity = self._info.identity
         caller = identity.admit_peer(caller, message) if is_peer else identity.admit(right, caller, message)
         record.set_caller(caller.request_id, caller.name)
-        if right == "put" and not self._info.accepts_put:
-            raise ForbiddenError("Put is off on this server: the operator turns it on with --accept-put yes")
         if self.draining:
             raise UnavailableError("the server is draining: use another server")
         self._info.check_model(message)
@@ -182,7 +137,6 @@ def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_
     return {
         "Describe": gate.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
         "Submit": submit_gate.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
-        "Put": gate.stream(service.put, partial(messages.parse_put, max_images=max_images)),
         # `fetch` parses its request itself, after it has checked the caller's rights.
         "Fetch": gate.stream(service.fetch, bytes),
     }

@@ -3,7 +3,8 @@
 `Uploads` reserves space before bytes are sent, and releases it when they stop arriving.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -12,11 +13,11 @@ from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
-from encoder_service.api.exchange import Exchange
 from encoder_service.api.inbound import CallRecord, Requests
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
-from encoder_service.limits import Caller, Hold, Turns
+from encoder_service.limits import REFUSAL_S, Caller, Hold, Turns, name_turns
+from encoder_service.logs import known_error
 from encoder_service.scheduler import Claim
 
 # A slower upload counts as stalled: an occasional byte must not keep space reserved that other callers wait for.
@@ -116,14 +117,15 @@ class Uploads:
         self._hold.resize(max(largest, sum(upload.size for upload in self._uploads.values())))
 
 
-class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, SubmittedImage, pb.SubmitResponse]):
+class SubmitCall:
     """The images of one Submit call. An image is wanted until its bytes have arrived; it is queued then.
 
     Retained images are wanted again when a Fetch waits for them. If several frames of one video need its file, the
     first of them is wanted, and the others are answered when the file has arrived.
-    """
 
-    right = "submit"
+    A failed image fails alone. The call fails only if the caller violates the contract or loses its rights.
+    Iterate over `answers` once; always `close` the call.
+    """
 
     def __init__(
         self,
@@ -135,8 +137,16 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         info: ServerInfo,
         turns: Turns,
     ) -> None:
-        """For `requests`, `caller`, `info` and `turns` see `Exchange`."""
-        super().__init__(requests, caller, info, turns)
+        """`requests` are those after the first; `turns` keeps a call with hundreds of names from delaying others."""
+        self._requests = requests
+        self._caller = caller
+        self._info = info
+        self._turns = turns
+        self._wanted: dict[int, SubmittedImage] = {}  # by the caller's index
+        # Indexes of all images named so far. Their pieces are ignored unless the image is wanted: they were in transit
+        # when it failed.
+        self._named: set[int] = set()
+        self._refused_any = False  # since the last `_pause`
         self._images = images
         self._uploads = uploads
         self._record = record
@@ -147,6 +157,20 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         # Frames that wait for the file of a wanted video, by the video's key.
         self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
         self._file_errors: dict[bytes, EncoderError] = {}  # by the key of the rejected file
+
+    async def answers(self) -> AsyncIterator[pb.SubmitResponse]:
+        """Yield an answer for every name, and one more for every image that was wanted."""
+        while True:
+            for answer in self._unprompted_answers():
+                yield answer
+            try:
+                request = await self._next_request()
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                break
+            async for answer in self._handle(request):
+                yield answer
 
     def check_end(self) -> None:
         """Raise `InvalidRequestError` if the caller ended the call too early."""
@@ -159,7 +183,8 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
     def close(self) -> None:
         """Drop incomplete uploads and, unless the call is complete, the images that only this call wants."""
         ended_normally = bool(self._retained) and not self._wanted
-        super().close()
+        for index in tuple(self._wanted):
+            self._drop(index)
         for address in self._retained:
             self._images.waiters.release(address, self._retainer)
         if not self._record.complete:
@@ -229,16 +254,79 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
                 f"after `open`, a Submit call may send only `names` and `bytes`, got {kind or 'an empty message'}"
             )
 
+    async def _handle_names(self, names: Sequence[pb.ImageName]) -> AsyncIterator[pb.SubmitResponse]:
+        """Yield the answers to a list of names, a few names at a time."""
+        self._info.identity.check_again("submit", self._caller)
+        for some, pieces in name_turns(names):
+            await self._turns.take(self._caller.holder, pieces)
+            for answer in await self._answer_names(some):
+                yield answer
+
+    async def _answer_names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
+        answers: list[pb.SubmitResponse] = []
+        images: list[SubmittedImage] = []
+        for name in names:
+            self._reserve_index(name.index)
+            try:
+                images.append(self._parse_name(name))
+            except InvalidRequestError as error:
+                answers.append(self._refuse(name.index, error))
+        answers += await self._look_up(images)
+        await self._pause()
+        return answers
+
+    async def _handle_piece(
+        self, index: int, handle: Callable[[SubmittedImage], Awaitable[pb.SubmitResponse | None]]
+    ) -> list[pb.SubmitResponse]:
+        """Pass a piece of an image to `handle`; return the image's last answer if it is complete or failed."""
+        if (wanted := self._wanted.get(index)) is None:
+            if index in self._named:
+                return []
+            raise InvalidRequestError(
+                f"image {index}: the server did not ask for its bytes in this call: send only what it asks for"
+            )
+        try:
+            answer = await handle(wanted)
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            answer = self._fail(index, error)
+        else:
+            if answer is None:
+                return []
+            del self._wanted[index]
+        await self._pause()
+        return [answer]
+
+    async def _pause(self) -> None:
+        """Delay the answers that contain a refusal; see `REFUSAL_S`."""
+        if self._refused_any:
+            self._refused_any = False
+            await asyncio.sleep(REFUSAL_S)
+
+    def _fail(self, index: int, error: Exception) -> pb.SubmitResponse:
+        """Drop a wanted image; return its last answer."""
+        self._drop(index)
+        return self._refuse(index, known_error(error))
+
+    def _drop(self, index: int) -> None:
+        wanted = self._wanted.pop(index)
+        self._uploads.release(index)
+        self._images.forget(wanted.key)
+
+    def _refuse(self, index: int, error: EncoderError) -> pb.SubmitResponse:
+        self._refused_any = True
+        self._record.submitted("failed", error)
+        return messages.failed_state(index, error)
+
     def _reserve_index(self, index: int) -> None:
-        if index in self._finished:
+        if index in self._named:
             raise InvalidRequestError(
                 f"index {index} is used twice in this call: give each image its own index"
             )
-        if len(self._finished) >= (most := self._info.max_images):
+        if len(self._named) >= (most := self._info.max_images):
             raise InvalidRequestError(
                 f"the call names more than max_images_per_call = {most} images: begin another call for the rest"
             )
-        self._finished.add(index)
+        self._named.add(index)
 
     def _parse_name(self, name: pb.ImageName) -> SubmittedImage:
         key = messages.image_key(self._info.recipe, name, self._caller.salt)
@@ -312,11 +400,3 @@ class SubmitCall(Exchange[pb.SubmitRequest, pb.ImageName, SubmittedImage, Submit
         self._uploads.release(piece.index)
         [answer] = self._answer(image, known)
         return answer
-
-    def _release(self, wanted: SubmittedImage) -> None:
-        self._uploads.release(wanted.index)
-        self._images.forget(wanted.key)
-
-    def _failure_answer(self, index: int, error: EncoderError) -> pb.SubmitResponse:
-        self._record.submitted("failed", error)
-        return messages.failed_state(index, error)

@@ -16,7 +16,7 @@ from encoder_service.scheduler.policy import MAX_PRIORITY, MIN_PRIORITY
 
 log = logging.getLogger(__name__)
 
-Right = Literal["submit", "fetch", "put", "operate", "metrics"]
+Right = Literal["submit", "fetch", "operate", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
 # Each call is compared with every token: this many take a fifth of a millisecond.
 MAX_TOKENS = 1024
@@ -50,7 +50,7 @@ class Tenants:
         [chat]
         tokens = ["6b86b273…"]          # SHA-256 of each token, 64 hexadecimal digits
         certificates = ["chat.example"]  # names in client certificates
-        rights = ["submit", "fetch"]     # of submit, fetch, put, operate, metrics
+        rights = ["submit", "fetch"]     # of submit, fetch, operate, metrics
         max_priority = 0                 # -8 to 8; a caller's higher priority is lowered to this
 
     The file holds hashes of tokens, so reading it does not let anyone call. It must name at least one tenant, and each

@@ -139,7 +139,6 @@ class Peers:
             images=[
                 pb.FetchImage(
                     digest=key.digest,
-                    engine_key=key.engine_key.to_message() if key.engine_key else None,
                     variant=variant,
                     row_end=0 if local_only else 1,
                     frames=frames and frames.to_message(),
@@ -147,7 +146,6 @@ class Peers:
                 )
             ],
             local_only=local_only,
-            producer=key.producer.to_message() if key.producer else None,
         )
 
     async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:

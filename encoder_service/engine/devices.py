@@ -135,6 +135,6 @@ class DeviceProcess:
 
 
 def start_devices(config: Config) -> list[DeviceProcess]:
-    """Start a process for each device; none for a server that only stores."""
-    count = 0 if config.stores_only else len(config.device_names)
+    """Start a process for each device."""
+    count = len(config.device_names)
     return [DeviceProcess(config, number, count) for number in range(count)]

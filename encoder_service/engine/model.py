@@ -17,7 +17,6 @@ from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel
-from encoder_service.families.stored import stored_model
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import (
     DECODE_PIXELS,
@@ -59,17 +58,15 @@ class Model:
 def load_model(config: Config, processes: int = 1) -> Model:
     """Load a `Model` into this process. Raises `ConfigError` naming what is missing or cannot be served.
 
-    The configuration names one device; on the CPU, `processes` of them load at the same time. A server that only
-    stores needs neither weights nor a device, and reads only the configuration of its folder.
+    The configuration names one device; on the CPU, `processes` of them load at the same time.
     """
-    check_model(config.model, stores_only=config.stores_only, width=config.row_width)
-    device = "cpu" if config.stores_only else _device(config.devices)
+    check_model(config.model)
+    device = _device(config.devices)
     if lacking := missing_formats(config.accepted_formats):
         raise ConfigError(
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )
-    if not config.stores_only:
-        _check_memory(config, Device(device), processes)
+    _check_memory(config, Device(device), processes)
     decoder = _decoder(config, device)
     try:
         tower = _tower(config, device, _dtype(config))
@@ -91,8 +88,6 @@ def _video_settings(config: Config, tower: VisionModel) -> VideoSettings:
     """Return how the model's videos are processed. Raises `ValueError` or `OSError` with the reason not to take any."""
     if config.video == "no":
         raise ValueError(f"{flag('video')} is no")
-    if config.stores_only:
-        raise ValueError(f"{flag('store_only')} decodes nothing")
     if not tower.takes_frames:
         raise ValueError(f"model_type {tower.model_type!r} has no tower of the server's own")
     if config.decoder_process == "no":
@@ -121,8 +116,6 @@ def _decoder(config: Config, device: str) -> Decoder:
 
     Raises `ConfigError` for settings that contradict each other, and if DALI is requested and not installed.
     """
-    if config.stores_only:
-        return Decoder(torch.device(device), files_decoder(config, threads=1))
     threads = decode_threads(config, Device(device))
     jpegs = _jpegs(config, device, threads)
     return Decoder(torch.device(device), files_decoder(config, threads), jpegs)
@@ -130,7 +123,7 @@ def _decoder(config: Config, device: str) -> Decoder:
 
 def files_decoder(config: Config, threads: int) -> FileDecoder:
     """Return the decoder of single files and headers, for this many threads. It may still be starting."""
-    if config.stores_only or config.decoder_process == "no":
+    if config.decoder_process == "no":
         return PillowDecoder()
     return DecoderPool(threads, max_image_pixels=config.max_image_pixels)
 
@@ -160,9 +153,6 @@ def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
 
 
 def _tower(config: Config, device: str, dtype: str) -> VisionModel:
-    if config.stores_only:
-        fingerprint = bytes.fromhex(config.model_fingerprint)
-        return stored_model(config.model, dtype=dtype, width=config.row_width, fingerprint=fingerprint)
     options = LoadOptions(
         device=device,
         dtype=dtype,

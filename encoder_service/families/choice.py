@@ -23,19 +23,11 @@ GROUP = "encoder_service.families"
 NEEDED = ("transformers", "torchvision")
 
 
-def check_model(folder: Path, *, stores_only: bool = False, width: int = 0) -> None:
-    """Raise `ConfigError` if the configuration in `folder` tells that the model cannot be served.
-
-    A server that only stores needs only the width of a row. If `width` is given, the folder need not exist.
-    """
-    if width:
-        return
+def check_model(folder: Path) -> None:
+    """Raise `ConfigError` if the configuration in `folder` tells that the model cannot be served."""
     require_folder("model", folder)
     try:
         model_type = model_type_of(folder)
-        if stores_only and model_type not in OWN_TYPES:
-            row_width(folder)
-            return
         if _plug_in(model_type) is not None:
             return
         if model_type not in OWN_TYPES:
@@ -113,21 +105,6 @@ def _check_generic(folder: Path, model_type: str) -> None:
             f" {', '.join(sorted(OWN_TYPES))}), and {' and '.join(missing)} are not installed;"
             f" {install('transformers')}"
         )
-
-
-def row_width(folder: Path) -> tuple[int, int]:
-    """Return the width of the language model and the number of DeepStack levels from config.json.
-
-    Raises `ValueError` if config.json names no width.
-    """
-    config = read_config(folder)
-    text = [config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)]
-    hidden = next((part["hidden_size"] for part in (*text, config) if "hidden_size" in part), None)
-    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
-        raise ValueError(f"config.json names no hidden_size of a language model: say {flag('row_width')}")
-    vision = config.get("vision_config")
-    levels = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
-    return hidden, len(levels or ())
 
 
 def model_type_of(folder: Path) -> str:

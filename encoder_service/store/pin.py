@@ -4,12 +4,9 @@ A `Pin` keeps an embedding's bytes in place until it is released. `Incoming` wri
 reserved pages, which no reader sees until all rows are there.
 """
 
-import math
-import os
 from types import TracebackType
 from typing import Protocol, Self
 
-import numpy as np
 import torch
 
 from encoder_contract.errors import InternalError, InvalidRequestError
@@ -166,12 +163,6 @@ class Pin:
         return [(base + offset, length) for offset, length in entry.extents(begin, end)]
 
 
-# Size of one read: the bytes are still in the processor's cache when they are added to the checksum.
-_READ_BYTES = 512 << 10
-# Size of one comparison, for the same reason.
-_CHECKED_BYTES = 256 << 10
-
-
 class Incoming:
     """An embedding whose rows arrive in pieces; `commit` or `abandon` it. Not thread-safe: one writer at a time."""
 
@@ -199,54 +190,12 @@ class Incoming:
             data = data[count:]
             self._written(count)
 
-    def read(self, file: int, offset: int, length: int) -> None:
-        """Append `length` bytes of a file, from `offset` on. Call it from a worker thread.
-
-        The bytes that are checked are the bytes that are kept, even if the file changes during the read. Raises
-        `InvalidRequestError` if the file is too short, or the rows have fewer bytes.
-        """
-        self._check_length(length)
-        end = offset + length
-        while offset < end:
-            target = self._unwritten[0][: min(_READ_BYTES, end - offset)]
-            count = os.preadv(file, [target], offset)
-            if count <= 0:
-                raise InvalidRequestError("the caller's segment ends before the end of the rows")
-            self._checksum.add(target[:count])
-            offset += count
-            self._written(count)
-
     def check(self, checksum: int) -> None:
         """Raise `InvalidRequestError` if bytes are missing, and `InternalError` if the checksum does not match."""
         if self._missing_bytes:
             raise InvalidRequestError(f"{self._missing_bytes} bytes of the rows are missing")
         if self._checksum.value != checksum:
             raise InternalError("the rows arrived damaged: their checksum does not match")
-
-    def check_finite(self) -> None:
-        """Raise `InvalidRequestError` for a NaN or an infinity in the rows. All rows must have arrived.
-
-        Takes a tenth of a millisecond per megabyte: call it from a worker thread.
-        """
-        entry = self._entry
-        assert entry is not None, "the rows were committed or abandoned"
-        size = self._dtype.itemsize
-        checked_bytes = 0
-        for rows in self._rows:
-            signed = np.frombuffer(rows, f"i{size}")
-            unsigned = signed.view(f"u{size}")
-            infinite = _infinity(self._dtype)
-            negative = infinite | 1 << 8 * size - 1
-            for begin in range(0, len(signed), _CHECKED_BYTES // size):
-                block = slice(begin, begin + _CHECKED_BYTES // size)
-                # NaNs and infinities have an infinity's exponent, which makes them the largest integers of either sign.
-                if signed[block].max() >= infinite or unsigned[block].max() >= negative:
-                    found = np.flatnonzero((signed[block] & infinite) == infinite)[0]
-                    row = (checked_bytes + (begin + int(found)) * size) // (entry.row_bytes // entry.tokens)
-                    raise InvalidRequestError(
-                        f"row {row} of {entry.tokens} contains a NaN or an infinity: rows must be finite"
-                    )
-            checked_bytes += len(rows)
 
     def commit(self, checksum: int) -> Pin:
         """Make the rows visible and return a pin on them. Raises what `check` raises."""
@@ -273,9 +222,3 @@ class Incoming:
         self._unwritten[0] = self._unwritten[0][count:]
         if not self._unwritten[0]:
             del self._unwritten[0]
-
-
-def _infinity(dtype: torch.dtype) -> int:
-    """Return the bits of infinity as an integer."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return int(torch.tensor(math.inf, dtype=dtype).view(bits).item())

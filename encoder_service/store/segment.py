@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
-from encoder_contract.segment_file import CALLERS_PREFIX, MAGIC, create_owned, remove_ownerless
+from encoder_contract.segment_file import MAGIC, create_owned, remove_ownerless
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +121,10 @@ class StoreSizeError(ValueError):
 def require_room(folder: Path, size_bytes: int) -> None:
     """Raise `StoreSizeError` if `folder` or this process's memory limit has no space for `size_bytes` more.
 
-    First remove the files of servers that died, and of clients that were killed while they opened a Put call.
+    First remove the files of servers that died.
     """
-    for prefix in (_PREFIX, CALLERS_PREFIX):
-        for path in remove_ownerless(folder, prefix):
-            log.warning("store: removed %s, left behind by a dead process", path)
+    for path in remove_ownerless(folder, _PREFIX):
+        log.warning("store: removed %s, left behind by a dead process", path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StoreSizeError(f"--store-segment-dir {folder} does not exist or cannot be written to")
     files = os.statvfs(folder)

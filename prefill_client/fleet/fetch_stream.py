@@ -15,7 +15,6 @@ from encoder_contract.errors import (
     UnavailableError,
     UnknownImageError,
 )
-from encoder_contract.producer import Producer
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
@@ -42,7 +41,6 @@ class FetchStream:
         grace_ms: int,
         transports: Sequence[str],
         timeout_s: float,
-        producer: Producer | None = None,
         kept: bool = False,
     ) -> None:
         self._pool = pool
@@ -52,9 +50,8 @@ class FetchStream:
         self._grace_ms = grace_ms
         self._transports = transports
         self._timeout_s = timeout_s
-        self._producer = producer
         self._kept = kept
-        self._submitted_to = {each.routed_by: each.submitted_to for each in requests if each.submitted_to}
+        self._submitted_to = {each.digest: each.submitted_to for each in requests if each.submitted_to}
         # By image, the servers that do not know it, in this round over all servers.
         self._unknown_at: defaultdict[bytes, set[str]] = defaultdict(set)
         deadline = monotonic() + timeout_s
@@ -93,11 +90,10 @@ class FetchStream:
     def _fetch_all(self, indexes: Sequence[int]) -> None:
         if not indexes:
             return
-        names = [self._requests[index].routed_by for index in indexes]
+        names = [self._requests[index].digest for index in indexes]
         groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        # Rows that were put, and kept images, are only at one server: do not move them to balance load.
-        bounded = self._producer is None and not self._kept
-        placed = self._pool.router.place(names, self._route, bounded=bounded)
+        # Kept images are only at one server: do not move them to balance load.
+        placed = self._pool.router.place(names, self._route, bounded=not self._kept)
         for index, endpoint in zip(indexes, placed, strict=True):
             # No grace for images that this client sent: a server that does not know one has lost it.
             grace_ms = self._grace_ms if self._resubmittable(index) is None else 0
@@ -110,7 +106,7 @@ class FetchStream:
     def _resubmittable(self, index: int) -> Image | None:
         """Return the image to submit again if a server lost it; None if this client cannot submit it."""
         request = self._requests[index]
-        if self._producer or self._kept or (image := self._recent.image(request.digest)) is None:
+        if self._kept or (image := self._recent.image(request.digest)) is None:
             return None
         if request.frames is None:
             return image
@@ -118,8 +114,6 @@ class FetchStream:
         return replace(image, frames=request.frames, grid=request.frames.grid, is_video=False)
 
     def _route(self, name: bytes) -> str | None:
-        if self._producer:
-            return None
         if self._kept:
             return self._next_server(name)
         return self._recent.route(name) or self._submitted_to.get(name)
@@ -168,7 +162,6 @@ class FetchStream:
                 grace_ms=grace_ms,
                 transports=self._transports,
                 timeout_s=self._attempts[indexes[0]].left_s(),
-                producer=self._producer,
             )
             self._streams.append(stream)
             async for outcome in stream:
@@ -180,7 +173,7 @@ class FetchStream:
                     self._outcomes.put_nowait(replace(outcome, index=index, again=again))
                 else:
                     if isinstance(outcome.error, UnknownImageError):
-                        self._unknown_at[self._requests[index].routed_by].add(endpoint)
+                        self._unknown_at[self._requests[index].digest].add(endpoint)
                     self._start(self._retry_or_fail([index], outcome.error))
         except EncoderError as error:
             if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
@@ -201,7 +194,6 @@ class FetchStream:
             grace_ms=self._grace_ms,
             transports=[INLINE],
             timeout_s=self._timeout_s,
-            producer=self._producer,
             kept=self._kept,
         )
         async with stream:

@@ -27,8 +27,8 @@ CONNECT_AGAIN_S = 2.0
 ATTEMPT_S = 20.0
 # How often names are resolved again, for fleets that grow and shrink behind a headless Service.
 RESOLVE_EVERY_S = 5.0
-# How long a retired connection stays open for its calls, longer than calls usually take. After that, Put calls start
-# again, and rows that are still held are fetched again.
+# How long a retired connection stays open for its calls, longer than calls usually take. After that, rows that are
+# still held are fetched again.
 RETIRE_S = 600.0
 DNS = "dns:"
 

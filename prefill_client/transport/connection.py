@@ -1,4 +1,4 @@
-"""The connection to one server: its channel, its description, and single attempts at Submit, Fetch and Put."""
+"""The connection to one server: its channel, its description, and single attempts at Submit and Fetch."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,12 @@ import grpc
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry
-from encoder_contract.producer import Producer
-from encoder_contract.segment_file import segment_proof
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client.images import Image, RowRequest, ServerClock
 from prefill_client.transport import Receiver, Receivers, receivers, select_receivers
 from prefill_client.transport.channels import Channels, from_rpc
-from prefill_client.transport.put_stream import PutStream
 from prefill_client.transport.row_stream import RowStream
 from prefill_client.transport.rows import element_type
 from prefill_client.transport.submit_stream import SubmitStream
@@ -115,7 +112,6 @@ class Connection:
         self.endpoint = endpoint
         self.version = version
         self._channels = channels
-        self._shm_segment = described.shm_segment
         self.description = Description.from_message(described)
         self.channel = channel
         self.receivers = receivers
@@ -183,7 +179,6 @@ class Connection:
         grace_ms: int,
         transports: Sequence[str],
         timeout_s: float,
-        producer: Producer | None,
     ) -> RowStream:
         """Start a Fetch call. Rows arrive by the first of `transports` that both sides can use, else inline.
 
@@ -194,7 +189,6 @@ class Connection:
             caller=caller,
             images=[request.to_message(index) for index, request in enumerate(requests)],
             grace_ms=grace_ms,
-            producer=producer.to_message() if producer else None,
         )
         for receiver in receivers.values():
             receiver.ask(message)
@@ -202,22 +196,6 @@ class Connection:
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
             self._clock_task = asyncio.create_task(self._update_clock(), name="clock")
         return RowStream(call, requests, receivers, self.endpoint, self.clock, timeout_s)
-
-    async def put(self, producer: Producer, caller: pb.Caller, *, shared: bool) -> PutStream:
-        """Start a Put call. With `shared`, rows go through shared memory if the server is on this host.
-
-        Raises the error of the call if the server refuses it.
-        """
-        return await PutStream.open(
-            self.channel,
-            self.endpoint,
-            producer,
-            caller,
-            max_images=self.description.max_images_per_call,
-            segment=self._shm_segment,
-            proof=segment_proof(self.endpoint, self._shm_segment) if shared else b"",
-            metadata=self.metadata(),
-        )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of a call: the client's token, and the trace context of the current task."""

@@ -1,4 +1,4 @@
-"""A running call to a server: the base class of Submit, Put and Fetch calls."""
+"""A running call to a server: the base class of Submit and Fetch calls."""
 
 import asyncio
 from typing import Any
@@ -15,8 +15,8 @@ _ENDED = (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 class Exchange:
     """A running call that writes one message at a time and reads messages. Once it has ended, both raise its error.
 
-    In `SubmitStream` and `PutStream`, the client names images, the server answers each, and the client sends what the
-    server wants in pieces. `RowStream` only reads.
+    In a `SubmitStream`, the client names images, the server answers each, and the client sends the files that the
+    server needs. A `RowStream` only reads.
     """
 
     def __init__(self, call: Any, endpoint: str) -> None:

@@ -1,8 +1,8 @@
 """Rows on the wire: `FetchResponse{rows{index, data}}`, framed and parsed by hand to avoid protobuf's copies.
 
-`PutRequest{rows{index, data}}` has the same bytes. The frames are identical to those of the generated classes, which
-can read them. protobuf copies `bytes` when it builds, serialises and parses a message, and at every access of the
-field. This module copies once when it writes, and never when it reads.
+The frames are identical to those of the generated classes, which can read them. protobuf copies `bytes` when it builds,
+serialises and parses a message, and at every access of the field. This module copies once when it writes, and never
+when it reads.
 """
 
 from collections.abc import Iterable, Iterator

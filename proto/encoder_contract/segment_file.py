@@ -17,8 +17,6 @@ from encoder_contract.handle import SEGMENT_ID_BYTES
 
 MAGIC = b"ENCROWS1"
 """The bytes after the id at the beginning of every segment of a server. They tell it from other files."""
-CALLERS_PREFIX = "encoder-client-"
-"""Prefix of the files through which callers put rows, in the folder of the server's segment."""
 
 
 def create_owned(folder: Path, prefix: str) -> tuple[Path, int]:

@@ -29,11 +29,10 @@ SHARES = {
     "frames": 0.2,
     "requests": 0.2,
     "urls": 0.1,
-    "submit": 0.04,
-    "fetch": 0.04,
-    "images": 0.04,
+    "submit": 0.06,
+    "fetch": 0.06,
+    "images": 0.06,
     "videos": 0.02,
-    "put": 0.06,
     "crowds": 0.02,
 }
 AT_A_TIME = 16
@@ -45,7 +44,6 @@ SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.02,
     "source_gib": 0.01,
     "max_queued_images": 64,
-    "accept_put": "yes",
 }
 PREPROCESSOR = {"size": {"shortest_edge": 1024, "longest_edge": 4096}}
 
@@ -114,7 +112,6 @@ async def fuzz_calls(names: list[str], cases: dict[str, int], seed: int, verdict
             verdict.leaked = {
                 "pins": int(now.total("store_pins")),
                 "uploads": int(now.total("upload_bytes")),
-                "leases": int(now.total("put_leases")),
                 "calls": int(now.total("calls_in_progress")),
                 "fds": max(0, after - before - SPARE_FILES),
             }
@@ -148,8 +145,7 @@ async def _idle_files(server: ServerProcess) -> int:
     while time.monotonic() < deadline:
         now = server.metrics()
         busy = (
-            now.total(name)
-            for name in ("calls_in_progress", "store_pins", "upload_bytes", "queue_images", "put_leases")
+            now.total(name) for name in ("calls_in_progress", "store_pins", "upload_bytes", "queue_images")
         )
         if not any(busy):
             break

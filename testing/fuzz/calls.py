@@ -1,4 +1,4 @@
-"""Cases for a live server: Submits, Fetches and Puts of random steps, valid or not, and damaged files.
+"""Cases for a live server: Submits and Fetches of random steps, valid or not, and damaged files.
 
 Each call must succeed or end in a status that blames its sender; the server must survive and hold nothing.
 """
@@ -17,7 +17,6 @@ from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from testing.fuzz.answers import SERVICE, check
 from testing.fuzz.mutation import mutated
-from testing.fuzz.puts import put
 from testing.photos import damaged, photo
 
 # For a busy machine; a case takes some milliseconds.
@@ -213,7 +212,6 @@ async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
         (
             ("Fetch", b"\x12\x00" * count),
             ("Submit", pb.SubmitRequest(names=pb.ImageNames.FromString(images)).SerializeToString()),
-            ("Put", pb.PutRequest(names=pb.PutNames.FromString(images)).SerializeToString()),
         )
     )
     call: Any = channel.unary_stream(f"{SERVICE}/{path}")(mutated(draw, raw) if draw.random() < 0.2 else raw)
@@ -223,7 +221,7 @@ async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
     await check(call, [])
 
 
-CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, videos, put, crowds)}
+CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, videos, crowds)}
 _FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(damaged(n) for n in range(6))]
 
 

@@ -33,12 +33,6 @@ def test_a_frame_is_what_the_generated_class_writes(index, parts):
     assert (parsed[0], bytes(parsed[1])) == (index, data)
 
 
-@given(index=indices, data=payloads)
-def test_a_framed_piece_is_also_a_valid_put_message(index, data):
-    message = frame(index, [memoryview(data)])
-    assert message == pb.PutRequest(rows=pb.Rows(index=index, data=data)).SerializeToString()
-
-
 @given(extents=st.lists(payloads, max_size=6), message_bytes=st.integers(1, 100), index=indices)
 def test_messages_carry_all_extents_in_order_and_none_is_over_the_bound(extents, message_bytes, index):
     messages = list(frame_rows(index, map(memoryview, extents), message_bytes))

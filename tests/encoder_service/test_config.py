@@ -82,10 +82,14 @@ def test_a_password_in_an_invalid_index_url_is_hidden_too(url: str) -> None:
 
 
 def test_a_switch_without_a_value_means_yes() -> None:
-    given = parse("--store-only", "--accept-put", "--cuda-graphs", "no", "--model", "here")
-    assert (given["store_only"], given["accept_put"], given["cuda_graphs"]) == ("yes", "yes", "no")
+    given = parse("--trust-remote-code", "--batch-invariant", "--cuda-graphs", "no", "--model", "here")
+    assert (given["trust_remote_code"], given["batch_invariant"], given["cuda_graphs"]) == (
+        "yes",
+        "yes",
+        "no",
+    )
     with pytest.raises(SystemExit):
-        parse("--store-only", "true")
+        parse("--trust-remote-code", "true")
 
 
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder_contract.digest import content_digest
-from encoder_contract.producer import EngineKey, Producer
-from encoder_service.keys import Recipe, put_key
+from encoder_service.keys import Recipe
 
 RECIPE = Recipe(model=b"m" * 32, processor=b"p" * 32, dtype="bfloat16")
 
@@ -71,50 +70,3 @@ def test_changing_any_one_field_changes_the_address(one: dict[str, Any], other: 
     for name in one:
         changed = {**one, name: other[name]}
         assert (address(changed) == address(one)) == (changed == one)
-
-
-PRODUCER = Producer(b"model", b"weights", b"processor", "bfloat16", "an engine 1.0")
-PUT = {
-    "digest": "6200ff6bf04b67b74526cda7a14e46cb90cbb28c98411e29a1f5b3a42eb8ffc7",
-    "engine key": "743c4dcec672af54d3372377a252d800066084def442161699214a1e71866075",
-}
-
-
-def test_golden_addresses_of_rows_that_were_put_never_change() -> None:
-    names = {"digest": bytes(range(32)), "engine key": EngineKey("vllm", b"key")}
-    assert {how: put_key(PRODUCER, name).address.hex() for how, name in names.items()} == PUT
-
-
-texts = st.text("abc", min_size=1, max_size=4)
-bits = st.binary(min_size=1, max_size=4)
-producers = st.builds(Producer, bits, bits, bits, texts, texts)
-names = st.one_of(digests, st.builds(EngineKey, texts, bits))
-variants = st.tuples(st.integers(0, 3), st.integers(0, 3), st.binary(max_size=2))
-
-
-@given(producers, producers, names, names, variants, variants)
-def test_put_rows_share_an_address_only_if_all_fields_are_equal(
-    producer: Producer, other: Producer, name: Any, other_name: Any, variant: Any, other_variant: Any
-) -> None:
-    one, two = put_key(producer, name, *variant), put_key(other, other_name, *other_variant)
-    equal = (producer, name, variant) == (other, other_name, other_variant)
-    assert (one.address == two.address) == equal
-    assert put_key(producer, name, *variant).address == one.address
-
-
-@given(producers, names)
-def test_put_rows_never_share_an_address_with_the_tower_or_a_file(producer: Producer, name: Any) -> None:
-    put = put_key(producer, name)
-    digest = name if isinstance(name, bytes) else b"d" * 32
-    recipe = Recipe(producer.model, producer.processor, producer.dtype)
-    submitted = recipe.key(digest)
-    assert put.address != submitted.address
-    assert put.source_key != submitted.source_key
-
-
-@given(st.text("ab", min_size=1, max_size=3), st.binary(min_size=1, max_size=3))
-def test_an_engines_key_is_no_digest_and_its_scheme_is_not_part_of_it(scheme: str, key: bytes) -> None:
-    padded = (scheme.encode() + key).ljust(32, b"\0")
-    assert put_key(PRODUCER, EngineKey(scheme, key)).address != put_key(PRODUCER, padded).address
-    joined = EngineKey(scheme + "a", key)
-    assert put_key(PRODUCER, joined).address != put_key(PRODUCER, EngineKey(scheme, b"a" + key)).address

@@ -20,7 +20,7 @@ from encoder_contract.errors import (
 )
 from encoder_contract.header import Header, read_header
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.api import exchange, inbound
+from encoder_service.api import inbound, submit
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
@@ -80,7 +80,7 @@ async def test_a_refusal_is_answered_late(client: EncoderClient, refused: Refuse
 async def test_a_refusal_delays_no_other_call(
     client: EncoderClient, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (exchange, inbound):
+    for module in (submit, inbound):
         monkeypatch.setattr(module, "REFUSAL_S", 600.0)
     task = asyncio.create_task(refused(client))
     (image,) = await client.submit([photo(64, 64, 4)])
@@ -166,7 +166,7 @@ async def test_a_call_meant_for_another_model_is_refused_with_both_fingerprints(
 ) -> None:
     other = pb.Caller(model_fingerprint=b"\x01" * 32)
     stream = (await connection(client)).fetch(
-        [RowRequest(bytes(32))], other, grace_ms=0, transports=["inline"], timeout_s=PATIENCE_S, producer=None
+        [RowRequest(bytes(32))], other, grace_ms=0, transports=["inline"], timeout_s=PATIENCE_S
     )
     with pytest.raises(ModelMismatchError) as caught:
         async for _ in stream:

@@ -18,14 +18,13 @@ from prefill_client import BlockingClient, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.processes import running
-from tests.put_calls import PRODUCER, TOKENS, new_image
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def process(checkpoint: Path) -> Iterator[ServerProcess]:
-    with running(checkpoint, accept_put="yes") as server:
+    with running(checkpoint) as server:
         yield server
 
 
@@ -81,27 +80,6 @@ def test_reading_rows_of_a_failed_image_raises_its_error(client: BlockingClient)
     for read in (lambda: outcome.array, outcome.float32, outcome.tensor):
         with pytest.raises(UnknownImageError):
             read()
-
-
-def test_threads_fetch_rows_that_other_threads_put(client: BlockingClient) -> None:
-    images = [new_image() for _ in range(6)]
-    with client.put(PRODUCER) as session, ThreadPoolExecutor(3) as threads:
-        width = client.description.width
-        rows = [np.full((TOKENS, width), number, np.float32) for number in range(len(images))]
-
-        def put(number: int) -> str:
-            (answer,) = session.name([images[number]])
-            return session.put(answer, rows[number]).state
-
-        assert list(threads.map(put, range(len(images)))) == ["held"] * len(images)
-        requests = [RowRequest(engine_key=image.engine_key) for image in images]
-        with client.fetch(requests, producer=PRODUCER, grace_ms=0) as outcomes:
-            for outcome in outcomes:
-                assert np.array_equal(outcome.array, rows[outcome.index])
-        (answer,) = session.name([new_image()])
-        session.abandon(answer)
-        (again,) = session.name([answer.image])
-        assert (answer.state, again.state) == ("yours", "yours")
 
 
 async def test_rows_equal_those_of_the_asynchronous_client(

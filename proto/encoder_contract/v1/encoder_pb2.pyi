@@ -118,35 +118,6 @@ SOURCE_PEER: Source.ValueType  # 3
 SOURCE_ENCODED: Source.ValueType  # 4
 Global___Source: typing_extensions.TypeAlias = Source
 
-class _Holding:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _HoldingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Holding.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    HOLDING_UNSPECIFIED: _Holding.ValueType  # 0
-    HOLDING_HELD: _Holding.ValueType  # 1
-    """The rows are held, here or at a peer."""
-    HOLDING_YOURS: _Holding.ValueType  # 2
-    """Compute them: no other caller is told to while the lease lasts."""
-    HOLDING_WAIT: _Holding.ValueType  # 3
-    """Another caller computes them."""
-    HOLDING_FAILED: _Holding.ValueType  # 4
-    """This image failed; see `error`."""
-
-class Holding(_Holding, metaclass=_HoldingEnumTypeWrapper): ...
-
-HOLDING_UNSPECIFIED: Holding.ValueType  # 0
-HOLDING_HELD: Holding.ValueType  # 1
-"""The rows are held, here or at a peer."""
-HOLDING_YOURS: Holding.ValueType  # 2
-"""Compute them: no other caller is told to while the lease lasts."""
-HOLDING_WAIT: Holding.ValueType  # 3
-"""Another caller computes them."""
-HOLDING_FAILED: Holding.ValueType  # 4
-"""This image failed; see `error`."""
-Global___Holding: typing_extensions.TypeAlias = Holding
-
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -696,7 +667,6 @@ class FetchRequest(google.protobuf.message.Message):
     GRACE_MS_FIELD_NUMBER: builtins.int
     SHM_PROOF_FIELD_NUMBER: builtins.int
     LOCAL_ONLY_FIELD_NUMBER: builtins.int
-    PRODUCER_FIELD_NUMBER: builtins.int
     grace_ms: builtins.int
     """How long to wait for an image that is not submitted yet, milliseconds. After that, it ends in NOT_FOUND."""
     shm_proof: builtins.bytes
@@ -713,10 +683,6 @@ class FetchRequest(google.protobuf.message.Message):
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
         """Transports that the caller can use, best first; empty: inline."""
 
-    @property
-    def producer(self) -> Global___Producer:
-        """The producer of rows that were put; unset: the server's own rows."""
-
     def __init__(
         self,
         *,
@@ -726,10 +692,9 @@ class FetchRequest(google.protobuf.message.Message):
         grace_ms: builtins.int = ...,
         shm_proof: builtins.bytes = ...,
         local_only: builtins.bool = ...,
-        producer: Global___Producer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller", "producer", b"producer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "producer", b"producer", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
@@ -744,7 +709,6 @@ class FetchImage(google.protobuf.message.Message):
     ROW_END_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     NEEDED_IN_MS_FIELD_NUMBER: builtins.int
-    ENGINE_KEY_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
     index: builtins.int
@@ -759,10 +723,6 @@ class FetchImage(google.protobuf.message.Message):
     """How soon the rows are needed, milliseconds from now; 0: a chunk is waiting for them."""
     @property
     def variant(self) -> Global___Variant: ...
-    @property
-    def engine_key(self) -> Global___EngineKey:
-        """Replaces the digest if the call names a producer."""
-
     @property
     def frames(self) -> Global___Frames:
         """These frames of a video, as in `ImageName`, with their grid."""
@@ -779,12 +739,11 @@ class FetchImage(google.protobuf.message.Message):
         row_end: builtins.int = ...,
         chunk: builtins.int = ...,
         needed_in_ms: builtins.int = ...,
-        engine_key: Global___EngineKey | None = ...,
         frames: Global___Frames | None = ...,
         grid: Global___Grid | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine_key", b"engine_key", "frames", b"frames", "grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "engine_key", b"engine_key", "frames", b"frames", "grid", b"grid", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["frames", b"frames", "grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "digest", b"digest", "frames", b"frames", "grid", b"grid", "index", b"index", "needed_in_ms", b"needed_in_ms", "row_begin", b"row_begin", "row_end", b"row_end", "variant", b"variant"]) -> None: ...
 
 Global___FetchImage: typing_extensions.TypeAlias = FetchImage
 
@@ -1002,314 +961,3 @@ class Extent(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["length", b"length", "offset", b"offset"]) -> None: ...
 
 Global___Extent: typing_extensions.TypeAlias = Extent
-
-@typing.final
-class Producer(google.protobuf.message.Message):
-    """The producer of put rows: everything that decides their bits, as stated by the producer. Rows of different producers
-    never have the same address, and neither do rows of a producer and rows that a server encoded itself.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: builtins.int
-    WEIGHTS_FIELD_NUMBER: builtins.int
-    PROCESSOR_FIELD_NUMBER: builtins.int
-    DTYPE_FIELD_NUMBER: builtins.int
-    IMPLEMENTATION_FIELD_NUMBER: builtins.int
-    model: builtins.bytes
-    """Architecture and configuration, weights, and image processor: 1 to 64 bytes each."""
-    weights: builtins.bytes
-    processor: builtins.bytes
-    dtype: builtins.str
-    """Element type that the producer computes in, at most 16 bytes."""
-    implementation: builtins.str
-    """Code and version, for example "vllm 0.32": 1 to 64 bytes."""
-    def __init__(
-        self,
-        *,
-        model: builtins.bytes = ...,
-        weights: builtins.bytes = ...,
-        processor: builtins.bytes = ...,
-        dtype: builtins.str = ...,
-        implementation: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "implementation", b"implementation", "model", b"model", "processor", b"processor", "weights", b"weights"]) -> None: ...
-
-Global___Producer: typing_extensions.TypeAlias = Producer
-
-@typing.final
-class EngineKey(google.protobuf.message.Message):
-    """An engine's own name for an image. It never equals a name of another scheme or a content digest."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SCHEME_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
-    scheme: builtins.str
-    """The naming scheme, 1 to 32 bytes."""
-    key: builtins.bytes
-    """1 to 64 bytes. Must cover everything that the grid and the rows depend on, except the producer."""
-    def __init__(
-        self,
-        *,
-        scheme: builtins.str = ...,
-        key: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "scheme", b"scheme"]) -> None: ...
-
-Global___EngineKey: typing_extensions.TypeAlias = EngineKey
-
-@typing.final
-class PutRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    OPEN_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
-    NAMES_FIELD_NUMBER: builtins.int
-    END_FIELD_NUMBER: builtins.int
-    SHARED_FIELD_NUMBER: builtins.int
-    @property
-    def open(self) -> Global___PutOpen: ...
-    @property
-    def rows(self) -> Global___Rows:
-        """A piece of at most `PutOpened.max_message_bytes` of an image's rows, in order. Hand-framed: keep the field
-        number.
-        """
-
-    @property
-    def names(self) -> Global___PutNames: ...
-    @property
-    def end(self) -> Global___PutEnd: ...
-    @property
-    def shared(self) -> Global___PutShared:
-        """A piece of an image's rows, in order, in the caller's segment. It must stay there until the image's last answer."""
-
-    def __init__(
-        self,
-        *,
-        open: Global___PutOpen | None = ...,
-        rows: Global___Rows | None = ...,
-        names: Global___PutNames | None = ...,
-        end: Global___PutEnd | None = ...,
-        shared: Global___PutShared | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["end", b"end", "message", b"message", "names", b"names", "open", b"open", "rows", b"rows", "shared", b"shared"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "message", b"message", "names", b"names", "open", b"open", "rows", b"rows", "shared", b"shared"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "rows", "names", "end", "shared"] | None: ...
-
-Global___PutRequest: typing_extensions.TypeAlias = PutRequest
-
-@typing.final
-class PutOpen(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CALLER_FIELD_NUMBER: builtins.int
-    PRODUCER_FIELD_NUMBER: builtins.int
-    SEGMENT_FIELD_NUMBER: builtins.int
-    SHM_PROOF_FIELD_NUMBER: builtins.int
-    segment: builtins.str
-    """Path of a file of the caller, in the folder of `DescribeResponse.shm_segment`, through which it may send rows. The
-    server opens the file before it answers; the caller may then unlink it. Empty: all rows come inline.
-    """
-    shm_proof: builtins.bytes
-    """With `segment`: see `FetchRequest.shm_proof`."""
-    @property
-    def caller(self) -> Global___Caller: ...
-    @property
-    def producer(self) -> Global___Producer: ...
-    def __init__(
-        self,
-        *,
-        caller: Global___Caller | None = ...,
-        producer: Global___Producer | None = ...,
-        segment: builtins.str = ...,
-        shm_proof: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller", "producer", b"producer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "producer", b"producer", "segment", b"segment", "shm_proof", b"shm_proof"]) -> None: ...
-
-Global___PutOpen: typing_extensions.TypeAlias = PutOpen
-
-@typing.final
-class PutNames(google.protobuf.message.Message):
-    """The server looks up images together that are named together, so a caller should name all its images at once."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NAMES_FIELD_NUMBER: builtins.int
-    @property
-    def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PutName]: ...
-    def __init__(
-        self,
-        *,
-        names: collections.abc.Iterable[Global___PutName] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["names", b"names"]) -> None: ...
-
-Global___PutNames: typing_extensions.TypeAlias = PutNames
-
-@typing.final
-class PutName(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    DIGEST_FIELD_NUMBER: builtins.int
-    ENGINE_KEY_FIELD_NUMBER: builtins.int
-    VARIANT_FIELD_NUMBER: builtins.int
-    GRID_FIELD_NUMBER: builtins.int
-    WIDTH_FIELD_NUMBER: builtins.int
-    DTYPE_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    """Chosen by the caller: below `max_images_per_call`, and different from that of any image that awaits its last
-    answer.
-    """
-    digest: builtins.bytes
-    """Either a content digest or the engine's own key."""
-    width: builtins.int
-    """Width and element type of a row: must equal the server's."""
-    dtype: builtins.str
-    @property
-    def engine_key(self) -> Global___EngineKey: ...
-    @property
-    def variant(self) -> Global___Variant: ...
-    @property
-    def grid(self) -> Global___Grid:
-        """The image has one row for each token of the grid."""
-
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        digest: builtins.bytes = ...,
-        engine_key: Global___EngineKey | None = ...,
-        variant: Global___Variant | None = ...,
-        grid: Global___Grid | None = ...,
-        width: builtins.int = ...,
-        dtype: builtins.str = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine_key", b"engine_key", "grid", b"grid", "variant", b"variant"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "dtype", b"dtype", "engine_key", b"engine_key", "grid", b"grid", "index", b"index", "variant", b"variant", "width", b"width"]) -> None: ...
-
-Global___PutName: typing_extensions.TypeAlias = PutName
-
-@typing.final
-class PutEnd(google.protobuf.message.Message):
-    """The rows of an image are complete, or none will come."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    CHECKSUM_FIELD_NUMBER: builtins.int
-    ABANDONED_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    checksum: builtins.int
-    """XXH3-64 over the bytes of all rows."""
-    abandoned: builtins.bool
-    """No rows will come: the server gives the lease to others."""
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        checksum: builtins.int = ...,
-        abandoned: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned", b"abandoned", "checksum", b"checksum", "index", b"index"]) -> None: ...
-
-Global___PutEnd: typing_extensions.TypeAlias = PutEnd
-
-@typing.final
-class PutShared(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    EXTENT_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    @property
-    def extent(self) -> Global___Extent: ...
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        extent: Global___Extent | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["extent", b"extent"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["extent", b"extent", "index", b"index"]) -> None: ...
-
-Global___PutShared: typing_extensions.TypeAlias = PutShared
-
-@typing.final
-class PutResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    OPENED_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    @property
-    def opened(self) -> Global___PutOpened: ...
-    @property
-    def state(self) -> Global___PutState: ...
-    def __init__(
-        self,
-        *,
-        opened: Global___PutOpened | None = ...,
-        state: Global___PutState | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "state", b"state"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "state"] | None: ...
-
-Global___PutResponse: typing_extensions.TypeAlias = PutResponse
-
-@typing.final
-class PutOpened(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LEASE_MS_FIELD_NUMBER: builtins.int
-    SHM_FIELD_NUMBER: builtins.int
-    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
-    lease_ms: builtins.int
-    """How long a lease lasts: from YOURS until the rows are complete."""
-    shm: builtins.bool
-    """Whether the server opened the caller's segment and reads rows from it."""
-    max_message_bytes: builtins.int
-    """Payload of one `Rows` message."""
-    def __init__(
-        self,
-        *,
-        lease_ms: builtins.int = ...,
-        shm: builtins.bool = ...,
-        max_message_bytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ms", b"lease_ms", "max_message_bytes", b"max_message_bytes", "shm", b"shm"]) -> None: ...
-
-Global___PutOpened: typing_extensions.TypeAlias = PutOpened
-
-@typing.final
-class PutState(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    HOLDING_FIELD_NUMBER: builtins.int
-    ADDRESS_FIELD_NUMBER: builtins.int
-    LEASE_MS_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    holding: Global___Holding.ValueType
-    address: builtins.bytes
-    """Store address, 32 bytes."""
-    lease_ms: builtins.int
-    """With YOURS: how long the lease lasts. With WAIT: the longest that the other caller's lease lasts."""
-    @property
-    def error(self) -> Global___ImageError: ...
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        holding: Global___Holding.ValueType = ...,
-        address: builtins.bytes = ...,
-        lease_ms: builtins.int = ...,
-        error: Global___ImageError | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "error", b"error", "holding", b"holding", "index", b"index", "lease_ms", b"lease_ms"]) -> None: ...
-
-Global___PutState: typing_extensions.TypeAlias = PutState

@@ -49,11 +49,6 @@ class EncoderServiceStub(object):
                 request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchRequest.SerializeToString,
                 response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchResponse.FromString,
                 _registered_method=True)
-        self.Put = channel.stream_stream(
-                '/encoder_contract.v1.EncoderService/Put',
-                request_serializer=encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.SerializeToString,
-                response_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.FromString,
-                _registered_method=True)
 
 
 class EncoderServiceServicer(object):
@@ -102,23 +97,6 @@ class EncoderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Put(self, request_iterator, context):
-        """Stores rows that the caller computes itself, for all callers that use the same names. The caller sends `open`
-        first, and the server answers `opened`. The caller then names images, and the server answers each name at once with
-        one `PutState`: HELD (fetch the rows), YOURS (a lease to compute them, for `lease_ms`), WAIT (another caller
-        computes them: fetch with a grace, and name the image again after NOT_FOUND) or FAILED. Only after YOURS does the
-        caller send rows: in `Rows` messages or, if it has the server's user and host, in its own segment. It ends them
-        with `end` and their checksum. The server answers with one more `PutState`: HELD once the rows are complete and can
-        be fetched, or FAILED. Rows exist only when they are complete. The first writer wins, and rows that are held are
-        never overwritten. If an image ends in any other way (an error, an `end` that is `abandoned`, the end of the call,
-        the end of its lease), the server keeps nothing of it and frees its lease. Names and rows of different images may
-        be interleaved. An index may be used again after the last answer for its image. A server accepts rows only if its
-        operator allows it (else PERMISSION_DENIED).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EncoderServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,11 +114,6 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchRequest.FromString,
                     response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.FetchResponse.SerializeToString,
-            ),
-            'Put': grpc.stream_stream_rpc_method_handler(
-                    servicer.Put,
-                    request_deserializer=encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.FromString,
-                    response_serializer=encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,33 +197,6 @@ class EncoderService(object):
             '/encoder_contract.v1.EncoderService/Fetch',
             encoder__contract_dot_v1_dot_encoder__pb2.FetchRequest.SerializeToString,
             encoder__contract_dot_v1_dot_encoder__pb2.FetchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Put(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/encoder_contract.v1.EncoderService/Put',
-            encoder__contract_dot_v1_dot_encoder__pb2.PutRequest.SerializeToString,
-            encoder__contract_dot_v1_dot_encoder__pb2.PutResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -88,23 +88,7 @@ _EncoderServiceFetchType = typing_extensions.TypeVar(
     ],
 )
 
-_EncoderServicePutType = typing_extensions.TypeVar(
-    '_EncoderServicePutType',
-    grpc.StreamStreamMultiCallable[
-        encoder_contract.v1.encoder_pb2.PutRequest,
-        encoder_contract.v1.encoder_pb2.PutResponse,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        encoder_contract.v1.encoder_pb2.PutRequest,
-        encoder_contract.v1.encoder_pb2.PutResponse,
-    ],
-    default=grpc.StreamStreamMultiCallable[
-        encoder_contract.v1.encoder_pb2.PutRequest,
-        encoder_contract.v1.encoder_pb2.PutResponse,
-    ],
-)
-
-class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderServiceSubmitType, _EncoderServiceFetchType, _EncoderServicePutType]):
+class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderServiceSubmitType, _EncoderServiceFetchType]):
     @typing.overload
     def __init__(self: EncoderServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -118,10 +102,6 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
         grpc.UnaryStreamMultiCallable[
             encoder_contract.v1.encoder_pb2.FetchRequest,
             encoder_contract.v1.encoder_pb2.FetchResponse,
-        ],
-        grpc.StreamStreamMultiCallable[
-            encoder_contract.v1.encoder_pb2.PutRequest,
-            encoder_contract.v1.encoder_pb2.PutResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -138,10 +118,6 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
         grpc.aio.UnaryStreamMultiCallable[
             encoder_contract.v1.encoder_pb2.FetchRequest,
             encoder_contract.v1.encoder_pb2.FetchResponse,
-        ],
-        grpc.aio.StreamStreamMultiCallable[
-            encoder_contract.v1.encoder_pb2.PutRequest,
-            encoder_contract.v1.encoder_pb2.PutResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -179,20 +155,6 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
     the server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
     """
 
-    Put: _EncoderServicePutType
-    """Stores rows that the caller computes itself, for all callers that use the same names. The caller sends `open`
-    first, and the server answers `opened`. The caller then names images, and the server answers each name at once with
-    one `PutState`: HELD (fetch the rows), YOURS (a lease to compute them, for `lease_ms`), WAIT (another caller
-    computes them: fetch with a grace, and name the image again after NOT_FOUND) or FAILED. Only after YOURS does the
-    caller send rows: in `Rows` messages or, if it has the server's user and host, in its own segment. It ends them
-    with `end` and their checksum. The server answers with one more `PutState`: HELD once the rows are complete and can
-    be fetched, or FAILED. Rows exist only when they are complete. The first writer wins, and rows that are held are
-    never overwritten. If an image ends in any other way (an error, an `end` that is `abandoned`, the end of the call,
-    the end of its lease), the server keeps nothing of it and frees its lease. Names and rows of different images may
-    be interleaved. An index may be used again after the last answer for its image. A server accepts rows only if its
-    operator allows it (else PERMISSION_DENIED).
-    """
-
 EncoderServiceAsyncStub: typing_extensions.TypeAlias = EncoderServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         encoder_contract.v1.encoder_pb2.DescribeRequest,
@@ -205,10 +167,6 @@ EncoderServiceAsyncStub: typing_extensions.TypeAlias = EncoderServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         encoder_contract.v1.encoder_pb2.FetchRequest,
         encoder_contract.v1.encoder_pb2.FetchResponse,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        encoder_contract.v1.encoder_pb2.PutRequest,
-        encoder_contract.v1.encoder_pb2.PutResponse,
     ],
 ]
 
@@ -260,25 +218,6 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         `ImageError`. Rows are an `ImageReady`, followed by `Rows` messages until `row_bytes` are sent, or by none if it
         carries a `Handle`. Messages of different images may be interleaved. A handle is valid while the stream is open:
         the server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
-        """
-
-    @abc.abstractmethod
-    def Put(
-        self,
-        request_iterator: _MaybeAsyncIterator[encoder_contract.v1.encoder_pb2.PutRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[encoder_contract.v1.encoder_pb2.PutResponse], collections.abc.AsyncIterator[encoder_contract.v1.encoder_pb2.PutResponse]]:
-        """Stores rows that the caller computes itself, for all callers that use the same names. The caller sends `open`
-        first, and the server answers `opened`. The caller then names images, and the server answers each name at once with
-        one `PutState`: HELD (fetch the rows), YOURS (a lease to compute them, for `lease_ms`), WAIT (another caller
-        computes them: fetch with a grace, and name the image again after NOT_FOUND) or FAILED. Only after YOURS does the
-        caller send rows: in `Rows` messages or, if it has the server's user and host, in its own segment. It ends them
-        with `end` and their checksum. The server answers with one more `PutState`: HELD once the rows are complete and can
-        be fetched, or FAILED. Rows exist only when they are complete. The first writer wins, and rows that are held are
-        never overwritten. If an image ends in any other way (an error, an `end` that is `abandoned`, the end of the call,
-        the end of its lease), the server keeps nothing of it and frees its lease. Names and rows of different images may
-        be interleaved. An index may be used again after the last answer for its image. A server accepts rows only if its
-        operator allows it (else PERMISSION_DENIED).
         """
 
 def add_EncoderServiceServicer_to_server(servicer: EncoderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

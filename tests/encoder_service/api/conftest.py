@@ -1,4 +1,4 @@
-"""Fixtures: servers that accept Put, and servers with tenants."""
+"""Fixtures: servers with settings of a test, and servers with tenants."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,12 +17,11 @@ from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table
 
 @pytest.fixture
 async def start(config: Config, model: Model) -> AsyncIterator[Any]:
-    """Return a function that starts a server that accepts Put, and a client of it."""
+    """Return a function that starts a server with these settings, and a client of it."""
     async with AsyncExitStack() as stack:
 
         async def start(**settings: Any) -> tuple[Server, EncoderClient]:
-            taking_rows = server_of(config, model, **{"accept_put": "yes", **settings})
-            server = await stack.enter_async_context(taking_rows)
+            server = await stack.enter_async_context(server_of(config, model, **settings))
             return server, await stack.enter_async_context(await EncoderClient.connect(server.endpoint))
 
         yield start

@@ -24,13 +24,11 @@ from testing.raw_http2 import RawConnection, framed
 from tests.processes import running
 from tests.waiting import soon
 
-PUT = FETCH.replace("Fetch", "Put")
 CALLS = 20
 # Types of a call's messages and state, including those of gRPC: no instance may outlive the call.
 HELD = (
     "FetchRequest",
     "SubmitRequest",
-    "PutRequest",
     "Caller",
     "Requests",
     "Inbound",
@@ -86,7 +84,6 @@ ENDINGS: dict[str, tuple[str, list[Any]]] = {
     "refused at the first message of a stream": (SUBMIT, [NAME]),
     "refused in the middle of a stream": (SUBMIT, [OPEN, NAME, OPEN]),
     "answered, a stream": (SUBMIT, [OPEN, NAME]),
-    "refused, rows": (PUT, [pb.PutRequest(open=pb.PutOpen())]),
 }
 
 
@@ -127,7 +124,7 @@ async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
     await soon(lambda: not in_use(server))
 
 
-@pytest.mark.parametrize("path", [SUBMIT, FETCH, PUT])
+@pytest.mark.parametrize("path", [SUBMIT, FETCH])
 async def test_a_caller_that_leaves_during_its_refusal_logs_no_error(
     server: Server, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
@@ -149,13 +146,11 @@ def test_requests_of_many_empty_messages_are_refused_unparsed() -> None:
     names = b"\x0a\x00" * 49_000
     opens_and_names = b"\x0a\x00\x12\x00" * 24_000  # each creates a message
     in_list = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName()] * 49_000)).SerializeToString()
-    put = pb.PutRequest(names=pb.PutNames(names=[pb.PutName()] * 49_000)).SerializeToString()
     assert in_list.endswith(names)
     for parse, raw in (
         (messages.parse_fetch, empty),
         (messages.parse_submit, in_list),
         (messages.parse_submit, opens_and_names),
-        (messages.parse_put, put),
     ):
         with pytest.raises(InvalidRequestError, match="more fields than a call of 512 images"):
             parse(raw, 512)
@@ -167,7 +162,7 @@ TOGETHER = 10
 async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
     """A parsed message of this kind takes 5 MB: 300 that were never freed would take 1500 MB."""
     message = b"\x12\x00" * (messages.names_bytes(512) // 2)
-    with running(checkpoint, store_only="yes") as server:
+    with running(checkpoint) as server:
         process = psutil.Process(server.process.pid)
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
 

@@ -23,7 +23,6 @@ from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo, with_comment
 from tests.calls import collect, named, raw_submit
 from tests.gate import Gate
-from tests.put_calls import PRODUCER, new_image, rows_for
 from tests.servers import server_of
 from tests.tenants import TOKENS, table
 from tests.waiting import soon
@@ -169,23 +168,17 @@ async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
             assert other.error is None
 
 
-async def test_stored_rows_count_against_the_tenant_that_encoded_or_put_them(
+async def test_stored_rows_count_against_the_tenant_that_encoded_them(
     tmp_path: Path, guarded: Config, model: Model
 ) -> None:
-    path = tmp_path / "putting.toml"
-    path.write_text(table("chat", TOKENS["chat"], rights=["submit", "fetch", "put"]))
-    async with server_of(replace(guarded, tenants_file=str(path)), model, accept_put="yes") as server:
+    async with server_of(guarded, model) as server:
         token = tmp_path / "chat.token"
         token.write_text(TOKENS["chat"])
         credentials = Credentials(token_file=str(token))
         async with await EncoderClient.connect(server.endpoint, credentials=credentials) as client:
             (submitted,) = await client.submit([PICTURE])
             assert (await collect(client, [RowRequest(submitted.digest)]))[0].error is None
-            async with client.put(PRODUCER) as session:
-                (answer,) = await session.name([new_image()])
-                assert (await session.put(answer, rows_for(client, 1))).state == "held"
-        holders = [entry.holder for entry in server.store._host.entries.values()]
-        assert holders == ["tenant chat"] * 2
+        assert [entry.holder for entry in server.store._host.entries.values()] == ["tenant chat"]
 
 
 async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: Model, gate: Gate) -> None:

@@ -11,50 +11,16 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.images import PutImage
 from encoder_service.keys import ImageKey
 from encoder_service.limits import NAMES_AT_A_TIME
 from prefill_client import EncoderClient
 from tests.calls import stub
-from tests.put_calls import RawPut, new_image
 from tests.servers import server_of
 
 
 async def read(call: Any, count: int) -> None:
     for _ in range(count):
         await call.read()
-
-
-async def states(call: RawPut, count: int) -> list[pb.PutState]:
-    return [await call.state() for _ in range(count)]
-
-
-async def test_a_put_of_hundreds_of_names_yields_the_loop(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An index is free after its answer, so the same names can be sent without end."""
-    _, client = await start()
-    named, put_image = 0, messages.put_image
-
-    def counted(*of_name: Any) -> PutImage:
-        nonlocal named
-        named += 1
-        return put_image(*of_name)
-
-    monkeypatch.setattr(messages, "put_image", counted)
-    described = client.description
-    names = [new_image().to_message(n, described.width, described.dtype) for n in range(512)]
-    put, other = await RawPut.open(client), await RawPut.open(client)
-    for call, holding in ((put, pb.HOLDING_YOURS), (other, pb.HOLDING_WAIT), (other, pb.HOLDING_WAIT)):
-        before, each = named, [0]
-        await call.call.write(pb.PutRequest(names=pb.PutNames(names=names)))
-        answers = asyncio.create_task(states(call, 512))
-        while not answers.done():
-            await asyncio.sleep(0)
-            each.append(named - before)
-        assert {state.holding for state in await answers} == {holding}
-        assert each[-1] == 512
-        assert max(now - then for then, now in pairwise(each)) <= NAMES_AT_A_TIME
 
 
 async def test_a_submit_of_hundreds_of_names_yields_the_loop(

@@ -51,10 +51,10 @@ async def test_tokens_are_replaced_without_a_restart(
         assert (await chat.submit([photo(64, 64, 24)]))[0].error is None
 
 
-async def test_removing_a_token_ends_open_submits_and_puts(
+async def test_removing_a_token_ends_open_submits(
     guarded: Config, model: Model, tenants_file: Path
 ) -> None:
-    both = ["submit", "put"]
+    both = ["submit", "fetch"]
     tenants_file.write_text(table("chat", "old", "new", rights=both) + table("search", "other", rights=both))
     name = pb.ImageName(digest=b"no digest")
     for after in (
@@ -64,7 +64,7 @@ async def test_removing_a_token_ends_open_submits_and_puts(
     ):
         before = tenants_file.read_text()
         async with (
-            server_of(guarded, model, accept_put="yes") as server,
+            server_of(guarded, model) as server,
             grpc.aio.insecure_channel(server.endpoint) as channel,
         ):
             calls: Any = EncoderServiceStub(channel)
@@ -73,19 +73,11 @@ async def test_removing_a_token_ends_open_submits_and_puts(
             await submit.write(pb.SubmitRequest(open=pb.Caller()))
             await submit.write(naming(name))
             assert (await submit.read()).state.state == pb.STATE_FAILED  # but the call was admitted
-            put = calls.Put(metadata=metadata, timeout=60)
-            producer = pb.Producer(
-                model=b"m", weights=b"w", processor=b"p", dtype="float32", implementation="test"
-            )
-            await put.write(pb.PutRequest(open=pb.PutOpen(producer=producer)))
-            assert (await put.read()).WhichOneof("message") == "opened"
             tenants_file.write_text(after)
             expected = ForbiddenError if "fetch" in after else UnauthenticatedError
             await submit.write(naming(pb.ImageName(index=1, digest=bytes(32))))
-            await put.write(pb.PutRequest(names=pb.PutNames(names=[pb.PutName()])))
-            for call in (submit, put):
-                code, _ = await refused(call)
-                assert code.value[0] == expected.status.value
+            code, _ = await refused(submit)
+            assert code.value[0] == expected.status.value
         tenants_file.write_text(before)
 
 

@@ -14,44 +14,36 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from prefill_client import EncoderClient
+from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet import pool
-from prefill_client.fleet.put_session import PutSession
 from testing.photos import photo
+from tests.calls import collect
 from tests.closed_port import closed_port
 from tests.processes import running
-from tests.put_calls import PRODUCER, fetch_put, new_image, request_of, rows_for
 from tests.servers import server_of
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
-STORES = {"store_only": "yes", "accept_put": "yes"}
 
-
-async def transports(client: EncoderClient, session: PutSession) -> tuple[str, str]:
-    """Put an image and fetch it; return the transports of both, or the error."""
-    image = new_image()
-    (answer,) = await session.name([image])
-    if answer.state == "yours":
-        answer = await session.put(answer, rows_for(client, 1))
+async def transport(client: EncoderClient) -> str:
+    """Submit an image and fetch it; return the transport, or the error."""
+    (answer,) = await client.submit([photo(64, 96, 61)], timeout_s=PATIENCE_S)
     if answer.error is not None:
-        return type(answer.error).__name__, ""
-    fetched = await fetch_put(client, image)
-    opened = [task.result() for task in session._streams.values()]
-    return fetched.transport, " ".join("shm" if stream._segment else "inline" for stream in opened)
+        return type(answer.error).__name__
+    (fetched,) = (await collect(client, [RowRequest(answer.digest)])).values()
+    return type(fetched.error).__name__ if fetched.error else fetched.transport
 
 
 async def test_a_restarted_server_shares_its_memory_again(config: Config, model: Model) -> None:
-    async with server_of(config, model, accept_put="yes") as first:
+    async with server_of(config, model) as first:
         client = await EncoderClient.connect(first.endpoint)
-        session = client.put(PRODUCER)
-        assert await transports(client, session) == ("shm", "shm")
-    async with client, session, server_of(config, model, accept_put="yes", listen=first.endpoint):
+        assert await transport(client) == "shm"
+    async with client, server_of(config, model, listen=first.endpoint):
 
-        async def both_ways() -> bool:
-            return await transports(client, session) == ("shm", "shm")
+        async def is_shared() -> bool:
+            return await transport(client) == "shm"
 
-        await soon(both_ways)
+        await soon(is_shared)
 
 
 async def test_a_server_that_connects_slowly_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,35 +69,34 @@ async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(
     config: Config, model: Model
 ) -> None:
     async with (
-        server_of(config, model, accept_put="yes") as server,
+        server_of(config, model) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        async with client.put(PRODUCER) as session:
-            (answer,) = await session.name([image := new_image()])
-            await session.put(answer, rows_for(client, 1))
+        (answer,) = await client.submit([photo(64, 96, 62)])
+        (expected,) = (await collect(client, [RowRequest(answer.digest)])).values()
         before = await client._pool.connection(server.endpoint)
         client._pool._drop(server.endpoint, before)
         assert await client._pool.connection(server.endpoint) is not before
         stream = before.fetch(
-            [request_of(image)], pb.Caller(), grace_ms=0, transports=["shm"], timeout_s=60, producer=PRODUCER
+            [RowRequest(answer.digest)], pb.Caller(), grace_ms=0, transports=["shm"], timeout_s=60
         )
         fetched = await anext(aiter(stream))
         assert fetched.error is None
-        assert np.array_equal(fetched.copy().array, rows_for(client, 1))
+        assert np.array_equal(fetched.copy().array, expected.array)
         stream.close()
 
 
 async def test_a_killed_and_restarted_server_shares_its_memory_again(config: Config) -> None:
-    with running(config.model, **STORES) as first:
-        async with await EncoderClient.connect(first.endpoint) as client, client.put(PRODUCER) as session:
-            assert await transports(client, session) == ("shm", "shm")
+    with running(config.model) as first:
+        async with await EncoderClient.connect(first.endpoint) as client:
+            assert await transport(client) == "shm"
             first.kill()
-            with running(config.model, listen=first.endpoint, **STORES):
+            with running(config.model, listen=first.endpoint):
 
-                async def both_ways() -> bool:
-                    return await transports(client, session) == ("shm", "shm")
+                async def is_shared() -> bool:
+                    return await transport(client) == "shm"
 
-                await soon(both_ways)
+                await soon(is_shared)
 
 
 NAME = "dns:encoder:50051"

@@ -102,8 +102,7 @@ async def test_another_checkpoint_of_such_a_family_is_refused_at_start(
 async def test_a_family_that_sglang_does_not_start_for_is_refused_at_start(
     config: Config, kept_family: Callable[..., Path]
 ) -> None:
-    # A service that only stores reports the same family, without loading a tower, which takes long.
-    config = replace(config, model=kept_family("paligemma"), store_only="yes")
+    config = replace(config, model=kept_family("paligemma"))
     async with server_of(config, load_model(config)) as server:
         done = await asyncio.to_thread(run, *GATEWAY, server.endpoint)
     assert done.returncode == 1

@@ -207,9 +207,8 @@ async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path
 
 
 async def test_a_service_that_stays_down_is_answered_with_503(checkpoint: Path) -> None:
-    # It encodes nothing before it stops, so it needs no tower.
     with (
-        running(checkpoint, store_only="yes") as server,
+        running(checkpoint) as server,
         running_gateway(server.endpoint, part_s=3) as gateway,
     ):
         server.kill()

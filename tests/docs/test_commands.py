@@ -102,7 +102,7 @@ def test_every_flag_value_on_a_page_is_accepted(page: Path, commands: Commands) 
         for name in OURS
         for flag, values in re.findall(r"(?m)^  (--[a-z-]+) \[?\{([\w,]+)\}", commands[f"{name} serve"])
     }
-    assert {"--decoder", "--store-only"} <= choices.keys()
+    assert {"--decoder", "--trust-remote-code"} <= choices.keys()
     for line in lines_in(page):
         for flag, value in re.findall(r"(--[a-z-]+) ([a-z]\w*)", line):
             assert flag not in choices or value in choices[flag], line

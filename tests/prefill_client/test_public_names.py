@@ -18,7 +18,6 @@ PAGE = (ROOT / "docs/prefill.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 CLIENTS = {"EncoderClient", "FetchStream", "BlockingClient", "BlockingFetch", "Description", "TRANSPORTS"}
-PUT = {"PutSession", "BlockingPut", "Producer", "EngineKey", "PutImage", "PutAnswer"}
 IMAGES = {"Image", "read_images", "content_digest", "Geometry", "Grid", "RowRequest", "Submitted"}
 VIDEOS = {"Video", "VideoSettings", "VideoTokens", "mark_pairs", "read_videos"}
 ROWS = {"FetchedRows", "read", "Handle", "SharedRows", "DeviceRows"}
@@ -32,7 +31,7 @@ ERRORS = {
 
 
 def test_all_lists_the_public_names() -> None:
-    assert set(prefill_client.__all__) == CLIENTS | PUT | IMAGES | VIDEOS | ROWS | PROMPTS | OTHERS | ERRORS
+    assert set(prefill_client.__all__) == CLIENTS | IMAGES | VIDEOS | ROWS | PROMPTS | OTHERS | ERRORS
     assert len(prefill_client.__all__) == len(set(prefill_client.__all__))
     for name in prefill_client.__all__:
         assert getattr(prefill_client, name) is not None

@@ -309,7 +309,7 @@ class Images:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._cluster.find([key])).get(key.address)
-            elif self._encodes and (source := self._file_of(key)) is not None:
+            elif (source := self._file_of(key)) is not None:
                 elsewhere = await self._start_encoding(key, source, claim, failed)
             elif self._jobs.knows(key):
                 elsewhere = None  # it arrived while the cluster answered
@@ -433,4 +433,3 @@ class Images:
             return False  # the queue is full
         self.waiters.wake(key.address)
         return True
-

@@ -3,7 +3,7 @@
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from testing.photos import pixels
 
-CODECS = {"mp4": "mp4v", "mov": "mp4v", "webm": "VP80", "mkv": "mp4v"}
+CODECS = {
+    "mp4": "mp4v",
+    "mov": "mp4v",
+    "webm": "VP80",
+    "mkv": "mp4v",
+    "avi": "MJPG",
+    "flv": "FLV1",
+    "ts": "mpg2",
+    "m2ts": "mpg2",
+    "mpg": "mpg2",
+}
 
 
 @lru_cache(maxsize=32)
@@ -78,6 +88,58 @@ def of_variable_rate(mp4: bytes) -> bytes:
         return times[:4] + struct.pack(">I", count) + entries
 
     return _with_box(mp4, (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stts"), vary)
+
+
+def recorded(mkv: bytes, times_ms: Sequence[int]) -> bytes:
+    """Return a short MKV or WebM as browsers record it: without a frame rate, and with a time for each frame.
+
+    `times_ms` are below 32 s, since they are relative to clusters, which all begin at 0 here.
+    """
+    times = iter(times_ms)
+
+    def change(kind: bytes, content: bytes) -> tuple[bytes, bytes]:
+        if kind == b"\x44\x89":  # duration
+            return kind, struct.pack(">d", times_ms[-1])
+        if kind == b"\x23\xe3\x83":  # time of a frame
+            return b"\xec", content  # an element that players skip
+        if kind == b"\xe7":  # time of a cluster
+            return kind, bytes(len(content))
+        if kind == b"\xa3":  # block: track, time, flags, frame
+            return kind, content[:1] + struct.pack(">h", next(times)) + content[3:]
+        return kind, content
+
+    return _ebml(mkv, change)
+
+
+def _ebml(data: bytes, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> bytes:
+    """Return EBML elements, each changed; of those that contain others, these are."""
+    out, at = b"", 0
+    while at < len(data):
+        kind, at = _number(data, at, keep_marker=True)
+        size, begin = _number(data, at)
+        length = int.from_bytes(size, "big")
+        at = begin + length
+        content = data[begin:at]
+        if kind.hex() in (
+            "18538067",
+            "1549a966",
+            "1654ae6b",
+            "ae",
+            "1f43b675",
+        ):  # segment, info, tracks, cluster
+            content = _ebml(content, change)
+        elif kind.hex() in ("114d9b74", "1c53bb6b"):  # places of other elements, which move
+            continue
+        kind, content = change(kind, content)
+        out += kind + (1 << 56 | len(content)).to_bytes(8, "big") + content
+    return out
+
+
+def _number(data: bytes, at: int, *, keep_marker: bool = False) -> tuple[bytes, int]:
+    """Return a number of variable length, and where it ends."""
+    length = 9 - data[at].bit_length()
+    marker = 0 if keep_marker else 1 << (8 - length)
+    return bytes([data[at] - marker]) + data[at + 1 : at + length], at + length
 
 
 def with_index_first(mp4: bytes) -> bytes:

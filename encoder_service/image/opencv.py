@@ -1,8 +1,8 @@
 """Decoding with OpenCV: frames of a video to upright RGB pixels. Only decoder processes import it.
 
 The FFmpeg inside OpenCV reads the file and decodes it in one thread. Frames are numbered as vLLM's loader does: by how
-many were grabbed before, from the beginning of the file. The times in the container do not matter. So a frame is
-reached by decoding all frames before it, and an earlier frame by starting again.
+many were grabbed before, from the beginning of the file. So a frame is reached by decoding all frames before it, and an
+earlier frame by starting again. The times in the container matter only where its frame rate contradicts them.
 """
 
 import io
@@ -16,13 +16,15 @@ import cv2
 import numpy as np
 
 from encoder_contract.errors import EncoderError, InvalidImageError
-from encoder_contract.video import VideoInfo
+from encoder_contract.video import HEAD_BYTES, UNKNOWN_FPS, VideoInfo, container_of
 from encoder_service.image.pillow import Pixels
 
 cv2.setNumThreads(1)
 _OPTIONS = [cv2.CAP_PROP_N_THREADS, 1]
 # Keep FFmpeg to the accepted formats: a playlist, for example, would name other files.
-os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = "threads;1|format_whitelist;mov,matroska,webm"
+os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = (
+    "threads;1|format_whitelist;mov,matroska,webm,avi,flv,mpeg,mpegts"
+)
 
 
 class _Reader(io.BufferedIOBase):
@@ -64,7 +66,9 @@ class Clip:
     def info(self) -> VideoInfo | EncoderError:
         """Return what the container says, or the error of a video without frames; then rewind."""
         capture = self._capture
-        frames = _count_frames(capture)
+        frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        if container_of(self._content[:HEAD_BYTES]) == "MP4" and frames > 1:
+            frames = _shown_frames(capture, frames)
         fps = capture.get(cv2.CAP_PROP_FPS)
         width, height = (
             int(capture.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
@@ -72,7 +76,8 @@ class Clip:
         rotation = int(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 360
         if width < 1 or height < 1:
             return InvalidImageError(f"damaged video: {width}x{height} pixels")
-        readable = self._count_packets()
+        self._open()
+        readable, seconds = self._read_packets()
         self._open()
         if not readable:
             return InvalidImageError("damaged video: it has no frames")
@@ -80,6 +85,9 @@ class Clip:
             frames = readable
         if not math.isfinite(fps) or fps < 0:
             fps = 0.0
+        if _contradicts(seconds, fps or UNKNOWN_FPS, readable, min(frames, readable)):
+            # A recording without a frame rate, of which FFmpeg has guessed one, and from that the number of frames.
+            frames, fps = min(frames, readable), readable / seconds
         return VideoInfo(frames, min(frames, readable), fps, width, height, rotation)
 
     def read(self, first: int, second: int, out: Pixels) -> EncoderError | None:
@@ -112,13 +120,19 @@ class Clip:
         cv2.cvtColor(frame, cv2.COLOR_BGR2RGB, dst=out)
         return None
 
-    def _count_packets(self) -> int:
-        """Return the number of encoded packets in the file, without decoding them."""
+    def _read_packets(self) -> tuple[int, float]:
+        """Return the number of encoded packets in the file, without decoding them, and for how long they are shown.
+
+        The time is 0 if the packets have no times.
+        """
         self._capture.set(cv2.CAP_PROP_FORMAT, -1)
-        count = 0
+        count, first, last = 0, math.inf, -math.inf
         while self._capture.grab():
             count += 1
-        return count
+            at = self._capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
+            first, last = min(first, at), max(last, at)
+        seconds = (last - first) * count / (count - 1) if count > 1 else 0.0
+        return count, seconds if math.isfinite(seconds) else 0.0
 
     def _open(self) -> None:
         self._next = 0
@@ -130,16 +144,21 @@ class Clip:
             raise InvalidImageError("damaged or unsupported video: it cannot be opened")
 
 
-def _count_frames(capture: Any) -> int:
-    """Return the number of frames that are shown, as vLLM's loader counts them. This moves the position.
+def _shown_frames(capture: Any, frames: int) -> int:
+    """Return how many of the frames of an MP4 are shown, as vLLM's loader counts them. This moves the position.
 
     The container also counts frames that an edit list hides. Seeking to the end tells how many are shown.
     """
-    frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-    if frames > 0 and capture.set(cv2.CAP_PROP_POS_AVI_RATIO, 1.0):
+    if capture.set(cv2.CAP_PROP_POS_AVI_RATIO, 1.0):
         shown = int(capture.get(cv2.CAP_PROP_POS_FRAMES))
-        is_at_end = not capture.grab()
-        capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
-        if is_at_end and 0 < shown < frames - 1:
+        if not capture.grab() and 0 < shown < frames - 1:
             return shown
     return frames
+
+
+def _contradicts(seconds: float, fps: float, *counts: int) -> bool:
+    """Whether no number of frames takes about so many seconds at a rate: each is off by more than a tenth.
+
+    A file may have more packets than frames: an edit list hides some, or a packet has half of the lines.
+    """
+    return seconds > 0 and all(abs(count / fps - seconds) > 0.1 * seconds for count in counts)

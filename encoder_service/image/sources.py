@@ -33,7 +33,7 @@ from encoder_contract.header import (
     read_header,
     unknown,
 )
-from encoder_contract.video import VideoInfo
+from encoder_contract.video import CONTAINERS, VideoInfo
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
 
@@ -190,7 +190,7 @@ class Validator:
         self._on_hash(monotonic() - began)
         _check_digest(key, digest)
         if file.container is None:
-            raise InvalidImageError("no video in a supported container: MP4, MOV, WebM or MKV")
+            raise InvalidImageError(f"no video in a supported container: {CONTAINERS}")
         info = self._open_video(key.source_key, file)
         if isinstance(info, EncoderError):
             raise info

@@ -20,15 +20,28 @@ if TYPE_CHECKING:
     from encoder_contract.v1 import encoder_pb2 as pb
 
 UNKNOWN_FPS = 24.0  # Qwen3-VL's processor assumes this rate for a container that does not state one
-# Container, and offset and value of its name in the first bytes.
-_MAGIC = (("MP4", 4, b"ftyp"), ("MP4", 4, b"moov"), ("MP4", 4, b"mdat"), ("MP4", 4, b"wide"), ("MP4", 4, b"free"),
-          ("WEBM", 0, b"\x1aE\xdf\xa3"))  # fmt: skip
-HEAD_BYTES = 8
+# Container, and what its first bytes are at some offsets.
+_MAGIC = (
+    *(("MP4", ((4, kind),)) for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free")),
+    ("WEBM", ((0, b"\x1aE\xdf\xa3"),)),
+    ("AVI", ((0, b"RIFF"), (8, b"AVI "))),
+    ("FLV", ((0, b"FLV\x01"),)),
+    ("PS", ((0, b"\0\0\1\xba"),)),
+    ("TS", ((0, b"G"), (188, b"G"))),  # packets of 188 bytes
+    ("TS", ((4, b"G"), (196, b"G"))),  # the same after a time of four bytes, as cameras write them
+)
+HEAD_BYTES = 197
+CONTAINERS = "MP4, MOV, WebM, MKV, AVI, FLV, MPEG-TS or MPEG-PS"
 
 
 def container_of(head: bytes) -> str | None:
-    """Return the container of a file from its first `HEAD_BYTES`: MP4 (and MOV), WEBM (and MKV), or None."""
-    return next((name for name, at, magic in _MAGIC if head[at : at + len(magic)] == magic), None)
+    """Return the container of a file from its first `HEAD_BYTES`, or None.
+
+    MP4 (and MOV), WEBM (and MKV), AVI, FLV, or MPEG's program stream (PS) or transport stream (TS).
+    """
+    return next(
+        (name for name, bytes_at in _MAGIC if all(head[at : at + len(b)] == b for at, b in bytes_at)), None
+    )
 
 
 class Frames(NamedTuple):

@@ -140,7 +140,17 @@ def test_settings_that_are_not_supported_are_refused_by_name(tmp_path, settings)
 def test_containers_are_recognised_by_their_first_bytes():
     assert container_of(b"\x00\x00\x00\x20ftypisom") == "MP4"
     assert container_of(b"\x1aE\xdf\xa3\x01") == "WEBM"
-    for other in (b"", b"#EXTM3U\n", b"RIFF\x00\x00\x00\x00AVI ", np.random.default_rng(0).bytes(8)):
+    assert container_of(b"RIFF\x00\x00\x00\x00AVI LIST") == "AVI"
+    assert container_of(b"FLV\x01\x05\x00\x00\x00\x09") == "FLV"
+    assert container_of(b"\x00\x00\x01\xba\x44") == "PS"
+    assert container_of((b"G" + bytes(187)) * 2) == container_of((bytes(4) + b"G" + bytes(187)) * 2) == "TS"
+    for other in (
+        b"",
+        b"#EXTM3U\n",
+        b"GIF89a" + bytes(200),
+        b"RIFF\x00\x00\x00\x00WEBPVP8 ",
+        np.random.default_rng(0).bytes(8),
+    ):
         assert container_of(other) is None
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from encoder_contract.video import VideoInfo
 from encoder_service.image import decoder_pool
 from encoder_service.image.decoder_pool import OPEN_VIDEOS, DecoderPool
 from encoder_service.image.source import Source, VideoFile
-from testing.clips import clip, of_variable_rate, rotated, true_frames, with_index_first
+from testing.clips import clip, of_variable_rate, recorded, rotated, true_frames, with_index_first
 
 CLIPS = {
     "mp4": clip("mp4"),
@@ -27,6 +28,12 @@ CLIPS = {
     "mkv": clip("mkv", frames=45, fps=60.0, seed=2),
     "webm": clip("webm", frames=40, fps=10.0, seed=3),
     "vp9": clip("webm", frames=24, seed=4, codec="VP90"),
+    "avi": clip("avi", frames=30, seed=7),
+    "avi in MPEG-4": clip("avi", frames=30, seed=7, codec="XVID"),
+    "flv": clip("flv", frames=30, fps=25.0, seed=8),
+    "ts": clip("ts", frames=40, fps=25.0, seed=9),
+    "m2ts": clip("m2ts", frames=40, fps=25.0, seed=9),
+    "mpg": clip("mpg", frames=40, fps=25.0, seed=9),
     "turned": rotated(clip("mp4", frames=20, seed=5), 90),
     "upside down": rotated(clip("mp4", frames=20, seed=5), 180),
     "variable": of_variable_rate(clip("mp4", frames=50, seed=6)),
@@ -117,6 +124,33 @@ def test_the_container_says_rate_and_rotation(pool: DecoderPool) -> None:
     assert source.video.fps == pytest.approx(12.5)
     turned, _other = opened(pool, b"turned", CLIPS["turned"])
     assert turned.video == VideoInfo(20, 20, 30.0, 96, 160, 90)
+
+
+# Frames of a still screen last longer, as in recordings of browsers.
+TIMES_MS = [0, *accumulate(random.Random(1).choices([33, 34, 50, 100, 200], k=224))]
+
+
+@pytest.mark.parametrize("container", ["mkv", "webm"])
+def test_a_recording_without_a_frame_rate_is_as_long_as_its_times_say(
+    pool: DecoderPool, container: str
+) -> None:
+    data = recorded(clip(container, frames=len(TIMES_MS), seed=10), TIMES_MS)
+    expected = list(true_frames(data))
+    assert len(expected) == len(TIMES_MS)
+    source, _file = opened(pool, container.encode() + b" recorded", data)
+    assert source.video is not None
+    assert source.video.frames == source.video.readable_frames == len(TIMES_MS)
+    assert source.video.seconds == pytest.approx(TIMES_MS[-1] / 1000, rel=0.03)
+    pixels = pool.read_frames(source, 5, len(TIMES_MS) - 1)
+    assert isinstance(pixels, np.ndarray), pixels
+    assert np.array_equal(pixels, [expected[5], expected[-1]])
+
+
+@pytest.mark.parametrize("container", ["mp4", "mkv", "webm"])
+def test_a_clip_of_one_frame_is_counted(pool: DecoderPool, container: str) -> None:
+    source, _file = opened(pool, container.encode() + b" still", clip(container, frames=1))
+    assert source.video is not None
+    assert (source.video.frames, source.video.readable_frames) == (1, 1)
 
 
 def test_more_videos_than_can_be_open_are_read_in_turn(pool: DecoderPool) -> None:

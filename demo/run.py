@@ -61,8 +61,7 @@ def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     for name, kept, found in results:
         say(f"  {'kept  ' if kept else 'BROKEN'}  {name}: {found}")
     traces = [Path(turn["trace"]) for turn in turns]
-    draw(traces, folder / "timeline.svg")
-    picture = draw(traces, folder / "timeline.html")
+    picture = draw(traces, folder / "timeline.svg")
     say(f"\ntimeline: {picture} (traces for Perfetto: {', '.join(trace.name for trace in traces)})")
     say(f"{time.monotonic() - began:.0f} s in all")
     broken = [name for name, kept, _ in results if not kept]

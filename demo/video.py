@@ -57,8 +57,7 @@ def demo(folder: Path) -> int:
     results = check(model, file.read_bytes(), turns, logits, encodes)
     for name, kept, found in results:
         say(f"  {'kept  ' if kept else 'BROKEN'}  {name}: {found}")
-    draw(traces, folder / "video-timeline.svg")
-    say(f"\ntimeline: {draw(traces, folder / 'video-timeline.html')}")
+    say(f"\ntimeline: {draw(traces, folder / 'video-timeline.svg')}")
     say(f"{time.monotonic() - began:.0f} s in all")
     return 0 if all(kept for _, kept, _ in results) else 1
 

@@ -160,8 +160,7 @@ def run(out: Path, seconds: float) -> None:
         }
         prefill = f"127.0.0.1:{free_port()}"
         command: list[str | Path] = [
-            Path(sys.executable).with_name("prefill-client"),
-            "serve",
+            Path(sys.executable).with_name("prefill-reference"),
             "--model",
             checkpoint,
         ]

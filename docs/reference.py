@@ -21,8 +21,8 @@ from testing.checkpoints import write_checkpoint
 HERE = Path(__file__).resolve().parent
 PROGRAMS: tuple[tuple[str, type[Settings]], ...] = (
     ("encoder-service serve", Config),
-    ("prefill-client serve", ServiceConfig),
-    ("prefill-client sglang-gateway", GatewayConfig),
+    ("prefill-reference", ServiceConfig),
+    ("encoder-sglang-gateway", GatewayConfig),
 )
 SETTINGS = """# Settings
 

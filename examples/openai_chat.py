@@ -1,6 +1,6 @@
 """Asks questions about images with the OpenAI package: `python examples/openai_chat.py photo.jpg [--url URL]`.
 
-The server is the reference service (`prefill-client serve --model FOLDER`), or a vLLM or SGLang that gets its rows from
+The server is the reference service (`prefill-reference --model FOLDER`), or a vLLM or SGLang that gets its rows from
 the encoder service: the requests are the same. Needs `pip install openai`.
 """
 

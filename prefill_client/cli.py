@@ -1,33 +1,25 @@
-"""The command line of the client: `prefill-client encode`, `timeline`, `serve` and `sglang-gateway`.
-
-`timeline` and `serve` belong to the reference service: the functions that need `prefill_reference` import it.
-"""
+"""The command line of the client: `prefill-client encode`."""
 
 import argparse
 import asyncio
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from encoder_contract.command_line import (
-    BAD_USAGE,
     FAILED,
     CommandLine,
     begin,
     endpoint,
-    install,
     output,
+    reported,
     seconds,
 )
 from encoder_contract.credentials import Credentials
-from encoder_contract.errors import EncoderError
-from encoder_contract.settings import require_folder
 from encoder_contract.version import __version__
 from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
-from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.transport import BY_DEFAULT, INLINE
 
 CONNECT_S = 10.0  # a running server answers within this time, even from far away
@@ -40,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin()
     parser = CommandLine(
         prog="prefill-client",
-        description="Client of the encoder service: encode images, draw traces, and run services for LLM servers.",
+        description="Client of the encoder service: encode images.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -50,38 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Encode image files. Print the shape of each image's rows and the time that each stage took.",
     )
     _add_encode_flags(encode)
-    timeline = commands.add_parser(
-        "timeline",
-        help="draw traces of requests as a timeline",
-        description="Draw traces of requests as a timeline, with one lane per image and one per prefill chunk.",
-    )
-    timeline.add_argument(
-        "traces", nargs="+", type=Path, metavar="TRACE", help="trace file, written by `serve --trace-folder`"
-    )
-    timeline.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="picture to write: .html, .svg, or .png (needs matplotlib)",
-    )
-    timeline.set_defaults(run=_draw)
-    serve = commands.add_parser(
-        "serve",
-        help="run the reference prefill service: OpenAI-compatible chat completions",
-        description="Serve OpenAI-compatible chat completions over HTTP, with image rows from the encoder service. "
-        "Each flag has an environment variable, named at the end of its help. Flags override variables.",
-    )
-    _add_service_flags(serve)
-    gateway = commands.add_parser(
-        "sglang-gateway",
-        help="run the gateway that serves SGLang's encoder protocol from the encoder service",
-        description="Serve images to an unmodified SGLang that runs with --language-only. Each flag has an environment "
-        "variable, named at the end of its help. Flags override variables.",
-    )
-    GatewayConfig.add_flags(gateway)
-    gateway.set_defaults(run=_serve_sglang, extra="sglang-gateway")
-    return _run(**vars(parser.parse_args(arguments)))
+    options = vars(parser.parse_args(arguments))
+    return reported("prefill-client", partial(options.pop("run"), options))
 
 
 def _add_encode_flags(encode: argparse.ArgumentParser) -> None:
@@ -105,66 +67,6 @@ def _add_encode_flags(encode: argparse.ArgumentParser) -> None:
         "--inline", action="store_true", help="receive rows over gRPC instead of shared memory"
     )
     encode.set_defaults(run=_encode_files)
-
-
-def _add_service_flags(serve: argparse.ArgumentParser) -> None:
-    from prefill_reference.config import ServiceConfig
-
-    ServiceConfig.add_flags(serve)
-    serve.set_defaults(run=_serve_reference, extra="reference")
-
-
-def _run(run: Callable[[dict[str, Any]], int], command: str, extra: str = "", **options: Any) -> int:  # noqa: ARG001
-    """Run a command; print its error, if any, and return the exit code."""
-    try:
-        return run(options)
-    except ImportError as error:
-        if not extra:
-            raise
-        print(f"prefill-client: {error}; {install(extra)}", file=sys.stderr)
-        return BAD_USAGE
-    except EncoderError as error:
-        print(f"prefill-client: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-        print(f"prefill-client: {reason}", file=sys.stderr)
-        return BAD_USAGE
-    except ValueError as error:
-        print(f"prefill-client: {error}", file=sys.stderr)
-        return BAD_USAGE
-
-
-def _draw(options: dict[str, Any]) -> int:
-    from prefill_reference.timeline import draw
-
-    picture = draw(options["traces"], options["out"])
-    with output():
-        print(picture)
-    return 0
-
-
-def _serve_reference(options: dict[str, Any]) -> int:
-    from prefill_reference.config import ServiceConfig
-
-    config = ServiceConfig.read(options, os.environ)
-    require_folder("model", config.model)
-    from prefill_client.http_server import bound
-
-    with bound(config.listen) as listener:
-        # torch and transformers take seconds to import: check the flags and bind the port first.
-        from prefill_reference.server import serve
-
-        asyncio.run(serve(config, listener))
-    return 0
-
-
-def _serve_sglang(options: dict[str, Any]) -> int:
-    config = GatewayConfig.read(options, os.environ)
-    from prefill_client.sglang_gateway.server import serve
-
-    asyncio.run(serve(config))
-    return 0
 
 
 def _encode_files(options: dict[str, Any]) -> int:

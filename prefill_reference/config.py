@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from encoder_contract.settings import flag, knob
+from encoder_contract.settings import knob
 from prefill_client.http_settings import HttpSettings
 
 
@@ -16,8 +16,6 @@ class ServiceConfig(HttpSettings):
     environment_prefix = "PREFILLSVC_"
 
     model: Path = knob(help="folder of a Hugging Face checkpoint; its vision weights are not loaded")
-    tls_cert: str = knob("", help="PEM file with this service's certificate chain, for HTTPS; empty: HTTP")
-    tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
     served_name: str = knob("", help="model name that requests use; empty: the name of the model's folder")
     device: str = knob("cpu", help="device of the language model: cpu, cuda or cuda:N")
     dtype: Literal["bfloat16", "float16", "float32"] = knob(
@@ -37,17 +35,6 @@ class ServiceConfig(HttpSettings):
     request_s: float = knob(
         300.0, help="seconds that a request may take to its first token, and again from there to its last"
     )
-    trace_folder: str = knob(
-        "", help="folder for the timing traces of the newest requests, one file each; empty: no traces"
-    )
-    image_cache_gib: float = knob(
-        0.25,
-        zero=True,
-        help="size of the cache of downloaded images, GiB; videos have another cache of this size; 0: no caches",
-    )
-    image_fresh_s: float = knob(
-        60.0, zero=True, help="seconds that a downloaded image or video is kept if its host sends no lifetime"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +42,3 @@ class ServiceConfig(HttpSettings):
         self._require(is_device, "device", "must be cpu, cuda or cuda:N")
         if not self.encoder.startswith("dns:"):
             self._require_endpoint("encoder")
-        self._require(
-            bool(self.tls_cert) == bool(self.tls_key), "tls_cert", f"needs {flag('tls_key')} with it"
-        )

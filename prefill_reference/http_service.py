@@ -1,18 +1,17 @@
-"""The HTTP edge of the reference prefill service: OpenAI-compatible chat completions over a `Chat`."""
+"""One small FastAPI app: OpenAI-compatible chat completions over a `Chat`."""
 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,31 +21,28 @@ from encoder_contract.errors import (
     ImageLimitError,
     InvalidRequestError,
     OverloadedError,
+    Status,
 )
-from encoder_contract.errors import Status as Code
-from encoder_contract.traceparent import TRACEPARENT
-from prefill_client import Trace, traceparent
+from encoder_contract.traceparent import TRACEPARENT, trace_id
+from prefill_client import traceparent
 from prefill_client.http_server import DisconnectedError, cancel_on_disconnect
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat, Prefilled
-from prefill_reference.completions import ChatRequest, completion, error_body, piece, usage
 from prefill_reference.engine import sampler
-from prefill_reference.metrics import Metrics
+from prefill_reference.schema import ChatRequest
 
 log = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/chat/completions"
-# Trace files that are kept, some tens of kilobytes each: enough to look into the latest requests.
-KEPT_TRACES = 100
 # The HTTP status of each gRPC status; any other is a 500.
 _HTTP_STATUS = {
-    Code.INVALID_ARGUMENT: 400,
-    Code.NOT_FOUND: 503,  # an image's bytes expired between Submit and Fetch: a retry helps
-    Code.PERMISSION_DENIED: 403,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.UNAVAILABLE: 503,
-    Code.DEADLINE_EXCEEDED: 504,
-    Code.CANCELLED: 499,
+    Status.INVALID_ARGUMENT: 400,
+    Status.NOT_FOUND: 503,  # an image's bytes expired between Submit and Fetch: a retry helps
+    Status.PERMISSION_DENIED: 403,
+    Status.RESOURCE_EXHAUSTED: 429,
+    Status.UNAVAILABLE: 503,
+    Status.DEADLINE_EXCEEDED: 504,
+    Status.CANCELLED: 499,
 }
 
 
@@ -59,231 +55,157 @@ class Limits:
     request_s: float = 300.0
 
 
-class Admission:
+class _Admission:
     """ASGI middleware that bounds the number of running chat requests. A streamed answer counts until it ends."""
 
-    def __init__(self, app: ASGIApp, limit: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
-        self._metrics = metrics
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it with 429."""
-        if scope["type"] != "http" or scope["path"] != COMPLETIONS:
-            await self._app(scope, receive, send)
+        is_chat = scope["type"] == "http" and scope["path"] == COMPLETIONS
+        if is_chat and self._running >= self._limit:
+            why = f"{self._limit} requests are running already: retry"
+            await _refusal(OverloadedError(why, retry_after_ms=1000))(scope, receive, send)
             return
-        if self._running >= self._limit:
-            self._metrics.requests.labels("refused").inc()
-            refusal = _error_response(
-                OverloadedError(f"{self._limit} requests are running already: retry", retry_after_ms=1000)
-            )
-            await refusal(scope, receive, send)
-            return
-        self._running += 1
+        self._running += is_chat
         try:
             await self._app(scope, receive, send)
         finally:
-            self._running -= 1
+            self._running -= is_chat
 
 
-class TraceFolder:
-    """Writes a trace file for each request, named after the id of its answer, and keeps the newest `kept` files."""
-
-    def __init__(self, folder: Path, *, kept: int = KEPT_TRACES) -> None:
-        """Create the folder if it does not exist. Raises `OSError`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._kept = kept
-
-    def keep(self, trace: Trace) -> None:
-        """Write a trace. Blocks: do not call it on an event loop. Raises `OSError`."""
-        trace.write(self._folder / f"chatcmpl-{trace.request_id}.json")
-        files = sorted(self._folder.glob("chatcmpl-*.json"), key=lambda file: file.stat().st_mtime_ns)
-        for file in files[: -self._kept]:
-            file.unlink(missing_ok=True)
-
-
+@dataclass(frozen=True)
 class HttpService:
-    """The HTTP routes."""
+    """The HTTP routes. `model` is the name that requests use."""
 
-    def __init__(
-        self,
-        chat: Chat,
-        tokenizer: Any,
-        model: str,
-        *,
-        image_loader: ImageLoader,
-        video_loader: ImageLoader,
-        metrics: Metrics,
-        limits: Limits,
-        traces: TraceFolder | None = None,
-    ) -> None:
-        self._chat = chat
-        self._tokenizer = tokenizer
-        self._model = model
-        self._image_loader = image_loader
-        self._video_loader = video_loader
-        self._metrics = metrics
-        self._limits = limits
-        self._traces = traces
+    chat: Chat
+    tokenizer: Any
+    model: str
+    image_loader: ImageLoader
+    video_loader: ImageLoader
+    limits: Limits
 
     def app(self) -> FastAPI:
         """Return the ASGI application."""
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "local"}
         app = FastAPI(title="Reference prefill service", docs_url=None, redoc_url=None)
         app.add_api_route(COMPLETIONS, self.completions, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/models", self.models)
-        app.add_api_route("/health", self.health)
-        app.add_api_route("/metrics", self.exposition)
-        app.add_middleware(Admission, limit=self._limits.requests, metrics=self._metrics)
+        app.add_api_route("/v1/models", lambda: {"object": "list", "data": [model]})
+        app.add_api_route("/health", lambda: {"status": "ok"})
+        app.add_middleware(_Admission, limit=self.limits.requests)
         return app
-
-    async def models(self) -> dict[str, Any]:
-        """List the served model."""
-        return {
-            "object": "list",
-            "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "local"}],
-        }
-
-    async def health(self) -> dict[str, str]:
-        """Report that the process answers."""
-        return {"status": "ok"}
-
-    async def exposition(self) -> Response:
-        """Return the metrics for Prometheus."""
-        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def completions(self, request: Request) -> Response:
         """Answer a chat request. An error before the first token becomes an HTTP status."""
-        outcome = "failed"
         context = request.headers.get(TRACEPARENT, "")
-        trace = Trace(uuid4().hex, traceparent=context)
-        # Applies to the calls that this request's task makes.
-        traceparent.set(context if trace.trace_id else "")
+        traceparent.set(context if trace_id(context) else "")  # for the calls that this request's task makes
         try:
-            async with asyncio.timeout(self._limits.request_s):
-                chat_request = await self._read(request)
-                prefilled = await cancel_on_disconnect(request, self._prefill(chat_request, trace))
-                if chat_request.stream:
-                    outcome = "streamed"
-                    return StreamingResponse(
-                        self._stream(chat_request, prefilled, trace), media_type="text/event-stream"
-                    )
-                answer = await cancel_on_disconnect(request, self._whole(chat_request, prefilled, trace))
-            outcome = "answered"
-            return JSONResponse(answer)
+            async with asyncio.timeout(self.limits.request_s):
+                asked = await self._read(request)
+                prefilled = await cancel_on_disconnect(request, self._prefill(asked))
+                if asked.stream:
+                    return StreamingResponse(self._stream(asked, prefilled), media_type="text/event-stream")
+                return JSONResponse(await cancel_on_disconnect(request, self._whole(asked, prefilled)))
         except TimeoutError:
-            return _error_response(DeadlineError(f"no answer within {self._limits.request_s:g} s"))
+            return _refusal(DeadlineError(f"no answer within {self.limits.request_s:g} s"))
         except EncoderError as error:
-            return _error_response(error)
+            return _refusal(error)
         except DisconnectedError:
-            outcome = "left"
             return Response(status_code=499)
-        finally:
-            self._metrics.requests.labels(outcome).inc()
-            if self._traces is not None:
-                await self._write_trace(trace)
-
-    async def _write_trace(self, trace: Trace) -> None:
-        assert self._traces is not None
-        try:
-            await asyncio.to_thread(self._traces.keep, trace)
-        except OSError as error:  # for example a full disk; the request still gets its answer
-            log.warning("the trace of request %s cannot be written: %s", trace.request_id, error)
 
     async def _read(self, request: Request) -> ChatRequest:
         """Read and validate the body. A thread parses it, because it may hold megabytes of base64."""
         body = bytearray()
         async for data in request.stream():
             body += data
-            if len(body) > self._limits.body_bytes:
-                raise ImageLimitError(f"the request has more than {self._limits.body_bytes} bytes")
+            if len(body) > self.limits.body_bytes:
+                raise ImageLimitError(f"the request has more than {self.limits.body_bytes} bytes")
         try:
-            chat_request = await asyncio.to_thread(ChatRequest.model_validate_json, bytes(body))
-        except ValidationError as error:
-            raise InvalidRequestError(_invalid_fields(error)) from error
-        if chat_request.model != self._model:
-            raise InvalidRequestError(
-                f"unknown model {chat_request.model!r}: this service serves {self._model!r}"
-            )
-        return chat_request
+            asked = await asyncio.to_thread(ChatRequest.model_validate_json, bytes(body))
+        except ValidationError as error:  # name some fields, without their values, which may have megabytes
+            wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
+            raise InvalidRequestError("; ".join(wrong)) from error
+        if asked.model != self.model:
+            raise InvalidRequestError(f"unknown model {asked.model!r}: this service serves {self.model!r}")
+        return asked
 
-    async def _prefill(self, chat_request: ChatRequest, trace: Trace) -> Prefilled:
-        images = await self._image_loader.load_all(chat_request.image_urls)
-        videos = await self._video_loader.load_all(chat_request.video_urls)
-        with self._metrics.first_token_seconds.time():
-            prefilled = await self._chat.prefill(
-                chat_request.prompt_messages(images, videos), on_chunk=self._metrics.on_chunk, trace=trace
-            )
-        self._metrics.prompt_tokens.labels("cached").inc(prefilled.prefix_tokens)
-        self._metrics.prompt_tokens.labels("prefilled").inc(prefilled.layout.tokens - prefilled.prefix_tokens)
-        return prefilled
+    async def _prefill(self, asked: ChatRequest) -> Prefilled:
+        images = await self.image_loader.load_all(asked.urls("image"))
+        videos = await self.video_loader.load_all(asked.urls("video"))
+        return await self.chat.prefill(asked.prompt_messages(images, videos))
 
-    def _tokens(self, chat_request: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[int, None]:
-        choose = sampler(chat_request.temperature, chat_request.top_p, chat_request.seed)
-        return self._chat.decode(prefilled, max_tokens=chat_request.answer_tokens, choose=choose)
+    def _tokens(self, asked: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[int, None]:
+        choose = sampler(asked.temperature, asked.top_p, asked.seed)
+        return self.chat.decode(prefilled, max_tokens=asked.answer_tokens, choose=choose)
 
-    async def _whole(self, chat_request: ChatRequest, prefilled: Prefilled, trace: Trace) -> dict[str, Any]:
-        tokens = [token async for token in self._tokens(chat_request, prefilled)]
-        used = self._usage(prefilled, tokens)
-        finish = chat_request.finish_reason(len(tokens), prefilled.room)
-        return completion(_identity(trace), self._model, self._text(tokens), finish, used)
+    async def _whole(self, asked: ChatRequest, prefilled: Prefilled) -> dict[str, Any]:
+        tokens = [token async for token in self._tokens(asked, prefilled)]
+        finish = asked.finish_reason(len(tokens), prefilled.room)
+        choice = {"message": {"role": "assistant", "content": self._text(tokens)}, "finish_reason": finish}
+        return {**self._answer("chat.completion", choice), "usage": _usage(prefilled, tokens)}
 
-    async def _stream(
-        self, chat_request: ChatRequest, prefilled: Prefilled, trace: Trace
-    ) -> AsyncGenerator[str, None]:
+    async def _stream(self, asked: ChatRequest, prefilled: Prefilled) -> AsyncGenerator[str, None]:
         """Yield server-sent events. Text is sent once its last character is complete."""
-        identity, sent, tokens = _identity(trace), "", list[int]()
-        yield _event(piece(identity, self._model, {"role": "assistant", "content": ""}))
+        whole, sent, tokens = self._answer("chat.completion.chunk"), "", list[int]()
+
+        def piece(finish: str | None = None, **delta: str) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+            return _event({**whole, "choices": [choice]})
+
+        yield piece(role="assistant", content="")
         try:
             async with (
-                asyncio.timeout(self._limits.request_s),
-                aclosing(self._tokens(chat_request, prefilled)) as decoding,
+                asyncio.timeout(self.limits.request_s),
+                aclosing(self._tokens(asked, prefilled)) as decoding,
             ):
                 async for token in decoding:
                     tokens.append(token)
                     text = self._text(tokens)
                     if len(text) > len(sent) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                        yield _event(piece(identity, self._model, {"content": text[len(sent) :]}))
+                        yield piece(content=text[len(sent) :])
                         sent = text
         except (TimeoutError, EncoderError) as error:
             # The status was sent long ago. OpenAI's client raises an error that arrives as an event.
-            yield _event(error_body(str(error) or "the answer took too long", type(error).__name__))
+            yield _event(_error_body(str(error) or "the answer took too long", type(error).__name__))
             return
-        rest = self._text(tokens)[len(sent) :]
-        finish = chat_request.finish_reason(len(tokens), prefilled.room)
-        yield _event(piece(identity, self._model, {"content": rest}, finish))
-        used = self._usage(prefilled, tokens)
-        if chat_request.stream_options.include_usage:
-            yield _event({**piece(identity, self._model, None), "usage": used})
+        finish = asked.finish_reason(len(tokens), prefilled.room)
+        yield piece(finish, content=self._text(tokens)[len(sent) :])
+        if asked.stream_options.include_usage:
+            yield _event({**whole, "usage": _usage(prefilled, tokens)})
         yield "data: [DONE]\n\n"
 
-    def _usage(self, prefilled: Prefilled, tokens: list[int]) -> dict[str, Any]:
-        self._metrics.generated_tokens.inc(len(tokens))
-        return usage(prefilled.layout.tokens, prefilled.prefix_tokens, len(tokens))
+    def _answer(self, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
+        numbered = [{"index": 0, "logprobs": None, **choice} for choice in choices]
+        head = {"id": f"chatcmpl-{uuid4().hex}", "object": kind, "created": int(time.time())}
+        return {**head, "model": self.model, "choices": numbered}
 
     def _text(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
 
-def _identity(trace: Trace) -> str:
-    return f"chatcmpl-{trace.request_id}"
+def _usage(prefilled: Prefilled, tokens: list[int]) -> dict[str, Any]:
+    prompt, generated = prefilled.layout.tokens, len(tokens)
+    counts = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": prefilled.prefix_tokens}}
 
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _invalid_fields(error: ValidationError) -> str:
-    """Name the first few invalid fields, without their values, which may have megabytes."""
-    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
+def _error_body(message: str, code: str) -> dict[str, Any]:
+    is_callers = code.startswith(("Invalid", "ImageLimit", "Forbidden"))
+    kind = "invalid_request_error" if is_callers else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _error_response(error: EncoderError) -> Response:
+def _refusal(error: EncoderError) -> Response:
     headers = {"Retry-After": str(-(-error.retry_after_ms // 1000))} if error.retry_after_ms else None
     status = _HTTP_STATUS.get(error.status, 500)
     if status == 500:
         log.error("a request failed", exc_info=error)
-    return JSONResponse(error_body(error.message, type(error).__name__), status, headers)
+    return JSONResponse(_error_body(error.message, type(error).__name__), status, headers)

@@ -1,4 +1,4 @@
-"""Draws traces as timelines, one lane per image and per chunk: HTML and SVG without libraries, PNG by matplotlib."""
+"""Draws traces as timelines, one lane per image and one per chunk, as SVG."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,31 +68,13 @@ def panel(trace: Mapping[str, Any]) -> Panel:
 
 
 def draw(traces: Sequence[Path], picture: Path) -> Path:
-    """Draw trace files below each other into `picture` (.html, .svg or .png); return its path.
+    """Draw trace files below each other into the SVG file `picture`; return its path.
 
-    Raises `ValueError` for another file extension, for a file that is not a trace, and for .png without matplotlib.
-    Raises `OSError` if a file cannot be read or written.
+    A bar shows its details under the pointer. Raises `ValueError` for a file that is not a trace, and `OSError` if a
+    file cannot be read or written.
     """
-    panels = [panel(read_json_object(trace)) for trace in traces]
-    if picture.suffix == ".svg":
-        picture.write_text(svg(panels))
-    elif picture.suffix == ".html":
-        picture.write_text(html(panels))
-    elif picture.suffix == ".png":
-        _write_png(panels, picture)
-    else:
-        raise ValueError(f"{picture}: the file extension must be .html, .svg or .png")
+    picture.write_text(svg([panel(read_json_object(trace)) for trace in traces]))
     return picture
-
-
-def html(panels: Sequence[Panel]) -> str:
-    """Return a self-contained page. A bar shows its details under the pointer."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Timeline</title>\n'
-        "<style>body{margin:16px;font-family:sans-serif}svg{max-width:100%;height:auto}"
-        "rect:hover{stroke:#000;stroke-width:.7}</style></head>\n"
-        f"<body>\n{svg(panels)}\n</body></html>\n"
-    )
 
 
 def svg(panels: Sequence[Panel]) -> str:
@@ -164,34 +146,3 @@ def _tip(span: Span) -> str:
     began_ms, lasted_ms = _ms(span)
     details = "".join(f", {key} {value}" for key, value in span.details.items() if key != "digest")
     return f"{span.lane}: {_shown(span.name)}, {lasted_ms:.2f} ms from {began_ms:.2f} ms on{details}"
-
-
-def _write_png(panels: Sequence[Panel], picture: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ValueError(f"{picture}: .png needs matplotlib; .html and .svg do not") from error
-    inch = 96
-    height = (LEGEND + sum(each.height for each in panels)) / inch
-    figure = Figure(figsize=(WIDTH / inch, height + 0.4), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[each.height for each in panels])
-    for each, area in zip(panels, axes[:, 0], strict=True):
-        row = {lane: number for number, lane in enumerate(each.lanes)}
-        for span in each.spans:
-            began_ms, lasted_ms = _ms(span)
-            shortest_ms = each.end_ms * SHORTEST / WIDTH
-            colour = COLOURS.get(span.name, OTHER)
-            area.barh(
-                row[span.lane], max(lasted_ms, shortest_ms), left=began_ms, height=BAR / LANE, color=colour
-            )
-        area.set_title(each.title, loc="left", fontsize=8)
-        area.set_yticks(range(len(each.lanes)), each.lanes, fontsize=6)
-        area.tick_params(axis="x", labelsize=6)
-        area.invert_yaxis()
-        area.set_xlim(0, each.end_ms)
-    axes[-1, 0].set_xlabel("ms", fontsize=7)
-    shown = {span.name for each in panels for span in each.spans}
-    patches = [Patch(color=COLOURS[name], label=_shown(name)) for name in COLOURS if name in shown]
-    figure.legend(handles=patches, loc="outside upper center", ncols=8, fontsize=6, frameon=False)
-    figure.savefig(picture, dpi=1.5 * inch)

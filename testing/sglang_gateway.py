@@ -1,4 +1,4 @@
-"""Starts `prefill-client sglang-gateway` as a process on a free port."""
+"""Starts `encoder-sglang-gateway` as a process on a free port."""
 
 import sys
 import urllib.request
@@ -10,14 +10,14 @@ from testing.processes import LoggedProcess
 
 PATIENCE_S = 30.0
 # Not the console script: where SGLang is installed, there may be none.
-COMMAND = "import sys; from prefill_client.cli import main; sys.exit(main())"
+COMMAND = "import sys; from prefill_client.sglang_gateway.cli import main; sys.exit(main())"
 
 
 class GatewayProcess(LoggedProcess):
     """A gateway process. `url` is set once `wait_until_it_listens` has returned."""
 
     def __init__(self, encoder: str, **settings: object) -> None:
-        command = [sys.executable, "-c", COMMAND, "sglang-gateway"]
+        command = [sys.executable, "-c", COMMAND]
         for name, value in {"encoder": encoder, "listen": "127.0.0.1:0", **settings}.items():
             command += [flag(name), str(value)]
         super().__init__(command, {})

@@ -5,13 +5,14 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from math import inf
 from typing import Any, NoReturn
 
 from encoder_contract.endpoint import Endpoint
+from encoder_contract.errors import EncoderError
 
 FAILED, BAD_USAGE = 1, 2
 
@@ -62,6 +63,31 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def install(extra: str) -> str:
     """Return the command that installs an extra. It also works for commits that are in no package index."""
     return f"in a clone of the repository: pip install '.[{extra}]'"
+
+
+def reported(program: str, run: Callable[[], int], *, extra: str = "") -> int:
+    """Run a command and return its exit code; print its error, if any, in one line.
+
+    A package that is missing is one of `extra`; without an extra, its error is raised.
+    """
+    try:
+        return run()
+    except ImportError as error:
+        if not extra:
+            raise
+        return _failed(program, f"{error}; {install(extra)}", BAD_USAGE)
+    except EncoderError as error:
+        return _failed(program, f"{type(error).__name__}: {error}", FAILED)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return _failed(program, reason, BAD_USAGE)
+    except ValueError as error:
+        return _failed(program, str(error), BAD_USAGE)
+
+
+def _failed(program: str, why: str, code: int) -> int:
+    print(f"{program}: {why}", file=sys.stderr)  # noqa: T201
+    return code
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def test_the_demo_keeps_its_promises(
     assert "turn 2: 2 images new, 2 held from before" in shown
     assert shown.count("  kept  ") == 8
     assert "BROKEN" not in shown
-    assert str(tmp_path / "demo" / "timeline.html") in shown
+    assert str(tmp_path / "demo" / "timeline.svg") in shown
     assert {"trace-1.json", "trace-2.json"} <= {file.name for file in (tmp_path / "demo").iterdir()}
 
 
@@ -106,4 +106,4 @@ def test_the_demo_with_a_video_keeps_its_promises(tmp_path: Path, capfd: pytest.
     assert "turn 2: 0 images new, 20 held from before" in shown
     assert shown.count("  kept  ") == 6
     assert "BROKEN" not in shown
-    assert "image 19" in (tmp_path / "demo" / "video-timeline.html").read_text()
+    assert "image 19" in (tmp_path / "demo" / "video-timeline.svg").read_text()

@@ -100,7 +100,6 @@ def test_every_scrape_target_is_a_listening_service() -> None:
     aliases = {alias for each in networks for alias in each.get("default", {}).get("aliases", [])}
     listens = {
         "encoder": environment("encoder-cpu")["ENCSVC_METRICS_LISTEN"],
-        "prefill": environment("prefill")["PREFILLSVC_LISTEN"],
     }
     for job in jobs:
         (found,) = job["dns_sd_configs"]

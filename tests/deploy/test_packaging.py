@@ -143,7 +143,9 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
     assert {Path(name).suffix for name in packed} >= {".py", ".pyi", ".proto", ".lua", ".typed"}
 
 
-@pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])
+@pytest.mark.parametrize(
+    "command", ["encoder-service", "prefill-client", "prefill-reference", "encoder-sglang-gateway"]
+)
 def test_commands_run_the_installed_packages(site: Path, command: str) -> None:
     assert installed(site, site / "bin" / command, "--version").stdout.split() == [command, __version__]
     code = f"import {command.replace('-', '_')} as package; print(package.__file__)"

@@ -24,7 +24,6 @@ from encoder_service.metrics import Scrape
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.sglang_gateway.metrics import Metrics as GatewayMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
-from prefill_reference.metrics import Metrics as PrefillMetrics
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from tests.operator_view import numbers
@@ -89,7 +88,7 @@ def reads(expression: str) -> Reads:
 
 @pytest.fixture
 async def exported(config: Config, model: Model) -> AsyncIterator[Series]:
-    """All series of a replica with Redis that has served images, and of the prefill side."""
+    """All series of a replica with Redis that has served images, and of the gateway."""
     with redis_server() as redis:
         listening = replace(config, index=redis.url, metrics_listen="127.0.0.1:0", device_peak_tflops=1.0)
         async with server_of(listening, model) as server:
@@ -107,10 +106,9 @@ async def _serve_some(server: Server) -> Series:
                     pass
         now: Scrape = await numbers(server)
     series = {_exported(name): [labels for labels, _ in samples] for name, samples in now.samples.items()}
-    for registry in (PrefillMetrics().registry, _gateway_metrics().registry):
-        for family in text_string_to_metric_families(generate_latest(registry).decode()):
-            for sample in family.samples:
-                series.setdefault(sample.name, []).append(sample.labels)
+    for family in text_string_to_metric_families(generate_latest(_gateway_metrics().registry).decode()):
+        for sample in family.samples:
+            series.setdefault(sample.name, []).append(sample.labels)
     series |= {name: [dict.fromkeys(labels, "")] for name, labels in OF_PROMETHEUS.items()}
     series |= {name: [{label: ""} if label else {}] for name, label, _ in METRICS_OF_ENGINES.values()}
     for rule in rules("record"):
@@ -239,7 +237,7 @@ def test_panels_do_not_overlap_and_fill_their_rows() -> None:
 
 def test_every_stat_panel_has_a_colour_for_each_range() -> None:
     stats = [each for each in json.loads(DASHBOARD.read_text())["panels"] if each["type"] == "stat"]
-    assert len(stats) == 8
+    assert len(stats) == 7
     for each in stats:
         steps = each["fieldConfig"]["defaults"]["thresholds"]["steps"]
         assert steps[0]["value"] is None

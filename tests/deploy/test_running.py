@@ -60,9 +60,9 @@ class Started:
 
     def start(self, service: str, program: str, *extra: str) -> None:
         """Start a service: its entry point, its command, its environment; then wait for its health check."""
-        command = [self.here(part) for part in SERVICES[service]["command"]]
+        command = [self.here(part) for part in SERVICES[service].get("command", [])]
         # Where the image has no entry point, the command names the program.
-        if command[0] == service + "-server":
+        if command[:1] == [service + "-server"]:
             command = command[1:]
         environment = {k: self.here(v) for k, v in SERVICES[service].get("environment", {}).items()}
         with (self._folder / f"{service}.log").open("w") as file:
@@ -140,7 +140,7 @@ def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     try:
         stack.start("redis", redis_binary(), "--port", str(stack.ports["6379"]), "--dir", str(folder))
         stack.start("encoder-cpu", "encoder-service", "--index-prefix", folder.name)
-        stack.start("prefill", "prefill-client", "--dtype", "float32", "--chunk-tokens", "64")
+        stack.start("prefill", "prefill-reference", "--dtype", "float32", "--chunk-tokens", "64")
         if prometheus := shutil.which("prometheus"):
             stack.start("prometheus", prometheus, f"--web.listen-address=127.0.0.1:{stack.ports['9090']}")
         yield stack

@@ -41,7 +41,7 @@ def page_commands() -> dict[str, list[str]]:
         if "--" in line
     ]
     return {
-        "gateway": next(line for line in lines if line[:2] == ["prefill-client", "sglang-gateway"]),
+        "gateway": next(line for line in lines if line[0] == "encoder-sglang-gateway"),
         "sglang": next(line for line in lines if "sglang.launch_server" in line and "--encoder-urls" in line),
     }
 

@@ -13,6 +13,7 @@ from tests.processes import run
 
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
 OURS = ("encoder-service", "prefill-client")
+SERVICES = ("prefill-reference", "encoder-sglang-gateway")  # commands without subcommands
 MAIN = 'if __name__ == "__main__"'
 BENCHMARK = "command_line(__doc__)"  # adds the flag that all benchmarks have
 # Programs that are not ours. Their flags are not checked.
@@ -36,6 +37,7 @@ SGLANG = {
 # Matches our program in a line: `encoder-service top`, `python -m bench.store`, `bench.store`.
 PROGRAM = (
     rf"(?<![\w/-])(?:\.venv/bin/)?({'|'.join(OURS)}) ([a-z]+(?:-[a-z]+)*)"
+    rf"|(?<![\w/-])({'|'.join(SERVICES)})(?![\w-])"
     rf"|-m ((?:{'|'.join(PACKAGES)})[\w.]*)|\b(bench\.\w+)\b(?!/)"
 )
 
@@ -47,7 +49,7 @@ def commands() -> Commands:
     """The --help text of each of our commands; for a command of `python -m`, its source."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("COLUMNS", "1000")  # so that no line is wrapped
-        found = {}
+        found = {program: run(program, "--help").stdout for program in SERVICES}
         for program in OURS:
             for sub in re.findall(r"^    ([\w-]+)(?: |$)", run(program, "--help").stdout, re.MULTILINE):
                 found[f"{program} {sub}"] = run(program, sub, "--help").stdout
@@ -66,7 +68,7 @@ def flags_of(command: str, commands: Commands) -> set[str]:
 
 def programs_in(line: str) -> list[str]:
     """Return the programs that a line runs; `bench.NAME` stands for any benchmark."""
-    found = [f"{a} {b}" if a else c or d for a, b, c, d in re.findall(PROGRAM, line)]
+    found = [f"{a} {b}" if a else "".join(others) for a, b, *others in re.findall(PROGRAM, line)]
     return ["bench.store" if program == "bench.NAME" else program for program in found]
 
 
@@ -85,7 +87,7 @@ def test_every_flag_on_a_page_exists(page: Path, commands: Commands) -> None:
     """
     lines = list(lines_in(page))
     here = {program for line in lines for program in programs_in(line)} & set(commands)
-    services = {*(f"{name} serve" for name in OURS), "prefill-client sglang-gateway"}
+    services = {"encoder-service serve", *SERVICES}
     alone = set().union(*(flags_of(program, commands) for program in here | services))
     for line in lines:
         if re.search(FOREIGN, line):
@@ -99,8 +101,8 @@ def test_every_flag_on_a_page_exists(page: Path, commands: Commands) -> None:
 def test_every_flag_value_on_a_page_is_accepted(page: Path, commands: Commands) -> None:
     choices = {
         flag: set(values.split(","))
-        for name in OURS
-        for flag, values in re.findall(r"(?m)^  (--[a-z-]+) \[?\{([\w,]+)\}", commands[f"{name} serve"])
+        for program in ("encoder-service serve", "prefill-reference")
+        for flag, values in re.findall(r"(?m)^  (--[a-z-]+) \[?\{([\w,]+)\}", commands[program])
     }
     assert {"--decoder", "--trust-remote-code"} <= choices.keys()
     for line in lines_in(page):

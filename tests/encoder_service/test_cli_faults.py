@@ -199,16 +199,16 @@ def test_an_invalid_address_is_refused_without_a_lookup() -> None:
 def test_the_prefill_service_refuses_bad_settings_before_importing_torch(
     checkpoint: Path, flags: list[str], says: str, without_torch: None
 ) -> None:
-    assert says in refused("prefill-client", "serve", "--model", checkpoint, *flags, code=2)
+    assert says in refused("prefill-reference", "--model", checkpoint, *flags, code=2)
 
 
 def test_the_prefill_service_reports_a_taken_port_before_importing_torch(
     checkpoint: Path, taken: str, free: str, without_torch: None
 ) -> None:
     said = refused(
-        *("prefill-client", "serve", "--model", checkpoint, "--listen", taken, "--encoder", free), code=2
+        *("prefill-reference", "--model", checkpoint, "--listen", taken, "--encoder", free), code=2
     )
-    assert said == f"prefill-client: --listen {taken}: the address is taken\n"
+    assert said == f"prefill-reference: --listen {taken}: the address is taken\n"
 
 
 def test_the_prefill_service_reports_unreadable_weights(checkpoint: Path, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_the_prefill_service_reports_unreadable_weights(checkpoint: Path, tmp_pa
     shutil.copytree(checkpoint, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    said = refused("prefill-client", "serve", "--model", folder, "--listen", "127.0.0.1:0", code=2)
+    said = refused("prefill-reference", "--model", folder, "--listen", "127.0.0.1:0", code=2)
     assert "its weights cannot be read" in said
 
 

@@ -91,7 +91,7 @@ def test_prefill_runs_every_chunk_with_its_rows(
 def test_openai_chat_asks_the_reference_service(
     server: ServerProcess, checkpoint: Path, photos: list[Path]
 ) -> None:
-    command = [SCRIPTS / "prefill-client", "serve", "--model", checkpoint, "--encoder", server.endpoint]
+    command = [SCRIPTS / "prefill-reference", "--model", checkpoint, "--encoder", server.endpoint]
     process = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

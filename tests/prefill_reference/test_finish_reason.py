@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 from prefill_client import EncoderClient
-from prefill_reference.completions import ChatRequest
 from prefill_reference.http_service import Limits
+from prefill_reference.schema import ChatRequest
 from tests.prefill_reference.test_http_service import MODEL, serving, user
 
 QUESTION = "What is this?"

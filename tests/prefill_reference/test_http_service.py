@@ -19,21 +19,19 @@ from encoder_contract.settings import ConfigError
 from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from prefill_client import EncoderClient
-from prefill_client.cli import main
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat
+from prefill_reference.cli import main
 from prefill_reference.config import ServiceConfig
 from prefill_reference.engine import Engine
-from prefill_reference.http_service import HttpService, Limits, TraceFolder
+from prefill_reference.http_service import HttpService, Limits
 from prefill_reference.language_model import load_language_model
-from prefill_reference.metrics import Metrics
 from prefill_reference.prefix import PrefixCache
 from testing.clips import clip
 from testing.photos import data_url, photo
 from tests.gate import Gate
-from tests.operator_view import fetches_wait_for
-from tests.waiting import soon
+from tests.operator_view import fetches_wait_for, settled
 
 MODEL = "tiny"
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2, orientation=6)
@@ -42,9 +40,8 @@ FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2, orientation=6)
 class Service:
     """The running service and its official client."""
 
-    def __init__(self, port: int, metrics: Metrics) -> None:
+    def __init__(self, port: int) -> None:
         self.port = port
-        self.metrics = metrics
         self.openai = openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=110
         )
@@ -53,21 +50,17 @@ class Service:
         options = {"max_tokens": 6, "temperature": 0, **options}
         return await self.openai.chat.completions.create(model=MODEL, messages=list(messages), **options)
 
-    def count(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
-
 
 @asynccontextmanager
 async def serving(
     client: EncoderClient,
     checkpoint: Path,
     limits: Limits,
-    traces: TraceFolder | None = None,
     loader: ImageLoader | None = None,
 ) -> AsyncIterator[Service]:
     language_model = load_language_model(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    engine, metrics = Engine(language_model, row_width=client.description.width), Metrics()
+    engine = Engine(language_model, row_width=client.description.width)
     chat = Chat(
         client,
         engine,
@@ -82,16 +75,14 @@ async def serving(
         MODEL,
         image_loader=loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1),
         video_loader=ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1, what="video"),
-        metrics=metrics,
         limits=limits,
-        traces=traces,
     )
     server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
-        yield Service(listener.getsockname()[1], metrics)
+        yield Service(listener.getsockname()[1])
         server.should_exit = True
         await running
     chat.close()
@@ -117,25 +108,16 @@ async def test_openai_client_gets_an_answer_about_images(service: Service) -> No
     assert [model.id async for model in service.openai.models.list()] == [MODEL]
 
 
-async def test_a_request_writes_its_trace_and_forwards_its_context(
-    client: EncoderClient, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_the_context_of_a_trace_reaches_the_encoder(
+    service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    header = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    known = "4bf92f3577b34da6a3ce929d0e0e4736"
     caplog.set_level("INFO")
-    async with serving(client, checkpoint, Limits(), TraceFolder(tmp_path, kept=2)) as service:
-        question = user("What is this?", data_url(photo(200, 140, 21)))
-        answer = await service.ask(question, extra_headers=header)
-        assert [file.name for file in tmp_path.iterdir()] == [f"{answer.id}.json"]
-        told = json.loads((tmp_path / f"{answer.id}.json").read_text())["otherData"]
-        assert told["trace_id"] == trace_id
-        await service.ask(question, extra_headers={"traceparent": "nonsense"})
-        third = await service.ask(question)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert (tmp_path / f"{third.id}.json").exists()
+    question = user("What is this?", data_url(photo(200, 140, 21)))
+    for context in (f"00-{known}-00f067aa0ba902b7-01", "nonsense"):
+        await service.ask(question, extra_headers={"traceparent": context})
     fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
-    assert {line["request"] for line in fields if line.get("trace") == trace_id} == {told["request_id"]}
-    assert {line["trace"] for line in fields if "trace" in line} == {trace_id}
+    assert {line["trace"] for line in fields if "trace" in line} == {known}
 
 
 async def test_a_streamed_answer_equals_the_complete_one(service: Service) -> None:
@@ -146,22 +128,17 @@ async def test_a_streamed_answer_equals_the_complete_one(service: Service) -> No
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == whole.choices[0].message.content
     assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert service.count("prefill_requests_total", outcome="streamed") == 1
 
 
-async def test_follow_up_turn_uses_the_kv_cache_and_fetches_only_the_new_image(service: Service) -> None:
+async def test_follow_up_turn_uses_the_kv_cache_and_fetches_only_the_new_image(
+    service: Service, server: Server
+) -> None:
     question = user("What is this?", data_url(FIRST))
     answer = await service.ask(question)
-    rows_before = service.count("prefill_rows_total", source="host") + service.count(
-        "prefill_rows_total", source="encoded"
-    )
     reply = {"role": "assistant", "content": answer.choices[0].message.content}
     again = await service.ask(question, reply, user("And this?", data_url(SECOND)))
-    rows_after = service.count("prefill_rows_total", source="host") + service.count(
-        "prefill_rows_total", source="encoded"
-    )
     assert again.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - 1
-    assert rows_after - rows_before == 12 * 8  # 400 × 256 upright: 24 × 16 patches
+    await settled(server, "encoded_images_total", 2)
 
 
 async def test_sampling_with_a_seed_repeats_itself(service: Service) -> None:
@@ -241,7 +218,7 @@ async def test_hanging_up_cancels_the_request(service: Service, server: Server, 
         await writer.drain()
         await fetches_wait_for(server, 1)
         writer.close()
-        await soon(lambda: service.count("prefill_requests_total", outcome="left") == 1)
+        await fetches_wait_for(server, 0)
     assert (await service.ask(user("Hello"))).choices
 
 
@@ -274,9 +251,9 @@ def test_flags_win_over_the_environment() -> None:
 
 
 def test_an_unservable_model_ends_the_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["serve", "--model", str(tmp_path)]) == 2
+    assert main(["--model", str(tmp_path)]) == 2
     assert "no config.json" in capsys.readouterr().err
-    assert main(["serve", "--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
+    assert main(["--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
     assert "--chunk-tokens must be positive" in capsys.readouterr().err
 
 

@@ -1,16 +1,15 @@
-"""The commands of the reference service without its extra, `encoder-service[reference]`."""
+"""The command of the reference service without its extra, `encoder-service[reference]`."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-ABSENT = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "matplotlib")
+ABSENT = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client")
 
 
-def prefill_client(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def prefill_reference(*words: str | Path) -> subprocess.CompletedProcess[str]:
     absent = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"
-    code = f"{absent}; from prefill_client.cli import main; sys.exit(main())"
+    code = f"{absent}; from prefill_reference.cli import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
         capture_output=True, text=True, timeout=200, check=False,
@@ -18,21 +17,13 @@ def prefill_client(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_serve_names_what_is_missing_and_the_extra_that_installs_it(tmp_path: Path) -> None:
-    result = prefill_client("serve", "--model", tmp_path, "--listen", "127.0.0.1:0")
+    result = prefill_reference("--model", tmp_path, "--listen", "127.0.0.1:0")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert "uvicorn" in result.stderr, "the first that is imported"
     assert "pip install '.[reference]'" in result.stderr
 
 
 def test_serve_lists_its_settings_without_the_extra() -> None:
-    result = prefill_client("serve", "--help")
+    result = prefill_reference("--help")
     assert result.returncode == 0, result.stderr
     assert "--chunk-tokens" in result.stdout
-
-
-def test_timelines_are_drawn_without_the_extra(tmp_path: Path) -> None:
-    trace, picture = tmp_path / "trace.json", tmp_path / "timeline.html"
-    trace.write_text(json.dumps({"traceEvents": [], "otherData": {"request_id": "chatcmpl-1"}}))
-    result = prefill_client("timeline", trace, "--out", picture)
-    assert result.returncode == 0, result.stderr
-    assert "chatcmpl-1" in picture.read_text()

@@ -26,7 +26,7 @@ from tests.sglang_gateways import RunningGateway, gateway_for
 from tests.sglang_receiver import LanguageServer
 
 IMAGES = {size: photo(*size, seed) for seed, size in enumerate([(300, 220), (97, 401), (640, 480)])}
-GATEWAY = ("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", "--encoder")
+GATEWAY = ("encoder-sglang-gateway", "--listen", "127.0.0.1:0", "--encoder")
 
 
 @pytest.fixture(scope="module")

@@ -232,7 +232,7 @@ def test_a_gateway_of_another_model_is_refused_at_start(
     seeded = kept_checkpoint(seed=5)
     for folder, what in ((other, "image processor: "), (seeded, "vision weights: ")):
         done = run(
-            "prefill-client", "sglang-gateway", "--encoder", service.endpoint, "--listen", "127.0.0.1:0",
+            "encoder-sglang-gateway", "--encoder", service.endpoint, "--listen", "127.0.0.1:0",
             "--language-model", folder,
         )  # fmt: skip
         assert (done.returncode, what in done.stderr) == (1, True), done.stderr
@@ -251,7 +251,7 @@ def test_a_gateway_of_another_model_is_refused_at_start(
     ],
 )
 def test_an_invalid_setting_is_named(setting: tuple[str, ...], message: str) -> None:
-    done = run("prefill-client", "sglang-gateway", "--listen", "127.0.0.1:0", *setting)
+    done = run("encoder-sglang-gateway", "--listen", "127.0.0.1:0", *setting)
     assert done.returncode in (1, 2)
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -154,11 +154,20 @@ RARE_FORMATS = (
 
 # Other files that people send. An error that names the format helps more than a list of accepted ones.
 _OTHERS = (
-    ("HEIC", re.compile(rb"....ftyp(?:hei|hev)", re.DOTALL)),
+    (
+        "HEIF, as iPhones write it (.heic): convert it to JPEG first, for example with ImageMagick or pillow-heif",
+        # The brands mif1 and msf1 are AVIF's too, which then has a brand of its own beside them.
+        re.compile(rb"....ftyp(?:hei|hev|(?:mif1|msf1)(?!.{0,64}avi[fs]))", re.DOTALL),
+    ),
     ("PDF", re.compile(rb"%PDF-")),
     ("SVG", re.compile(rb"\s*(?:<\?xml[^>]{0,200}>\s*)?(?:<!--[^>]{0,500}-->\s*)?(?:<!DOCTYPE svg|<svg)")),
     ("JPEG XL", re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ")),
-    ("a video", re.compile(rb"....ftyp(?!avif|avis|mif1|msf1)|\x1a\x45\xdf\xa3|RIFF....AVI ", re.DOTALL)),
+    (
+        "a video",
+        re.compile(
+            rb"....ftyp(?!avif|avis|mif1|msf1|hei|hev)|\x1a\x45\xdf\xa3|RIFF....AVI |FLV\x01", re.DOTALL
+        ),
+    ),
     ("EPS", re.compile(rb"%!PS")),
     ("HTML", re.compile(rb"\s*<(?:!DOCTYPE )?html", re.IGNORECASE)),
 )

@@ -32,6 +32,7 @@ FOREIGN = {
     *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "NCCL_SOCKET_IFNAME"),
     *("preprocess_kwargs", "max_long_side_pixel", "time_stats_json", "zmq_to_tokenizer", "zmq_to_scheduler"),
     *("SGLANG_ENCODER_MM_RECEIVER_MODE", "SGLANG_ENCODER_RECV_TIMEOUT", "MMReceiverGrpc", "TypeError"),
+    *("pillow_heif", "register_heif_opener"),
     *("maxUnavailable", "maxSurge", "MovedError", "run_chunk", "tokens_in_kv_cache"),
     *(
         "plain_vl",

@@ -168,7 +168,7 @@ def test_non_images_are_refused_by_name(image):
     ("image", "name"),
     [
         (b"%PDF-1.7", "PDF"), (b"<?xml version='1.0'?>\n<svg>", "SVG"),
-        (b"\0\0\0\x1cftypheic", "HEIC"), (b"\0\0\0\x1cftypmp42", "a video"), (b"\xff\x0a\xfa", "JPEG XL"),
+        (b"\0\0\0\x1cftypmp42", "a video"), (b"\xff\x0a\xfa", "JPEG XL"),
         (b"<!DOCTYPE html><html>", "HTML"),
     ],
 )  # fmt: skip
@@ -295,3 +295,17 @@ def test_limit_errors_name_the_limit_and_the_value():
         check_limits(header, 1001, max_image_bytes=1000, max_image_pixels=1200)
     with pytest.raises(ImageLimitError, match=r"1200 pixels \(40x30\) exceed max_image_pixels 1199"):
         check_limits(header, 1000, max_image_bytes=1000, max_image_pixels=1199)
+
+
+@pytest.mark.parametrize(
+    "brands",
+    [b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1\0\0\0\0mif1heic", b"msf1\0\0\0\0msf1hevc"],
+)
+def test_every_brand_of_heif_is_named_with_what_to_do(brands):
+    with pytest.raises(InvalidImageError, match=r"this looks like HEIF, as .* convert it to JPEG first"):
+        format_of(b"\0\0\0\x1cftyp" + brands)
+
+
+@pytest.mark.parametrize("brands", [b"avif", b"avis", b"mif1\0\0\0\0mif1avifmiaf", b"msf1\0\0\0\0msf1avis"])
+def test_an_avif_is_left_to_the_server(brands):
+    assert format_of(b"\0\0\0\x1cftyp" + brands) is None

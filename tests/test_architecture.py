@@ -88,6 +88,7 @@ ENVIRONMENT = {
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_pool": "sets how its children keep memory",
     "encoder_service/image/opencv": "sets which formats FFmpeg reads",
+    "encoder_service/vision/ulysses": "turns off the watchdog of NCCL, which ends all processes of a group",
     "encoder_contract/command_line": "sets how much gRPC says",
 }
 

@@ -130,24 +130,41 @@ class TorchVarlenAttention:
         return output
 
 
-class FlashAttention:
-    """Flash attention over packed segments (CUDA): releases 2 and 3, each from its own package."""
+class FlashAttention2:
+    """Flash attention 2 over packed segments (CUDA)."""
 
-    graphs = True
-    # Release 3 has two builds: the wheel `fa3-fwd`, with the forward pass only, and a build from the sources.
-    _MODULES: ClassVar = {2: ("flash_attn",), 3: ("fa3_fwd_interface", "flash_attn_interface")}
-    # If a segment's keys were split over the device, the order of sums would depend on the rest of the batch.
-    _OPTIONS: ClassVar[dict[int, dict[str, int]]] = {3: {"num_splits": 1}}
+    name, graphs = "flash2", True
 
-    def __init__(self, release: int) -> None:
-        self.name = f"flash{release}"
-        module = _import_first(self._MODULES[release])
-        self._attend: Callable[..., Tensor | tuple[Tensor, ...]] = module.flash_attn_varlen_func
-        self._options = self._OPTIONS.get(release, {})
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func
+
+        self._attend: Callable[..., Tensor] = flash_attn_varlen_func
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         """See `Attention`."""
-        output = self._attend(
+        bounds, longest = segments.bounds, segments.longest
+        return self._attend(query, key, value, bounds, bounds, longest, longest, softmax_scale=scale)
+
+
+class FlashAttention3:
+    """Flash attention 3 over packed segments (Hopper).
+
+    Calls its operator directly: the wrapper in its package makes two empty tensors in every call, which takes time on
+    the host and copies from the host, so that some releases cannot be captured.
+    """
+
+    name, graphs = "flash3", True
+    # Its builds, module → operators: the wheel `fa3-fwd`, with the forward pass only, and a build from the sources.
+    _BUILDS: ClassVar = {"fa3_fwd_interface": "fa3_fwd", "flash_attn_interface": "flash_attn_3"}
+
+    def __init__(self) -> None:
+        module = _import_first(tuple(self._BUILDS))  # registers the operators
+        operators = getattr(torch.ops, self._BUILDS[module.__name__])
+        self._attend: Callable[..., Sequence[Tensor]] = operators.fwd
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """See `Attention`."""
+        output, *_ = self._attend(
             query,
             key,
             value,
@@ -156,19 +173,21 @@ class FlashAttention:
             max_seqlen_q=segments.longest,
             max_seqlen_k=segments.longest,
             softmax_scale=scale,
-            causal=False,
-            **self._options,
+            # If a segment's keys were split over the device, the order of sums would depend on the rest of the batch.
+            num_splits=1,
         )
-        return output[0] if isinstance(output, tuple) else output
+        return output
 
 
 def build(name: str) -> Attention:
     """Return the backend of this name. Raises the library's error if it cannot be imported."""
-    if name == "sdpa":
-        return SegmentAttention()
-    if name == "varlen":
-        return TorchVarlenAttention()
-    return FlashAttention(int(name.removeprefix("flash")))
+    backends: dict[str, Callable[[], Attention]] = {
+        "flash3": FlashAttention3,
+        "varlen": TorchVarlenAttention,
+        "flash2": FlashAttention2,
+        "sdpa": SegmentAttention,
+    }
+    return backends[name]()
 
 
 def _import_first(names: tuple[str, ...]) -> ModuleType:

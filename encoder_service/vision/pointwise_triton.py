@@ -15,6 +15,10 @@ MAX_SIDE = 16384
 # Pairs to rotate, or values of a GELU, per program: four for each of its 128 threads.
 BLOCK = 512
 
+# Whether products and sums become one instruction, which rounds once. Named, because the default depends on the release
+# of Triton, and the rows of one model must not.
+FUSED = True
+
 
 @triton.jit
 def add_norm_kernel(
@@ -134,6 +138,7 @@ class TritonPointwise:
             pairs=pairs,
             axis_pairs=self._angles.shape[1],
             block=BLOCK,
+            enable_fp_fusion=FUSED,
         )
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
@@ -154,6 +159,7 @@ class TritonPointwise:
             columns=columns,
             add=delta is not None,
             rms=norm.rms,
+            enable_fp_fusion=FUSED,
             num_warps=8 if columns > 2048 else 4,
         )
         return out
@@ -161,7 +167,7 @@ class TritonPointwise:
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Pointwise`."""
         assert x.is_contiguous()
-        gelu_erf_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), block=BLOCK)
+        gelu_erf_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), block=BLOCK, enable_fp_fusion=FUSED)
         return x
 
 

@@ -381,9 +381,13 @@ class Tower:
             [rows] = self._module([received.view(-1, values)], [layout], between if is_cpu else lambda: None)
             sent = [rows if rank == leader else rows[:0] for rank in range(group.size)]
             gathered = group.exchange(sent, [count // merge * self.width * is_leader for count in shares])
+            if not is_leader:
+                return []
+            self.eager_batches += 1
             gathered = gathered.view(-1, self.width)
-            self.eager_batches += is_leader
-            return [gathered if whole.inverse is None else gathered[whole.inverse]] if is_leader else []
+            rows = gathered if whole.inverse is None else gathered[whole.inverse]
+            group.complete(number)
+            return [rows]
 
     def prepare(self, grid: Grid) -> None:
         """Make the tables of a grid ahead, on the current stream, so that `encode` need not wait for them."""

@@ -4,7 +4,9 @@ Each process has a slice of the image's patches. Only attention needs other slic
 of some of the heads.
 """
 
+import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -55,23 +57,54 @@ class Group:
         self._device = device
         self._port = port
         self._limit = timedelta(seconds=limit_s)
+        self._lock = threading.Lock()  # of what follows
         self._number = -1
         self._connected: Any = None
+        self._last_aborted = -1
 
     @contextmanager
     def joined(self, number: int) -> Iterator[None]:
         """Connect to the other processes, unless the last group had this number too.
 
-        Any exception in the block ends the group: the exchanges of the others then fail.
+        Any exception in the block ends the group: on the CPU, the exchanges of the others then fail. On a GPU, they
+        would wait for ever: somebody has to tell the others to `abort`.
         """
         try:
+            self._require(number)
             if number != self._number:
                 self._leave()
-                self._connected, self._number = self._rendezvous(number), number
+                connected = self._rendezvous(number)
+                with self._lock:
+                    self._connected, self._number = connected, number
+                self._require(number)
             yield
         except BaseException:
             self._leave()
             raise
+
+    def abort(self, number: int) -> None:
+        """End the exchanges of group `number`, because another of its processes has failed. Thread-safe.
+
+        On a GPU, the device then goes on with whatever was received: `complete` raises.
+        """
+        with self._lock:
+            self._last_aborted = max(number, self._last_aborted)
+            connected = self._connected if number == self._number else None
+        if connected is not None:
+            connected.abort()
+
+    def complete(self, number: int) -> None:
+        """Wait until the device has done everything so far. Raises `RuntimeError` if the group was aborted before."""
+        if self._device.type == "cuda":
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._device))
+            done.synchronize()
+        self._require(number)
+
+    def _require(self, number: int) -> None:
+        with self._lock:
+            if number <= self._last_aborted:
+                raise RuntimeError(f"another process of group {number} has failed")
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """Send each process its part; return the parts for this process, flat and in the order of ranks.
@@ -91,9 +124,11 @@ class Group:
         return received
 
     def _leave(self) -> None:
-        if self._connected is not None:
-            self._connected.abort()
-        self._connected, self._number = None, -1
+        with self._lock:
+            connected = self._connected
+            self._connected, self._number = None, -1
+        if connected is not None:
+            connected.abort()
 
     def _rendezvous(self, number: int) -> Any:
         rendezvous = c10d.TCPStore(_LOOPBACK, self._port, is_master=False, timeout=self._limit)
@@ -101,6 +136,8 @@ class Group:
         store.set(f"here {self.rank}", "")
         store.wait([f"here {rank}" for rank in range(self.size)], timedelta(seconds=_RENDEZVOUS_S))
         if self._device.type == "cuda":
+            # Else NCCL's own watchdog ends this process when another one has failed.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             nccl = c10d.ProcessGroupNCCL.Options()
             nccl._timeout = self._limit
             return c10d.ProcessGroupNCCL(store, self.rank, self.size, nccl)

@@ -166,6 +166,9 @@ def device_copy(
 ) -> "torch.Tensor":
     """Copy rows out of device memory on this thread's current GPU and stream; return the complete copy.
 
+    The memory may lie on another GPU of the server, even one that this process does not see: it was opened for the
+    current GPU, which reads it.
+
     The copy is [rows, width] of type `dtype`. The memory that replaces a GPU's in tests is copied on the CPU.
     """
     import torch
@@ -175,8 +178,9 @@ def device_copy(
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             whole = torch.frombuffer(memory.content, dtype=torch.uint8)
     else:
-        whole = torch.as_tensor(memory.content)
-    device = f"cuda:{torch.cuda.current_device()}" if whole.is_cuda else "cpu"
+        # torch would ask CUDA which GPU has the memory, and refuse one that this process does not see.
+        whole = torch.as_tensor(memory.content, device=f"cuda:{torch.cuda.current_device()}")
+    device = whole.device
     copied = torch.empty(sum(length for _, length in extents), dtype=torch.uint8, device=device)
     filled = 0
     for offset, length in extents:

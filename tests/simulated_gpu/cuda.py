@@ -4,16 +4,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tests.simulated_gpu import kernels
+from tests.simulated_gpu import kernels, nccl
 from tests.simulated_gpu.device import Event, Graph, SimulatedGpu, Stream, join
-from tests.simulated_gpu.tensors import DeviceTensor, OnDevice
+from tests.simulated_gpu.tensors import DeviceTensor, OnDevice, over_address
 
 GIB = 1 << 30
 
@@ -27,7 +27,7 @@ def simulated_gpu(devices: int = 2) -> Iterator[SimulatedGpu]:
         for owner, names in _replaced(gpu):
             for name, value in names.items():
                 patches.enter_context(mock.patch.object(owner, name, value, create=True))
-        patches.enter_context(mock.patch.dict(sys.modules, fa3_fwd_interface=kernels.flash3(gpu)))
+        patches.enter_context(mock.patch.dict(sys.modules, fa3_fwd_interface=ModuleType("fa3_fwd_interface")))
         patches.enter_context(OnDevice(gpu))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
@@ -48,7 +48,9 @@ def _replaced(gpu: SimulatedGpu) -> list[tuple[Any, dict[str, Any]]]:
         (Tensor, {"pin_memory": _pin_memory(gpu), "tolist": _tolist(gpu)}),
         (threading.Thread, {"start": _start(gpu)}),
         (torch.nn.functional, {"scaled_dot_product_attention": kernels.attention_of_torch(gpu)}),
-        (torch, {"_addmm_activation": kernels.product_and_gelu(gpu)}),
+        (torch, {"_addmm_activation": kernels.product_and_gelu(gpu), "as_tensor": over_address(gpu)}),
+        (torch.ops, {"fa3_fwd": SimpleNamespace(fwd=kernels.flash3(gpu))}),
+        (torch._C._distributed_c10d, {"ProcessGroupNCCL": nccl.in_place_of(gpu)}),
         (
             pointwise,
             {

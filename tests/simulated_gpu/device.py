@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.waiting import PATIENCE_S
+
 ROOT = str(Path(__file__).resolve().parents[2])
 Clock = dict[int, int]
 
@@ -33,6 +35,8 @@ class Stream:
         self.device = torch.device("cuda", index)
         self.cuda_stream = self.number
         self.clock: Clock = {}
+        self.held: list[threading.Event] = []
+        """Its work goes on when these are set."""
         self.name = f"stream {self.number} of {threading.current_thread().name}"
         gpu.streams.append(self)
 
@@ -46,7 +50,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Make the thread wait for this stream."""
-        self.gpu.waits("Stream.synchronize", self.clock)
+        self.gpu.waits("Stream.synchronize", self.clock, self.held)
 
 
 class Event:
@@ -55,14 +59,16 @@ class Event:
     def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu = gpu
         self.clock: Clock = {}
+        self._held: list[threading.Event] = []
 
     def record(self, stream: Stream | None = None) -> None:
         """Record what the stream has launched; by default the current one."""
-        self.clock = dict((stream or self._gpu.host.stream).clock)
+        recorded = stream or self._gpu.host.stream
+        self.clock, self._held = dict(recorded.clock), list(recorded.held)
 
     def synchronize(self) -> None:
         """Make the thread wait for what was recorded."""
-        self._gpu.waits("Event.synchronize", self.clock)
+        self._gpu.waits("Event.synchronize", self.clock, self._held)
 
     def elapsed_time(self, _other: "Event") -> float:
         """Return a millisecond."""
@@ -158,11 +164,13 @@ class SimulatedGpu:
             count for (by, name), count in self.launches.items() if by == thread and kernel in ("", name)
         )
 
-    def waits(self, how: str, clock: Clock) -> None:
+    def waits(self, how: str, clock: Clock, held: Iterable[threading.Event] = ()) -> None:
         """Make this thread wait; it must not do that during a capture, nor if it is one of `never_waits`."""
         self.refuse_in_capture(how)
         if self.host.name in self.never_waits:
             self.finds(f"waits: {self.host.name} waits for the device in {how}")
+        for event in held:
+            assert event.wait(PATIENCE_S), f"{how} never ends"
         join(self.host.clock, clock)
 
     def refuse_in_capture(self, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class TritonKernel:
 
 def add_norm(
     _grid: Any, residual: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, out: Tensor, eps: float,
-    *, width: int, columns: int, add: bool, rms: bool,
+    *, width: int, columns: int, add: bool, rms: bool, enable_fp_fusion: bool,
 ) -> None:  # fmt: skip
     """Compute what `add_norm_kernel` does; the interpreter would take milliseconds for each row."""
     rows = residual.view(-1, width)
@@ -64,7 +63,7 @@ def add_norm(
 
 def rotate(
     _grid: Any, values: Tensor, coordinates: Tensor, angles: Tensor, count: int, stride: int,
-    *, pairs: int, axis_pairs: int, block: int,
+    *, pairs: int, axis_pairs: int, block: int, enable_fp_fusion: bool,
 ) -> None:  # fmt: skip
     """Compute what `rotate_kernel` does."""
     turns = torch.view_as_complex(angles)[coordinates.long()].flatten(1)[:, None, None]
@@ -72,7 +71,7 @@ def rotate(
     values.copy_(torch.view_as_real(turned).flatten(-2))
 
 
-def gelu_erf(_grid: Any, values: Tensor, count: int, *, block: int) -> None:
+def gelu_erf(_grid: Any, values: Tensor, count: int, *, block: int, enable_fp_fusion: bool) -> None:
     """Compute what `gelu_erf_kernel` does."""
     values.copy_(functional.gelu(values))
 
@@ -108,8 +107,8 @@ def resized(images: Tensor, first: Tensor, weights: Tensor, axis: int) -> Tensor
     return (torch.stack(taps).sum(0, dtype=torch.int32) + HALF >> PRECISION_BITS).clamp(0, 255).byte()
 
 
-def flash3(gpu: SimulatedGpu) -> ModuleType:
-    """Return a module in place of flash attention 3. It reads the bounds on the device, as the kernel does."""
+def flash3(gpu: SimulatedGpu) -> Any:
+    """Return the operator of flash attention 3. It reads the bounds on the device, as the kernel does."""
 
     def run(longest: int, scale: float, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
         places = bounds.tolist()
@@ -121,19 +120,12 @@ def flash3(gpu: SimulatedGpu) -> ModuleType:
             mixed[begin:end] = attend(*parts, scale=scale)[0].transpose(0, 1).to(query.dtype)
         return mixed
 
-    def flash_attn_varlen_func(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        assert options["num_splits"] == 1
-        longest, scale = options["max_seqlen_q"], options["softmax_scale"]
-        return kernel(
-            gpu,
-            "flash3",
-            partial(run, longest, scale),
-            (query, key, value, options["cu_seqlens_q"]),
-        )
+    def fwd(query: Any, key: Any, value: Any, *, num_splits: int, **options: Any) -> Any:
+        assert num_splits == 1
+        attended = partial(run, options["max_seqlen_q"], options["softmax_scale"])
+        return kernel(gpu, "flash3", attended, (query, key, value, options["cu_seqlens_q"])), None, None, None
 
-    module = ModuleType("fa3_fwd_interface")
-    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    return module
+    return fwd
 
 
 def attention_of_torch(gpu: SimulatedGpu) -> Any:

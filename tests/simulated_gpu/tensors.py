@@ -1,5 +1,6 @@
 """Tensors of the simulated device: they say "cuda", hold a tensor of the CPU, and report operations to the device."""
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,9 +24,9 @@ WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "maske
 
 
 class DeviceTensor(Tensor):
-    """A tensor of the simulated device: `inner` has its values, `block` its memory."""
+    """A tensor of the simulated device: `plain` has its values, `block` its memory."""
 
-    inner: Any
+    plain: Any
     block: Any
 
     @staticmethod
@@ -41,7 +42,7 @@ class DeviceTensor(Tensor):
             device=CPU,
             requires_grad=False,
         )
-        wrapped.inner, wrapped.block = inner, block
+        wrapped.plain, wrapped.block = inner, block
         return wrapped
 
     @property
@@ -55,7 +56,7 @@ class DeviceTensor(Tensor):
         return True
 
     def _set_data(self, other: "DeviceTensor") -> None:
-        self.inner, self.block = other.inner, other.block
+        self.plain, self.block = other.plain, other.block
 
     data = property(lambda self: self, _set_data)
 
@@ -139,6 +140,23 @@ def kernel(
         again if made is not None else lambda: compute(*inner),
     )
     return outputs
+
+
+def over_address(gpu: SimulatedGpu) -> Any:
+    """Return `torch.as_tensor`, which wraps memory of the device by its address: here, an address on the host."""
+    as_tensor = torch.as_tensor
+
+    def wrap(values: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
+        if not hasattr(values, "__cuda_array_interface__"):
+            return as_tensor(values, *args, device=device, **options)
+        if device is None:
+            gpu.finds("devices: torch asks CUDA which device has the memory")
+            device = "cuda"
+        described = values.__cuda_array_interface__
+        memory = (ctypes.c_uint8 * described["shape"][0]).from_address(described["data"][0])
+        return _placed(gpu, torch.frombuffer(memory, dtype=torch.uint8), device)
+
+    return wrap
 
 
 def _run(gpu: SimulatedGpu, func: Any, args: Any, kwargs: Any) -> Any:
@@ -235,8 +253,8 @@ def _placed(gpu: SimulatedGpu, made: Tensor, place: Any) -> DeviceTensor:
 def _wrapped(gpu: SimulatedGpu, made: Any, inputs: Iterable[Any]) -> Any:
     """Wrap results. Those in the memory of an input share its block; an input itself stays the same object."""
     known = list(_device_tensors(inputs))
-    same = {id(each.inner): each for each in known}
-    blocks = {each.inner.untyped_storage()._cdata: each.block for each in known}
+    same = {id(each.plain): each for each in known}
+    blocks = {each.plain.untyped_storage()._cdata: each.block for each in known}
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DeviceTensor):
@@ -279,4 +297,4 @@ def _host_tensors(values: Any) -> list[Tensor]:
 
 
 def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, DeviceTensor) else value
+    return value.plain if isinstance(value, DeviceTensor) else value

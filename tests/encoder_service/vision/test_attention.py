@@ -1,7 +1,7 @@
 """Attention: correct over packed segments; backends that are wrong, slow or cannot be replayed are refused."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch
 from encoder_service.vision import attention
 from encoder_service.vision.attention import (
     BACKENDS,
-    FlashAttention,
+    FlashAttention3,
     SegmentAttention,
     make_attention,
     why_not,
@@ -127,25 +127,27 @@ def test_hopper_without_flash_attention_3_causes_a_warning(monkeypatch, caplog):
     assert "not flash3" not in caplog.text
 
 
-@pytest.mark.parametrize("installed", ["fa3_fwd_interface", "flash_attn_interface"])
-def test_flash_attention_3_has_two_names_and_never_splits_keys(monkeypatch, installed):
+@pytest.mark.parametrize(
+    ("installed", "operators"), [("fa3_fwd_interface", "fa3_fwd"), ("flash_attn_interface", "flash_attn_3")]
+)
+def test_flash_attention_3_has_two_builds_and_never_splits_keys(monkeypatch, installed, operators):
     for name in ("fa3_fwd_interface", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="none of fa3_fwd_interface, flash_attn_interface is installed"):
-        FlashAttention(3)
+        FlashAttention3()
     seen = {}
 
-    def flash_attn_varlen_func(query, key, value, **options):
+    def fwd(query, key, value, **options):
         seen.update(options)
-        return query, None
+        return query, None, None, None
 
-    module = ModuleType(installed)
-    setattr(module, "flash_attn_varlen_func", flash_attn_varlen_func)  # noqa: B010 - type checkers do not know the attribute
-    monkeypatch.setitem(sys.modules, installed, module)
+    monkeypatch.setitem(sys.modules, installed, ModuleType(installed))
+    monkeypatch.setattr(torch.ops, operators, SimpleNamespace(fwd=fwd), raising=False)
     query, key, value = torch.randn(3, 12, 2, 8).unbind()
-    assert FlashAttention(3)(query, key, value, Segments.of([12], CPU), 0.5) is query
+    assert FlashAttention3()(query, key, value, Segments.of([12], CPU), 0.5) is query
     assert seen["num_splits"] == 1
-    assert (seen["softmax_scale"], seen["causal"], seen["max_seqlen_q"]) == (0.5, False, 12)
+    assert (seen["softmax_scale"], seen["max_seqlen_q"], seen["max_seqlen_k"]) == (0.5, 12, 12)
+    assert seen["cu_seqlens_q"].tolist() == seen["cu_seqlens_k"].tolist() == [0, 12]
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "sdpa"])
@@ -156,7 +158,7 @@ def test_a_forced_backend_that_cannot_run_is_an_error(name):
 
 def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert "none of flash_attn is installed" in why_not("flash2", torch.device("cuda"), torch.bfloat16)
+    assert "import of flash_attn halted" in why_not("flash2", torch.device("cuda"), torch.bfloat16)
 
 
 def test_an_unknown_backend_is_refused_and_auto_logs_its_choice(caplog):

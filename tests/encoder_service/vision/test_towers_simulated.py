@@ -1,6 +1,8 @@
 """The towers on a simulated GPU: graphs, windows and groups without a race, and with the rows of a CPU."""
 
+import asyncio
 import math
+import threading
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.engine.device import CudaStream
 from encoder_service.vision import attention, load_tower
+from encoder_service.vision.ulysses import Group, start_rendezvous
 from testing.reference_tower import random_patches, row_errors
+from tests.waiting import PATIENCE_S, soon
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
@@ -81,3 +85,60 @@ def test_graphs_replay_the_bits_of_eager_forwards_without_a_finding(folders, gpu
     graphs(random_patches([LARGE], tower.spec.patch_values), [LARGE])
     assert tower.eager_batches == before + 1
     assert not gpu.findings
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_group_of_one_has_the_rows_of_an_eager_forward(folders, gpu, model_type):
+    tower, eager = loaded(folders[model_type], graphs=False)
+    patches = random_patches([GRIDS[3]], tower.spec.patch_values)
+    rendezvous = start_rendezvous()
+    group = Group(torch.device("cuda:1"), rendezvous.port, 0, 1)
+    torch.cuda.set_device("cuda:1")
+    with torch.inference_mode(), CudaStream("cuda:1").use():
+        [rows] = tower.encode_in_group(group, 0, 0, GRIDS[3], patches[0].pin_memory().to("cuda:1"))
+        [alone] = eager(patches, [GRIDS[3]])
+        assert torch.equal(rows.cpu().view(torch.uint8), alone.view(torch.uint8))
+    assert not gpu.findings
+
+
+def test_an_aborted_group_gives_no_rows(folders, gpu):
+    """NCCL's waits do not block, and after an abort the device goes on: only a flag says that the rows are garbage."""
+    tower, _ = loaded(folders["qwen3_vl"], graphs=False)
+    [patches] = random_patches([GRIDS[3]], tower.spec.patch_values)
+    rendezvous = start_rendezvous()
+    group, other = (Group(torch.device("cuda:1"), rendezvous.port, rank, 2) for rank in (0, 1))
+    ended = []
+
+    def encode():
+        with other.joined(7):  # the other process joins, and then fails
+            pass
+
+    def lead():
+        torch.cuda.set_device("cuda:1")
+        with torch.inference_mode(), CudaStream("cuda:1").use():
+            try:
+                ended.append(tower.encode_in_group(group, 7, 0, GRIDS[3], patches.pin_memory().to("cuda:1")))
+            except RuntimeError as error:
+                ended.append(error)
+
+    threads = [threading.Thread(target=work) for work in (encode, lead)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    asyncio.run(soon(lambda: gpu.launched(threads[1].name, "flash3") > 0))
+    threads[1].join(0.2)
+    assert threads[1].is_alive(), "its stream waits for the other process"
+    group.abort(7)
+    threads[1].join(PATIENCE_S)
+    assert "another process of group 7 has failed" in str(ended)
+    with pytest.raises(RuntimeError, match="another process of group 7"), group.joined(7):
+        pass
+    assert not gpu.findings
+
+
+def test_an_abort_before_the_others_connect_ends_the_group(gpu):
+    group = Group(torch.device("cuda:1"), 0, 0, 1)
+    group.abort(3)
+    for number in (2, 3):
+        with pytest.raises(RuntimeError, match="has failed"), group.joined(number):
+            pass

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from encoder_contract.version import __version__
+from encoder_service import signals
 from encoder_service.api.admin import AdminService
 from encoder_service.api.caller import Identity
 from encoder_service.api.describe import ServerInfo, banner, describe, facts, reachable
@@ -106,7 +106,8 @@ class Server:
         self.replica_id = uuid4().hex[:12]
         self._certificates = config.certificates()
         self._fleet_key = config.fleet_key()
-        self._identity = Identity(read_tenants(config), self._fleet_key)
+        self._tenants = read_tenants(config)
+        self._identity = Identity(self._tenants, self._fleet_key)
         self.endpoint = ""  # host:port or unix:path, set by `start`
         self.metrics = Metrics()
         plan = devices[0].plan if devices else None
@@ -124,10 +125,14 @@ class Server:
         self.service = self._build_service()
 
     async def serve(self) -> int:
-        """Serve until SIGTERM or SIGINT, then drain: refuse new calls and finish running ones. Return the exit code."""
-        self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        self._loop.add_signal_handler(signal.SIGUSR1, toggle_debug, self._config.log_level)
+        """Serve until SIGTERM, SIGINT or SIGQUIT, then drain. Return the exit code."""
+        signals.handle(
+            self._loop,
+            drain=self._stop.set,
+            interrupt=self._interrupt,
+            reload=self._reload,
+            toggle_debug=partial(toggle_debug, self._config.log_level),
+        )
         self._loop.set_exception_handler(self._on_loop_error)
         await self.start()
         if self._config.log_format == "json":
@@ -160,6 +165,7 @@ class Server:
                 self._config.metrics_listen,
                 self.metrics,
                 draining=lambda: self.draining,
+                never_joined=lambda: self.cluster.never_joined,
                 title=f"encoder-service {__version__}",
                 facts=self._facts(),
                 certificates=self._certificates,
@@ -352,6 +358,14 @@ class Server:
         if self._stop.is_set() and self.endpoint:
             self._listener.abort_calls()
         self._stop.set()
+
+    def _reload(self) -> None:
+        """Read certificates and tenants now. New connections and calls do so, too, but say nothing without a change."""
+        if self._certificates is not None:
+            _ = self._certificates.pem
+        if self._tenants is not None:
+            self._tenants.reload()
+        log.info("SIGHUP: the files of certificates and tenants are checked; nothing else is read again")
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the process if a background task died: the replica would only half work without it."""

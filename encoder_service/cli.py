@@ -34,6 +34,7 @@ from encoder_service.engine.allocator import keep_freed_memory, out_of_collectio
 from encoder_service.engine.devices import start_devices
 from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
+from encoder_service.signals import ignore_until_serving
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +193,7 @@ def _serve(given: dict[str, object]) -> int:
 
 
 def _serve_with(config: Config) -> int:
+    ignore_until_serving()
     keep_freed_memory()
     raise_file_limit()
     sys.setswitchinterval(GIL_SWITCH_S)

@@ -78,6 +78,10 @@ class Tenants:
         known = self._current().by_certificate
         return next((known[name] for name in names if name in known), None)
 
+    def reload(self) -> None:
+        """Read the file now if it has changed."""
+        self._current()
+
     def _current(self) -> _Entries:
         if (stamp := self._stamp()) != self._loaded_stamp:
             self._loaded_stamp = stamp

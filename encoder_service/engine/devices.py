@@ -21,6 +21,7 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine import EXIT_LOST, EXIT_STUCK
+from encoder_service.engine.environment import device_environment
 
 if TYPE_CHECKING:
     from encoder_service.engine.model import MemoryPlan
@@ -48,7 +49,8 @@ class DeviceProcess:
         """Start the first process; `loaded` waits for it."""
         self.number, self.name = number, config.device_names[number]
         device_gib = 0.0 if number else config.store_device_gib  # the first has the store's device tier
-        self._config = replace(config, devices=self.name, store_device_gib=device_gib)
+        # Without the index: its URL may have a password.
+        self._config = replace(config, devices=self.name, store_device_gib=device_gib, index="memory")
         self._processes = processes
         self.plan: MemoryPlan | None = None  # once it has loaded
         self.state: DeviceState | None = None
@@ -71,6 +73,7 @@ class DeviceProcess:
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=2,  # what libraries print goes to the log
+            env=device_environment(),
             start_new_session=True,  # Ctrl-C in our terminal is for the server alone
         )
         for _, end in pairs:

@@ -8,7 +8,6 @@ makes the device unusable ends the process, and the server starts another.
 import logging
 import mmap
 import os
-import signal
 import threading
 import time
 import weakref
@@ -42,6 +41,7 @@ from encoder_service.keys import ImageKey, Recipe
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Task
+from encoder_service.signals import leave_to_the_server
 from encoder_service.store import Pin
 from encoder_service.store.segment import register_memory
 from encoder_service.store.store import copy_bytes, flat, tensor_over
@@ -363,8 +363,7 @@ class RemoteMetrics:
 
 def main(descriptors: Sequence[int], *, parent: int) -> None:
     """Load the server's model, report it, and work until the queue closes. `parent` is the server's pid."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server drains, then closes its queue
+    leave_to_the_server()  # it drains, then closes its queue
     end_with_parent("engine", parent)
     keep_freed_memory()
     ends = [Connection(descriptor) for descriptor in descriptors]

@@ -40,6 +40,7 @@ from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_service.image.pillow import READERS, Pixels, decode_file, read_rare_header
 from encoder_service.image.source import Source
+from encoder_service.signals import leave_to_the_server
 
 if TYPE_CHECKING:
     from encoder_service.image.opencv import Clip
@@ -54,8 +55,7 @@ def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = Fals
     `parent` is the server's pid: this process ends with the server's thread that started it. `memory_bytes` bounds the
     memory that it takes after it has loaded. With `videos`, it also loads what decodes them.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_to_the_server()
     end_with_parent("decoder", parent)
     # A server that stops may close the socket before it gets an answer.
     with socket.socket(fileno=descriptor) as server, suppress(ConnectionError):

@@ -217,6 +217,11 @@ def cluster_readings(status: ClusterStatus) -> Iterator[Reading]:
     states = {each.value: float(each is status.state) for each in IndexState}
     yield gauge("index_state", "1 for the state of the index connection, 0 for the others.", states, "state")
     yield gauge("index_peers", "Other live replicas that this replica sees.", status.peers)
+    yield gauge(
+        "index_never_joined",
+        "1 if an index is configured and this replica has not joined it since its start.",
+        float(bool(status.never_joined)),
+    )
     yield counter(
         "foreign_rows",
         "Rows from peers ignored because they were not signed with the fleet's key.",

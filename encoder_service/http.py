@@ -50,7 +50,10 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 
 
 class HttpPort:
-    """Serves `/`, `/metrics`, `/healthz` (the event loop runs) and `/readyz` (it also accepts calls)."""
+    """Serves `/`, `/metrics`, `/healthz` (the event loop runs), `/readyz` (it also accepts calls) and `/startz`.
+
+    `/startz` also fails until the server has joined its index once, if it has one.
+    """
 
     def __init__(
         self,
@@ -61,10 +64,13 @@ class HttpPort:
         metrics: Callable[[], bytes],
         last_tick: Callable[[], float],
         draining: Callable[[], bool],
+        never_joined: Callable[[], str] = lambda: "",
         certificates: Certificates | None = None,
         check_reader: Callable[[str], None] | None = None,
     ) -> None:
         """Bind `listen` (host:port); with `certificates`, serve HTTPS.
+
+        `never_joined` says why the server has not joined its index yet; empty if it has, or has none.
 
         `check_reader` gets the Authorization header of a client that asks for metrics or the page. It runs on the
         port's thread, and raises `UnauthenticatedError` or `ForbiddenError` for a client that may not read them.
@@ -83,6 +89,7 @@ class HttpPort:
         self._metrics = metrics
         self._last_tick = last_tick
         self._draining = draining
+        self._never_joined = never_joined
         self._certificates = certificates
         self._check_reader = check_reader
         self._pem: Pem | None = None  # the files that `_context` has loaded
@@ -184,8 +191,11 @@ class HttpPort:
         problem = stuck or ("draining" if self._draining() else "")
         if path == "/healthz":
             return _health(stuck)
+        note = f"the index was never joined: {missing}" if (missing := self._never_joined()) else ""
         if path == "/readyz":
-            return _health(problem)
+            return _health(problem, note)
+        if path == "/startz":
+            return _health(problem or note)
         if (refusal := self._refusal(lines)) is not None:
             return refusal
         if path == "/metrics":
@@ -197,7 +207,9 @@ class HttpPort:
             return _response(HTTPStatus.OK, samples.decode(), kind="text/plain; version=0.0.4")
         if path == "/":
             rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts.items())
-            page = PAGE.format(title=escape(self._title), state=escape(problem or "serving"), rows=rows)
+            page = PAGE.format(
+                title=escape(self._title), state=escape(problem or note or "serving"), rows=rows
+            )
             return _response(HTTPStatus.OK, page, kind="text/html")
         return _response(HTTPStatus.NOT_FOUND, "not found: see / for links")
 
@@ -214,8 +226,10 @@ class HttpPort:
         return None
 
 
-def _health(problem: str) -> bytes:
-    return _response(HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK, problem or "ok")
+def _health(problem: str, note: str = "") -> bytes:
+    """Return the answer to a probe; `note` is a further line for people, and changes no status."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+    return _response(status, "\n".join(filter(None, (problem or "ok", note))))
 
 
 def _response(status: HTTPStatus, text: str, *headers: tuple[str, str], kind: str = "text/plain") -> bytes:
@@ -243,6 +257,7 @@ class Watch:
         metrics: Metrics,
         *,
         draining: Callable[[], bool],
+        never_joined: Callable[[], str] = lambda: "",
         title: str,
         facts: Mapping[str, str],
         certificates: Certificates | None = None,
@@ -261,6 +276,7 @@ class Watch:
                     metrics=metrics.exposition,
                     last_tick=lambda: self._last_tick,
                     draining=draining,
+                    never_joined=never_joined,
                     certificates=certificates,
                     check_reader=check_reader,
                 )

@@ -62,11 +62,15 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The state of this replica, its live peers, and how often it ignored rows that the fleet's key had not signed."""
+    """The state of this replica, its live peers, and how often it ignored rows that the fleet's key had not signed.
+
+    `never_joined` says why a replica with an index has not joined it since its start; empty if it has.
+    """
 
     state: IndexState
     peers: int = 0
     foreign_rows: int = 0
+    never_joined: str = ""
 
 
 # ruff: noqa: ARG002 - without other replicas, the answers do not depend on the arguments
@@ -87,6 +91,11 @@ class Cluster:
 
     def __init__(self) -> None:
         self._state = IndexState.ALONE
+
+    @property
+    def never_joined(self) -> str:
+        """See `ClusterStatus`. Thread-safe."""
+        return ""
 
     @property
     def status(self) -> ClusterStatus:

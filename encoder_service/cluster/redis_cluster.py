@@ -72,9 +72,16 @@ class RedisCluster(Cluster):
         self._recent: LRUCache[bytes, ImageKey] = LRUCache(RECENT_IMAGES)
 
     @property
+    def never_joined(self) -> str:
+        """See `ClusterStatus`. Thread-safe."""
+        return self.index.never_joined
+
+    @property
     def status(self) -> ClusterStatus:
         """The status now. No I/O."""
-        return ClusterStatus(self.index.state, len(self.index.peers()), self._peers.foreign)
+        return ClusterStatus(
+            self.index.state, len(self.index.peers()), self._peers.foreign, self.never_joined
+        )
 
     async def join(self, replica: Replica) -> None:
         """Register with the index, or keep trying to. Raises `ModelMismatchError`."""

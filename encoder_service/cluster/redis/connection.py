@@ -1,5 +1,6 @@
 """The connection to Redis or a Redis Cluster: a batch of addresses is one script call, or one call per slot."""
 
+import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,15 +15,23 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
+from redis.exceptions import (
+    AuthenticationError,
+    NoScriptError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
 from encoder_service.config import ConfigError, without_password
 
 # All exceptions of a failed call to Redis, including error replies. EOFError: a truncated reply.
 FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, EOFError)
-# Error replies: the server is reachable, but not usable until its state changes.
-REFUSALS = (ResponseError,)
+# Error replies: the server is reachable, but not usable until its state or our settings change.
+REFUSALS = (ResponseError, AuthenticationError)
+# A server that refuses a connection says why at once, and closes it.
+FIRST_WORDS_S, FIRST_WORDS_BYTES, FIRST_WORDS_SHOWN = 0.5, 1024, 300
 # A script over this many addresses blocks Redis for about two milliseconds.
 MAX_BATCH = 256
 
@@ -129,6 +138,14 @@ class Connection:
             await connection.close()
             option = str(error).rpartition(" ")[2]
             raise ConfigError(f"--index: the URL has an unknown option {option}") from error
+        except AuthenticationError:
+            await connection.close()
+            raise
+        except (RedisConnectionError, RedisClusterException) as error:
+            await connection.close()
+            if words := await first_words(url.urls[0]):
+                raise ResponseError(words) from error
+            raise
         except BaseException:  # also when cancelled: nothing else would close the connection
             await connection.close()
             raise
@@ -223,6 +240,30 @@ class Connection:
         with lost_connections():
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
         return replies
+
+
+async def first_words(url: str) -> str:
+    """Return why a server refuses every connection, in its own words; empty if it does not.
+
+    In protected mode, or with too many clients, it answers before it is asked. redis-py loses that answer, since its
+    first command meets a closed connection.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "redis":
+        return ""
+    try:
+        async with asyncio.timeout(FIRST_WORDS_S):
+            reader, writer = await asyncio.open_connection(parts.hostname or "localhost", parts.port or 6379)
+            try:
+                said = await reader.read(FIRST_WORDS_BYTES)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return ""
+    if not said.startswith(b"-"):
+        return ""
+    words = " ".join(said[1:].decode(errors="replace").split())[:FIRST_WORDS_SHOWN]
+    return "".join(each if each.isprintable() else "?" for each in words)
 
 
 def _node(url: str, timeout_s: float) -> Redis:

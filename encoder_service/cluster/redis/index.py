@@ -57,6 +57,11 @@ class RedisIndex:
         self._subscriptions: Subscriptions | None = None
 
     @property
+    def never_joined(self) -> str:
+        """Why this replica has not joined since its start; empty if it has."""
+        return self._session.never_joined
+
+    @property
     def state(self) -> IndexState:
         """Whether this replica has joined."""
         return self._session.state

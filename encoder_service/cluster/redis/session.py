@@ -237,6 +237,11 @@ class RedisSession:
         self._on_call(name, monotonic() - began, True)
         return answer
 
+    @property
+    def never_joined(self) -> str:
+        """Why this replica has not joined since its start; empty if it has."""
+        return "" if self._has_joined else self._reason or "not tried yet"
+
     async def register(self, replica: Replica) -> None:
         """Join, or stay alone and keep trying. Raises `ModelMismatchError`, before anything is started."""
         assert self.membership is None, "a replica registers once"
@@ -320,6 +325,8 @@ class RedisSession:
     async def _try_probe(self) -> None:
         try:
             await self._probe()
+        except REFUSALS as refusal:  # the same words again are not logged
+            self._set_state(IndexState.ALONE, _describe(refusal))
         except FAULTS as fault:
             log.debug("the index is still unavailable: %s", _describe(fault))
         except ModelMismatchError as refusal:

@@ -1,0 +1,92 @@
+"""A Redis that refuses: its own words are in the log, once, and readiness says that the index was never joined."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from encoder_service.cluster.redis.connection import FAULTS, REFUSALS, Connection, RedisUrl
+from testing.redis_servers import RedisServer, redis_server
+from tests.processes import running
+from tests.waiting import PATIENCE_S, soon
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+async def refusal(url: str) -> BaseException:
+    """Return why Redis refuses a connection."""
+    try:
+        connection = await Connection.open(RedisUrl(url), PATIENCE_S)
+    except FAULTS as fault:
+        return fault
+    await connection.close()
+    raise AssertionError(f"{url} is accepted")
+
+
+async def test_redis_says_itself_why_it_refuses(redis: RedisServer) -> None:
+    client = redis.client()
+    client.acl_setuser("powerless", enabled=True, passwords=["+right"], categories=["-@all"])
+    by_user = redis.url.replace("redis://", "redis://powerless:{}@")
+    with ExitStack() as stack:
+        stack.callback(client.close)
+        for url, kind, words in (
+            (by_user.format("wrong"), AuthenticationError, "invalid username-password pair"),
+            (by_user.format("right"), NoPermissionError, "no permissions"),
+        ):
+            fault = await refusal(url)
+            assert words in str(fault)
+            assert isinstance(fault, kind)
+            assert isinstance(fault, REFUSALS)
+        client.config_set("maxclients", 1)  # refuses before it is asked, as in protected mode
+        fault = await refusal(redis.url)
+        assert "max number of clients reached" in str(fault)
+        assert isinstance(fault, ResponseError)
+        client.config_set("maxclients", 1000)
+
+
+def answer(url: str) -> tuple[int, str]:
+    """Return the status and text of an HTTP answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def test_a_server_that_redis_refuses_says_so_once_until_it_has_joined(
+    checkpoint: Path, redis: RedisServer
+) -> None:
+    client = redis.client()
+    client.config_set("requirepass", "secret")
+    with running(checkpoint, index=redis.url) as server:
+        refused = [line for line in server.lines if "Authentication required" in line]
+        assert len(refused) == 1
+        status, text = await asyncio.to_thread(answer, f"{server.metrics_url}readyz")
+        assert status == 200, "it works alone"
+        assert text.splitlines()[0] == "ok"
+        assert "never joined: AuthenticationError: Authentication required" in text
+        status, text = await asyncio.to_thread(answer, f"{server.metrics_url}startz")
+        assert (status, "never joined" in text) == (503, True)
+        now = await asyncio.to_thread(server.metrics)
+        assert now.total("index_never_joined") == 1
+        client.auth("secret")
+        client.config_set("requirepass", "")
+
+        async def joined() -> bool:
+            return (await asyncio.to_thread(answer, f"{server.metrics_url}startz"))[0] == 200
+
+        await soon(joined)
+        assert (await asyncio.to_thread(answer, f"{server.metrics_url}readyz")) == (200, "ok\n")
+        now = await asyncio.to_thread(server.metrics)
+        assert now.total("index_never_joined") == 0
+        assert len([line for line in server.lines if "Authentication required" in line]) == 1
+    client.close()

@@ -78,7 +78,7 @@ class AdminService:
                     pins=entry.pins,
                     hits=entry.hits,
                 )
-                for entry in stats.largest
+                for entry in self._store.largest()
             ],
             source_images=len(self._sources),
             source_bytes=self._sources.held_bytes,

@@ -36,6 +36,7 @@ from encoder_contract.header import (
 from encoder_contract.video import CONTAINERS, VideoInfo
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
+from encoder_service.store.eviction import EvictionOrder, Item
 
 # To hash a file of up to this size and to read its header costs less than to hand it to a thread. A compressed text
 # chunk alone costs more, but still less than a millisecond. Larger files go to a thread.
@@ -267,27 +268,29 @@ def confirmed_grid(grid: Grid, claimed: Grid | None) -> Grid:
     return grid
 
 
-@dataclass(slots=True)
-class _Entry:
-    source: Source
-    file: VideoFile | None  # keeps the file of a video alive
-    holder: str
-    used_s: float
+class _File(Item):
+    """A source in the cache. `file` keeps the file of a video alive."""
 
-    @property
-    def size(self) -> int:
-        return len(self.source.data) if self.file is None else self.file.size
+    __slots__ = ("file", "source", "used_s")
+
+    def __init__(self, source: Source, used_s: float) -> None:
+        self.file = source.file() if source.file else None
+        self.source = source
+        self.used_s = used_s
+        super().__init__(len(source.data) if self.file is None else self.file.size, 1)
+
+
+_BYTES, _FILES = 0, 1  # the limits of a cache, and the amounts of a file
 
 
 class SourceCache:
-    """A bounded, least-recently-used map from a key to its source. Thread-safe; reading its size drops expired entries.
+    """A bounded map from a key to its source. Thread-safe; reading its size drops expired files.
 
     The key is derived from content digest and tenant salt: a tenant must not learn what another one sent.
 
-    An entry lives for `ttl_s` seconds after its last use, or less if `max_bytes` is reached. A dropped image costs its
-    sender another upload, never a wrong answer. An entry counts against the holder that sent it first. A holder may use
-    all free space. When the cache is full, the holder with the most bytes loses an entry, so that holders that always
-    want more end up with equal shares.
+    A file lives for `ttl_s` seconds after its last use, or less if `max_bytes` or `max_files` is reached. A dropped
+    image costs its sender another upload, never a wrong answer. A file counts against the holder that sent it first.
+    `EvictionOrder` says which file is dropped, by shares of the limit that is reached.
     """
 
     def __init__(
@@ -298,22 +301,20 @@ class SourceCache:
         *,
         max_files: float = math.inf,
     ) -> None:
-        """`max_files` bounds the entries of a cache of videos, each of which takes a descriptor."""
+        """`max_files` bounds the files of a cache of videos, each of which takes a descriptor."""
         self.max_bytes = max_bytes
         self._max_files = max_files
         self._ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
         self._held_bytes = 0
-        # The least recently used entries and keys are first.
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._holder_keys: dict[str, OrderedDict[bytes, None]] = {}
-        self._holder_bytes: dict[str, int] = {}
+        self._files: OrderedDict[bytes, _File] = OrderedDict()  # the least recently used is first
+        self._order: EvictionOrder[_File] = EvictionOrder(max_bytes, max_files)
 
     def __len__(self) -> int:
         with self._lock:
             self._expire()
-            return len(self._entries)
+            return len(self._files)
 
     @property
     def held_bytes(self) -> int:
@@ -326,63 +327,68 @@ class SourceCache:
         """Keep `source`, and evict others if space is short. A file larger than `max_bytes` is not kept."""
         with self._lock:
             self._expire()
-            if (entry := self._entries.get(source.key)) is not None:
-                holder = entry.holder
-                self._remove(source.key)
-            entry = _Entry(source, source.file() if source.file else None, holder, self._clock())
-            if (size := entry.size) > self.max_bytes:
+            if source.key in self._files:
+                self._use(source.key)
                 return
-            self._entries[source.key] = entry
-            self._holder_keys.setdefault(holder, OrderedDict())[source.key] = None
-            self._holder_bytes[holder] = self._holder_bytes.get(holder, 0) + size
+            file = _File(source, self._clock())
+            size = file.amounts[_BYTES]
+            if size > self.max_bytes:
+                return
+            while self._held_bytes + size > self.max_bytes:
+                self._evict(holder, size, _BYTES)
+            while len(self._files) + 1 > self._max_files:
+                self._evict(holder, 1, _FILES)
+            self._files[source.key] = file
             self._held_bytes += size
-            while self._held_bytes > self.max_bytes or len(self._entries) > self._max_files:
-                self._remove(self._victim(source.key))
+            self._order.admit(file, holder)
+            self._order.use(file, file.used_s)
+            self._order.add(file)
 
     def get(self, key: bytes) -> Source | None:
         """Return the source of `key` and renew its lifetime, or None."""
         with self._lock:
             self._expire()
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            entry.used_s = self._clock()
-            self._entries.move_to_end(key)
-            self._holder_keys[entry.holder].move_to_end(key)
-            return entry.source
+            return self._use(key).source if key in self._files else None
 
     def drop(self, key: bytes) -> None:
         """Drop the source of `key`, if there is one."""
         with self._lock:
-            if key in self._entries:
-                self._remove(key)
+            if key in self._files:
+                self._remove(self._files[key])
 
     def clear(self) -> None:
-        """Drop all entries."""
+        """Drop all files."""
         with self._lock:
-            self._entries.clear()
-            self._holder_keys.clear()
-            self._holder_bytes.clear()
-            self._held_bytes = 0
+            for file in list(self._files.values()):
+                self._remove(file)
 
-    def _victim(self, newest: bytes) -> bytes:
-        """Return the oldest key of the holder with the most bytes; never the `newest` key."""
-        oldest = {holder: next(iter(keys)) for holder, keys in self._holder_keys.items()}
-        return oldest[max((h for h in oldest if oldest[h] != newest), key=self._holder_bytes.__getitem__)]
+    def _use(self, key: bytes) -> _File:
+        file = self._files[key]
+        file.used_s = self._clock()
+        self._files.move_to_end(key)
+        self._order.remove(file)
+        self._order.use(file, file.used_s)
+        self._order.add(file)
+        return file
+
+    def _evict(self, holder: str, new: int, limit: int) -> None:
+        """Drop the file that is next, so that `holder` can have `new` more of a limit."""
+        victim = self._order.victim(self._clock(), holder, new, limit)
+        assert victim is not None, "a cache that is full has files, and none is pinned"
+        self._order.dropped(victim)
+        self._remove(victim)
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            if entry.used_s + self._ttl_s > now:
+        while self._files:
+            file = next(iter(self._files.values()))
+            if file.used_s + self._ttl_s > now:
                 return
-            self._remove(key)
+            self._order.dropped(file)
+            self._remove(file)
 
-    def _remove(self, key: bytes) -> None:
-        entry = self._entries.pop(key)
-        size = entry.size
-        self._held_bytes -= size
-        self._holder_bytes[entry.holder] -= size
-        del self._holder_keys[entry.holder][key]
-        if not self._holder_keys[entry.holder]:
-            del self._holder_keys[entry.holder], self._holder_bytes[entry.holder]
+    def _remove(self, file: _File) -> None:
+        del self._files[file.source.key]
+        self._held_bytes -= file.amounts[_BYTES]
+        self._order.remove(file)
+        self._order.release(file)

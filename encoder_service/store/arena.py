@@ -1,19 +1,19 @@
-"""One tier of the store: its pages, the embeddings in them, the share of each holder, and the eviction order.
+"""One tier of the store: its pages, and the embeddings in them.
 
-Eviction takes the least recently used embedding of the holder with the most pages. Pinned embeddings are never evicted.
-Not thread-safe: the store calls every method with its lock held.
+`eviction.py` says which embedding is evicted next. Pinned embeddings are never evicted. Not thread-safe: the store
+calls every method with its lock held.
 """
 
 import time
 from array import array
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from encoder_contract.geometry import Grid
+from encoder_service.store.eviction import EvictionOrder, Item
 
 SPARE = 0.06
 """Share of an arena that is left unused to keep embeddings contiguous: an embedding is split into several runs only if
@@ -29,12 +29,6 @@ Run = tuple[int, int]
 """(first page, number of pages)."""
 
 _START_BITS = 32
-
-MAX_HOLDERS = 64
-"""Most holders with a share of their own. All further holders count against one common share, because each eviction
-walks all shares."""
-UNUSED_S = 600.0
-"""Entries unused for this long are evicted first, so that a holder that has left does not keep its share."""
 
 
 class Arena:
@@ -130,18 +124,7 @@ class Layout(NamedTuple):
         return -(-tokens // self.page_rows)
 
 
-class Share:
-    """The pages and the evictable entries of one holder in a tier."""
-
-    __slots__ = ("name", "pages", "unpinned")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pages = 0
-        self.unpinned: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
-
-
-class Entry:
+class Entry(Item):
     """One embedding in one tier. `pins` counts its readers, and, until it is complete, its writer."""
 
     __slots__ = (
@@ -154,33 +137,23 @@ class Entry:
         "pages",
         "pins",
         "runs",
-        "share",
         "tier",
         "tokens",
-        "used_s",
     )
 
-    def __init__(
-        self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...], share: Share
-    ) -> None:
+    def __init__(self, tier: "Tier", address: bytes, tokens: int, grid: Grid, runs: tuple[Run, ...]) -> None:
         self.tier = tier
         self.address = address
         self.tokens = tokens
         self.pages = tier.layout.pages(tokens)
+        super().__init__(self.pages)
         self.grid = grid
         self.runs = runs
-        self.share = share
-        self.used_s = 0.0  # monotonic time at which its last pin was released
         self.pins = 1
         self.hits = 0
         self.device_readers = 0
         self.generation = 0
         self.checksum: int | None = None
-
-    @property
-    def holder(self) -> str:
-        """The holder whose share its pages count against."""
-        return self.share.name
 
     @property
     def row_bytes(self) -> int:
@@ -198,62 +171,6 @@ class Entry:
             if low < high:
                 yield page * layout.page_bytes + low, high - low
             run_begin += length
-
-
-class EvictionOrder:
-    """Each holder's share of a tier's pages, and the order in which entries are evicted.
-
-    While pages are free, one holder may take them all. Once none are free, the holder with the most pages makes room,
-    so holders that keep writing end up with equal shares. A pinned entry is not in the order. Releasing its last pin
-    adds it as its holder's most recently used entry, so finding a victim takes equally long however much is pinned.
-    """
-
-    def __init__(self) -> None:
-        self.shares: dict[str, Share] = {}  # by name; "" is the common one
-
-    def reserve(self, holder: str, pages: int) -> Share:
-        """Add `pages` to the share of `holder`, or to the common share; return that share."""
-        name = self._name(holder)
-        share = self.shares.get(name)
-        if share is None:
-            share = self.shares[name] = Share(name)
-        share.pages += pages
-        return share
-
-    def release(self, share: Share, pages: int) -> None:
-        """Undo a `reserve` that returned `share`."""
-        share.pages -= pages
-        if not share.pages:
-            del self.shares[share.name]
-
-    def add(self, entry: Entry, now: float) -> None:
-        """Make an entry evictable, as its holder's most recently used one."""
-        entry.used_s = now
-        entry.share.unpinned[entry.address] = entry
-
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry that is pinned or dropped."""
-        del entry.share.unpinned[entry.address]
-
-    def victim(self, now: float, holder: str = "", pages: int = 0) -> Entry | None:
-        """Return the entry to evict so that `holder` can have `pages` more; None if every entry is pinned."""
-        writer = self._name(holder)
-        oldest: Entry | None = None
-        largest: Entry | None = None
-        most = 0
-        for name, share in self.shares.items():
-            entry = next(iter(share.unpinned.values()), None)
-            if entry is None:
-                continue
-            if oldest is None or entry.used_s < oldest.used_s:
-                oldest = entry
-            held = share.pages + pages if name == writer else share.pages
-            if held > most:
-                most, largest = held, entry
-        return oldest if oldest is not None and now - oldest.used_s > UNUSED_S else largest
-
-    def _name(self, holder: str) -> str:
-        return holder if holder in self.shares or len(self.shares) < MAX_HOLDERS else ""
 
 
 class Tier:
@@ -281,12 +198,14 @@ class Tier:
         self.shared_as = shared_as
         self.arena = Arena(pages)
         self.entries: dict[bytes, Entry] = {}
-        self.order = EvictionOrder()
+        self.order: EvictionOrder[Entry] = EvictionOrder(pages)
         self._spare_pages = int(pages * SPARE)
         self.hits = 0
         self.evictions = 0
         self.writes = 0
         self.evictable_pages = 0
+        self.pinned_pages = 0
+        self.pins = 0
         self._generations = memoryview(array("Q", bytes(8 * pages))) if generations is None else generations
         self._last_generation = 0
 
@@ -304,7 +223,9 @@ class Tier:
             runs = arena.allocate(pages, arena.free_runs)
         if runs is None:
             return None
-        return Entry(self, address, tokens, grid, runs, self.order.reserve(holder, pages))
+        entry = Entry(self, address, tokens, grid, runs)
+        self.order.admit(entry, holder)
+        return entry
 
     def make_room(self, tokens: int, holder: str = "") -> Iterator[Entry]:
         """Drop embeddings one by one, in the eviction order, for a new one of `holder`; yield each.
@@ -316,19 +237,28 @@ class Tier:
             victim = self.order.victim(now, holder, pages)
             if victim is None:
                 return
+            self.order.dropped(victim)
             self.drop(victim)
             yield victim
 
+    def use(self, entry: Entry) -> None:
+        """Count that a request used a pinned embedding."""
+        self.hits += 1
+        entry.hits += 1
+        self.order.use(entry, time.monotonic())
+
     def touch(self, entry: Entry) -> None:
-        """Make an embedding its holder's most recently used one."""
+        """Count that a request used an embedding, whose copy in another tier it reads."""
         if not entry.pins:
             self.order.remove(entry)
-            self.order.add(entry, time.monotonic())
+        self.order.use(entry, time.monotonic())
+        if not entry.pins:
+            self.order.add(entry)
 
     def release(self, entry: Entry) -> None:
         """Free the pages of an embedding that was dropped, or reserved and not committed."""
         self.arena.free(entry.runs)
-        self.order.release(entry.share, entry.pages)
+        self.order.release(entry)
 
     def commit(self, entry: Entry) -> None:
         """Make a completely written embedding visible. The writer's pin becomes the first reader's pin."""
@@ -338,21 +268,29 @@ class Tier:
         self._generations[entry.runs[0][0]] = entry.generation
         self.entries[entry.address] = entry
         self.writes += 1
+        self.pins += entry.pins
+        self.pinned_pages += entry.pages
+        if not entry.uses:  # else a copy from another tier
+            self.order.use(entry, time.monotonic())
 
     def pin(self, entry: Entry) -> None:
         """Keep an embedding in place until `unpin`."""
         if not entry.pins:
             self.order.remove(entry)
             self.evictable_pages -= entry.pages
+            self.pinned_pages += entry.pages
         entry.pins += 1
+        self.pins += 1
 
     def unpin(self, entry: Entry) -> None:
-        """Undo one `pin`. The last one makes the embedding evictable, as its holder's most recently used."""
+        """Undo one `pin`. The last one makes the embedding evictable, as the most recently used of its class."""
         entry.pins -= 1
+        self.pins -= 1
         assert entry.pins >= 0
         if not entry.pins:
-            self.order.add(entry, time.monotonic())
+            self.order.add(entry)
             self.evictable_pages += entry.pages
+            self.pinned_pages -= entry.pages
 
     def drop(self, entry: Entry) -> None:
         """Drop an unpinned embedding. Clear its generation first, so that readers with a stale handle notice."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ class EntryStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Statistics of the whole store. `tiers` lists the fastest first, `largest` the largest embeddings."""
+    """Statistics of the whole store. `tiers` lists the fastest first."""
 
     tiers: tuple[TierStats, ...]
     misses: int
@@ -66,12 +66,12 @@ class StoreStats:
     promotions: int
     waits: int
     refusals: int
-    largest: tuple[EntryStats, ...]
 
 
 PAGE_BYTES = 64 << 10
 """A page holds as many rows as fit into this size, at least one. An embedding wastes half a page on average."""
-_LARGEST = 10
+LARGEST = 10
+"""How many of the largest embeddings the store names."""
 _MAX_SLEEP_S = 0.05
 """Longest sleep of a waiting thread: a pin that the garbage collector releases does not wake it."""
 LOW_WATER = 0.1
@@ -163,8 +163,7 @@ class Store:
                 if found is None:
                     found = entry
                     tier.pin(entry)
-                    tier.hits += 1
-                    entry.hits += 1
+                    tier.use(entry)
                 else:
                     tier.touch(entry)
             if found is None:
@@ -194,10 +193,9 @@ class Store:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
         The first writer wins: `rows` are discarded if the address is held or another thread is writing it. With a
-        device tier, rows go there while it has space. The rows count against `holder`; the holder with the most pages
-        loses its least recently used embeddings first. `is_reserved`: use space that the caller got from `reserve`.
-        Raises `OverloadedError` if everything stays pinned, or reserved by others, for `wait_s`. Raises
-        `ImageLimitError` for an embedding larger than the host tier.
+        device tier, rows go there while it has space. The rows count against `holder` (see `EvictionOrder`).
+        `is_reserved`: use space that the caller got from `reserve`. Raises `OverloadedError` if everything stays
+        pinned, or reserved by others, for `wait_s`, and `ImageLimitError` for an embedding larger than the host tier.
         """
         assert rows.ndim == 2, rows.shape
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
@@ -288,7 +286,8 @@ class Store:
     def grids(self) -> dict[bytes, Grid]:
         """Return the grid of every embedding held, by address."""
         with self._lock:
-            return {address: entry.grid for tier in self._tiers for address, entry in tier.entries.items()}
+            held = [list(tier.entries.values()) for tier in self._tiers]
+        return {entry.address: entry.grid for entries in held for entry in entries}
 
     def evict(self, address: bytes) -> bool:
         """Drop the embedding from all tiers. If it is absent, pinned or being written, do nothing and return False."""
@@ -339,21 +338,25 @@ class Store:
         return bool(self._promotions_due) and self._promote(self._promotions_due.popleft(), device)
 
     def stats(self) -> StoreStats:
-        """Return statistics. Walks all entries, so call it for scrapes and admin calls, not for every request."""
+        """Return statistics. Takes microseconds, however many embeddings are held."""
         with self._lock:
             self._unpin_collected()
-            tiers = [(tier, list(tier.entries.values())) for tier in reversed(self._tiers)]
-        entries = [entry for _, held in tiers for entry in held]
-        return StoreStats(
-            tiers=tuple(_tier_stats(tier, held) for tier, held in tiers),
-            pins=sum(entry.pins for entry in entries),
-            misses=self._misses,
-            waits=self._waits,
-            refusals=self._refusals,
-            demotions=self._demotions,
-            promotions=self._promotions,
-            largest=tuple(map(_entry_stats, nlargest(_LARGEST, entries, key=lambda entry: entry.tokens))),
-        )
+            return StoreStats(
+                tiers=tuple(map(_tier_stats, reversed(self._tiers))),
+                pins=sum(tier.pins for tier in self._tiers),
+                misses=self._misses,
+                waits=self._waits,
+                refusals=self._refusals,
+                demotions=self._demotions,
+                promotions=self._promotions,
+            )
+
+    def largest(self) -> list[EntryStats]:
+        """Return the largest embeddings. Walks all of them, without the lock."""
+        with self._lock:
+            held = [list(tier.entries.values()) for tier in reversed(self._tiers)]
+        entries = nlargest(LARGEST, chain.from_iterable(held), key=lambda entry: entry.tokens)
+        return list(map(_entry_stats, entries))
 
     def close(self) -> None:
         """Remove the segment's file and stop the migrator. Views of rows stay valid. Do not call `put` afterwards."""
@@ -380,6 +383,7 @@ class Store:
             entry.address, entry.tokens, entry.grid, entry.holder, host, host, deadline
         )
         if is_new:
+            copy.continue_from(entry)
             self._fill(copy, entry.tier.pieces(entry))
         return copy
 
@@ -496,6 +500,7 @@ class Store:
             victim.tier.unpin(victim)
             is_unused = not victim.pins  # no reader has pinned it in the meantime
             if is_unused:
+                victim.tier.order.dropped(victim)
                 victim.tier.drop(victim)
                 self._demotions += 1
             self._wake()
@@ -515,6 +520,7 @@ class Store:
                 if copy is None:
                     return False
                 self._writing.add(address)
+            copy.continue_from(source)
             self._fill(copy, source.tier.pieces(source))
         finally:
             self.unpin(source)
@@ -641,15 +647,14 @@ def tensor_over(memory: DeviceMemory, device: str) -> Tensor:
     return tensor
 
 
-def _tier_stats(tier: Tier, entries: list[Entry]) -> TierStats:
+def _tier_stats(tier: Tier) -> TierStats:
     page_bytes, arena = tier.layout.page_bytes, tier.arena
-    pinned = sum(entry.pages for entry in entries if entry.pins)
     return TierStats(
         name=tier.name,
         size_bytes=arena.pages * page_bytes,
         used_bytes=(arena.pages - arena.free_pages) * page_bytes,
-        pinned_bytes=pinned * page_bytes,
-        entries=len(entries),
+        pinned_bytes=tier.pinned_pages * page_bytes,
+        entries=len(tier.entries),
         hits=tier.hits,
         evictions=tier.evictions,
         writes=tier.writes,

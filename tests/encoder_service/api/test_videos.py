@@ -249,7 +249,7 @@ async def test_a_file_cannot_change_after_its_digest_was_checked(
     server: Server, client: EncoderClient, settings: VideoSettings
 ) -> None:
     await read_video(client, VIDEO, settings)
-    (kept,) = server._videos._entries.values()
+    (kept,) = server._videos._files.values()
     assert kept.file is not None
     for change in (
         partial(os.pwrite, kept.file.descriptor, b"x", 0),

@@ -143,3 +143,16 @@ def test_videos_are_kept_up_to_a_number_and_freed_when_dropped() -> None:
     assert videos.held_bytes == 20
     alive = [source.file is not None and source.file() is not None for source in sources]
     assert alive == [False, True, True], "a source alone keeps no file alive"
+
+
+def test_many_tiny_videos_evict_no_large_ones_of_another_holder() -> None:
+    """The number of files is short, not the bytes, so the holder with the most files makes room."""
+    videos = SourceCache(max_bytes=1 << 20, ttl_s=100, max_files=256)
+    large, tiny = [(b"large %d" % n, 1000) for n in range(4)], [(b"tiny %d" % n, 1) for n in range(300)]
+    for name, size in large + tiny:
+        file = VideoFile()
+        file.add(bytes(size))
+        info = VideoInfo(2, 2, 1.0, 8, 8)
+        videos.put(Source.of_video(name, file, info), "alice" if size > 1 else "mallory")
+    assert [videos.get(name) is not None for name, _ in large] == [True] * 4
+    assert len(videos) == 256

@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
             pages = Counter()
             for entry in tier.entries.values():
                 pages[entry.holder] += tier.layout.pages(entry.tokens)
-            assert {name: share.pages for name, share in tier.order.shares.items()} == pages
+            assert {name: held for name, (held,) in tier.order.held.items()} == pages
 
     @invariant()
     def the_numbers_add_up(self):

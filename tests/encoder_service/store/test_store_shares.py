@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from encoder_service.store import Store
-from encoder_service.store.arena import MAX_HOLDERS, UNUSED_S, Tier
+from encoder_service.store.arena import Tier
+from encoder_service.store.eviction import MAX_HOLDERS, UNUSED_S
 from tests.small_store import PAGE_BYTES, embedding, make_store
 
 ROWS = embedding(1)
@@ -27,7 +28,7 @@ def held(store: Store) -> Counter[str]:
 
 
 def pages_by_holder(tier: Tier) -> dict[str, int]:
-    return {name: share.pages for name, share in tier.order.shares.items()}
+    return {name: pages for name, (pages,) in tier.order.held.items()}
 
 
 def ask(store: Store, holder: str, *numbers: int) -> int:
@@ -135,14 +136,14 @@ def test_holders_beyond_the_limit_have_one_common_share(tmp_path: Path) -> None:
     for number in range(16):
         put(store, f"other {number}", 0)
     order = store._host.order
-    assert (len(order.shares), order.shares[""].pages) == (MAX_HOLDERS + 1, 16)
+    assert (len(order.held), order.held[""]) == (MAX_HOLDERS + 1, (16,))
     put(store, "late", *range(40))
     assert {address for address in store.grids() if address.startswith(b"named")} == {
         f"named {number} 0".encode() for number in range(MAX_HOLDERS)
     }
-    assert order.shares[""].pages == 16
+    assert order.held[""] == (16,)
     store.flush()
-    assert not order.shares
+    assert not order.held
     put(store, "late", 0)
     assert pages_by_holder(store._host) == {"late": 1}
     store.close()

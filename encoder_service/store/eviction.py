@@ -1,0 +1,185 @@
+"""The order in which a cache evicts: by the learned chance of another use, with a guarantee for each holder.
+
+Rows (`arena.py`) and image files (`image/sources.py`) use it. Not thread-safe: its owner calls it with a lock held.
+"""
+
+from collections import OrderedDict
+from math import inf
+from typing import Any, Generic, TypeVar
+
+MAX_HOLDERS = 64
+"""Most holders with a share of their own. All further holders count against one common share, because each eviction
+walks all shares."""
+USES = 4
+"""Items are told apart by their number of uses so far, up to this one."""
+SAME_USE_S = 10.0
+"""Requests for an item within this time of its last counted use are part of that use: a Submit, and the Fetches of
+its request's chunks."""
+LEARNING = 0.005
+"""Weight of the newest observation in a chance."""
+SELDOM = 0.02
+"""Items with a lower chance are evicted before all others."""
+CLAIM = 0.3
+"""Items with a lower chance are not protected by the guarantee."""
+UNUSED_S = 600.0
+"""Nor are items that were unused for this long, so that a holder that has left does not keep its share."""
+SPREAD = 1.5
+"""How much longer an item with chance 1 stays than one with chance 0, in turnovers of the cache."""
+
+
+class Item:
+    """What a cache evicts: its amounts of the cache's limits, whose share it counts against, and how it was used."""
+
+    __slots__ = ("amounts", "counted_s", "reuse", "share", "used_at", "uses")
+
+    share: "Share[Any]"
+    reuse: "ReuseClass[Any]"
+
+    def __init__(self, *amounts: int) -> None:
+        self.amounts = amounts
+        self.uses = 0
+        self.counted_s = float("-inf")  # time of the last counted use, seconds
+        self.used_at = 0.0  # time of the last use, on the clock of the order
+
+    @property
+    def holder(self) -> str:
+        """The holder whose share it counts against; empty for the common share."""
+        return self.share.name
+
+    def continue_from(self, other: "Item") -> None:
+        """Take over how `other`, a copy of this new item in another cache, was used. Call it after `admit`."""
+        self.uses, self.counted_s = other.uses, other.counted_s
+        self.reuse = self.share.classes[min(self.uses, USES) - 1]
+
+
+AnyItem = TypeVar("AnyItem", bound=Item)
+
+
+class ReuseClass(Generic[AnyItem]):
+    """The evictable items of one holder after the same number of uses, and their chance of another use."""
+
+    __slots__ = ("chance", "items")
+
+    def __init__(self) -> None:
+        self.chance = 0.5
+        self.items: OrderedDict[AnyItem, None] = OrderedDict()  # the least recently used is first
+
+
+class Share(Generic[AnyItem]):
+    """What one holder has: the amounts of its items, pinned or not, and its items that are evictable."""
+
+    __slots__ = ("classes", "held", "name")
+
+    def __init__(self, name: str, limits: int) -> None:
+        self.name = name
+        self.held = [0] * limits
+        self.classes: tuple[ReuseClass[AnyItem], ...] = tuple(ReuseClass() for _ in range(USES))
+
+
+class EvictionOrder(Generic[AnyItem]):
+    """Says which item a cache with one or more limits evicts next. The cache keeps the items.
+
+    **Order.** The item with the lowest rank goes first: the time of its last use plus (chance - 1/2) times `SPREAD`
+    turnovers of the cache. The chance is the share of such items (same holder, as many uses) that were used again
+    before they were dropped. The clock advances by the first amount of each item that is used. Items that are `SELDOM`
+    used again go before all others.
+
+    **Guarantee.** Each holder has a claim to an even share of each limit. A holder that has more cannot evict the items
+    of one that has less, and a holder that has less evicts none of its own. Items whose chance is below `CLAIM`, or
+    that were unused for `UNUSED_S`, are not protected. A holder whose new items have so low a chance has no claim.
+
+    A pinned item is not in the order. `victim` looks at the oldest item of each class, so at a bounded number of items;
+    all other methods take the same time for any number of items and holders.
+    """
+
+    def __init__(self, *limits: float) -> None:
+        """The cache is full when the sum of any of the items' amounts is above its limit."""
+        self.shares: dict[str, Share[AnyItem]] = {
+            "": Share("", len(limits))
+        }  # by holder; "" is the common one
+        self._limits = limits
+        self._clock = 0.0
+
+    @property
+    def held(self) -> dict[str, tuple[int, ...]]:
+        """The amounts that each holder has, without holders that have nothing."""
+        return {name: tuple(share.held) for name, share in self.shares.items() if any(share.held)}
+
+    def admit(self, item: AnyItem, holder: str) -> None:
+        """Count a new item against the share of `holder`. It is not evictable until `add`."""
+        share = self._share(holder)
+        item.share, item.reuse = share, share.classes[0]
+        for limit, amount in enumerate(item.amounts):
+            share.held[limit] += amount
+
+    def release(self, item: AnyItem) -> None:
+        """Undo `admit`: the item is not evictable and has left the cache."""
+        for limit, amount in enumerate(item.amounts):
+            item.share.held[limit] -= amount
+
+    def use(self, item: AnyItem, now: float) -> None:
+        """Count a use of an item that is not in the order. `now` is in seconds.
+
+        A use within `SAME_USE_S` of the last counted one is part of that one.
+        """
+        if now - item.counted_s < SAME_USE_S:
+            return
+        if item.uses:
+            item.reuse.chance += LEARNING * (1 - item.reuse.chance)
+        if item.uses < USES:
+            item.reuse = item.share.classes[item.uses]
+        item.uses += 1
+        item.counted_s = now
+        self._clock += item.amounts[0]
+
+    def add(self, item: AnyItem) -> None:
+        """Make an item evictable, as the most recently used one of its class."""
+        item.used_at = self._clock
+        item.reuse.items[item] = None
+
+    def remove(self, item: AnyItem) -> None:
+        """Remove an item that is pinned or dropped."""
+        del item.reuse.items[item]
+
+    def dropped(self, item: AnyItem) -> None:
+        """Learn that an item was dropped before it was used again."""
+        item.reuse.chance -= LEARNING * item.reuse.chance
+
+    def victim(self, now: float, holder: str | None = None, new: int = 0, limit: int = 0) -> AnyItem | None:
+        """Return the item to evict so that `holder` can have `new` more of a limit; None if no item is evictable.
+
+        `limit` is the number of the limit that is short: shares are shares of that one. `now` is as in `use`.
+        """
+        writer = None if holder is None else self._share(holder)
+        holders = [share for share in self.shares.values() if share.held[limit] or share is writer]
+        even = self._limits[limit] / max(1, len(holders))
+        turnovers = SPREAD * self._limits[0]
+        far = 2 * (self._clock + turnovers)  # more than any difference of two ranks
+        victim: AnyItem | None = None
+        lowest = inf
+        for share in holders:
+            held = share.held[limit] + (new if share is writer else 0)
+            # A writer without a claim, or with more than its share, may always evict its own items.
+            is_open = held > even or (share is writer and share.classes[0].chance < CLAIM)
+            for each in share.classes:
+                for oldest in each.items:
+                    rank = oldest.used_at + turnovers * each.chance
+                    if each.chance < SELDOM:
+                        rank -= far
+                    elif not is_open and each.chance >= CLAIM and now - oldest.counted_s <= UNUSED_S:
+                        rank += far
+                    if rank < lowest:
+                        victim, lowest = oldest, rank
+                    break
+        return victim
+
+    def _share(self, holder: str) -> Share[AnyItem]:
+        """Return the share of `holder`, or the common one. Holders that have nothing make room for another."""
+        share = self.shares.get(holder)
+        if share is None and len(self.shares) > MAX_HOLDERS:
+            self.shares = {name: each for name, each in self.shares.items() if not name or any(each.held)}
+        if share is None and len(self.shares) > MAX_HOLDERS:
+            share = self.shares[""]
+        if share is None:
+            share = self.shares[holder] = Share(holder, len(self._limits))
+        return share

@@ -112,7 +112,7 @@ def fleet_table(replicas: Sequence[int]) -> Table:
         load, count = Load(SKEWED, replicas=n), min(2000 * n, 8000)
         first, ours, whole = answer(
             [Trial(FIRST, load, count, 1, machine), Trial(OURS, load, count, 1, machine),
-             Trial(OURS, load, count, 1, machine | {"spread": False})]
+             Trial(OURS, load, count, 1, machine | {"placement": "whole"})]
         )  # fmt: skip
         rows.append((str(n), first.mean, ours.mean, first.mean / ours.mean, first.p99, ours.p99, whole.mean,
                      whole.p99, ours.images_per_s / n))  # fmt: skip

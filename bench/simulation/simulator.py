@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Limits, Policy, Scheduler, Task
+from prefill_client.fleet.routing import Router
 
 UNLIMITED = Limits(images=10**9, patches=10**15, source_bytes=10**15, claims=10**9)
 SOURCE_BYTES = 300_000  # of a 720p JPEG
@@ -52,8 +54,9 @@ class Machine:
     # Latency of the index, before each admission and after each encode.
     index_s: float = 0.0
     limits: Limits = UNLIMITED
-    # Whether the images of a request are spread over the replicas by content, or go to one replica.
-    spread: bool = True
+    # How the images of a request go to replicas: each by its content ("hash"), all to one replica ("whole"), or as the
+    # client places them ("even").
+    placement: Literal["hash", "whole", "even"] = "hash"
 
 
 @dataclass(slots=True)
@@ -134,11 +137,10 @@ class Simulation:
         per_chunk = self._machine.images_per_chunk
         progress = _Progress(job, number, missing=[0] * -(-len(job.images) // per_chunk))
         touched: dict[int, _Replica] = {}
-        for place, image in enumerate(job.images):
+        for place, (image, replica) in enumerate(zip(job.images, self._place(number, job), strict=True)):
             if image.address in self._stored:
                 continue
             chunk = place // per_chunk
-            replica = self._replica_of(number, image)
             touched[id(replica)] = replica
             claim = Claim(
                 str(number), job.client_id, chunk=chunk, demanded=True,
@@ -161,9 +163,16 @@ class Simulation:
         for replica in touched.values():
             self._turn(replica, now)
 
-    def _replica_of(self, number: int, image: Image) -> _Replica:
-        by = int.from_bytes(image.address[:8], "little") if self._machine.spread else number
-        return self._replicas[by % len(self._replicas)]
+    def _place(self, number: int, job: Job) -> list[_Replica]:
+        """Return the replica of each image of a job."""
+        if (
+            self._machine.placement == "even"
+        ):  # each job has a client of its own, with nothing else in progress
+            names = {str(place): replica for place, replica in enumerate(self._replicas)}
+            return [names[name] for name in Router(names).place([image.address for image in job.images])]
+        is_whole = self._machine.placement == "whole"
+        by = [number if is_whole else int.from_bytes(image.address[:8], "little") for image in job.images]
+        return [self._replicas[each % len(self._replicas)] for each in by]
 
     def _turn(self, replica: _Replica, now: float) -> None:
         """Start the next work in each of a replica's two stages that is free."""

@@ -1,6 +1,9 @@
-"""Routing: which server an image goes to, so that repeated images hit its cache, and which server to try next."""
+"""Routing: which server an image goes to, so that repeated images hit its cache and a call's images are spread evenly.
 
-from collections import defaultdict
+It also says which server to try next.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,31 +89,41 @@ class Router:
         """Choose an endpoint for each image of one call, and count the image as in progress there until `end`.
 
         An image goes to the endpoint that `sent_to` returns if that is up and below the bound, else to the first one of
-        its `order`. Equal digests go to the same endpoint. The bound counts all images of the call. With `bounded`
-        false, load does not move images: rows that were put are only at the server where they were put. Raises
-        `UnavailableError` if no endpoint is known.
+        its `order` that has less than an even share of the call's images: a request waits for its last image. Equal
+        digests go to the same endpoint. The bound counts all images of the call. With `bounded` false, neither load nor
+        shares move images. Raises `UnavailableError` if no endpoint is known.
         """
         if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
         bound = self.bound(len(digests)) if bounded else inf
+        up = sum(map(self.is_up, self._endpoints))
+        share = ceil(len(set(digests)) / max(1, up)) if bounded else inf
         placed: dict[bytes, str] = {}
+        given: Counter[str] = Counter()
         for digest in digests:
             if digest not in placed:
                 endpoint = sent_to(digest)
-                fits = (
-                    endpoint is not None and self.is_up(endpoint) and self._endpoints[endpoint].images < bound
-                )
-                placed[digest] = endpoint if endpoint and fits else self._order(digest, bound)[0]
+                if endpoint is None or not self.is_up(endpoint) or self._endpoints[endpoint].images >= bound:
+                    order = self._order(digest, bound)
+                    endpoint = next((name for name in order if given[name] < share), order[0])
+                placed[digest] = endpoint
+                given[endpoint] += 1
             self.begin(placed[digest])
         return [placed[digest] for digest in digests]
 
     @contextmanager
-    def placed(self, digests: Sequence[bytes], *, bounded: bool = True) -> Iterator[dict[str, list[int]]]:
+    def placed(
+        self,
+        digests: Sequence[bytes],
+        sent_to: Callable[[bytes], str | None] = lambda _: None,
+        *,
+        bounded: bool = True,
+    ) -> Iterator[dict[str, list[int]]]:
         """Place images as `place` does, and count them as in progress until the block ends.
 
         Yields the positions in `digests` of the images that go to each endpoint, by endpoint.
         """
-        placed = self.place(digests, bounded=bounded)
+        placed = self.place(digests, sent_to, bounded=bounded)
         groups: defaultdict[str, list[int]] = defaultdict(list)
         for position, endpoint in enumerate(placed):
             groups[endpoint].append(position)

@@ -98,7 +98,9 @@ class Submission:
     ) -> dict[int, Submitted]:
         """Make one attempt at every image. Images that go to the same server share a call."""
         indexes, max_images = list(images), self._pool.description.max_images_per_call
-        with self._pool.router.placed([image.digest for image in images.values()]) as groups:
+        digests = [image.digest for image in images.values()]
+        # Images that are at a server already stay there: the history of a chat is not dealt again as it grows.
+        with self._pool.router.placed(digests, self._recent.route) as groups:
             batches = [
                 (endpoint, [indexes[place] for place in places[begin : begin + max_images]])
                 for endpoint, places in groups.items()

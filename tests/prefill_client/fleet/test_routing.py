@@ -114,6 +114,53 @@ def test_a_hot_image_spreads_in_order_once_its_first_server_is_busy() -> None:
     assert router.order(DIGESTS[0]) == preferred
 
 
+@given(
+    endpoints=some_endpoints,
+    images=st.lists(st.integers(0, 40), min_size=1, max_size=60),
+    down=st.integers(0, 3),
+)
+def test_the_images_of_a_call_are_spread_evenly_over_the_servers_that_are_up(
+    endpoints: list[str], images: list[int], down: int
+) -> None:
+    router = Router(endpoints)
+    for name in endpoints[1 : down + 1]:
+        router.mark_down(name)
+    up = [name for name in endpoints if router.is_up(name)]
+    placed = router.place([DIGESTS[image] for image in images])
+    by_image = dict(zip(images, placed, strict=True))
+    assert placed == [by_image[image] for image in images], "equal digests go to one endpoint"
+    counts = Counter(by_image.values())
+    assert set(counts) <= set(up)
+    assert max(counts.values()) <= -(-len(by_image) // len(up))
+
+
+@given(endpoints=some_endpoints, digest=some_digest)
+def test_a_single_image_goes_to_its_first_choice(endpoints: list[str], digest: bytes) -> None:
+    router = Router(endpoints)
+    assert router.place([digest]) == [first(router, digest)]
+    assert router.place([digest] * 5)[-1] == first(router, digest)
+
+
+def test_images_beyond_a_share_go_to_their_next_choice() -> None:
+    router = Router(ENDPOINTS[:3])
+    crowd = [digest for digest in DIGESTS if first(router, digest) == ENDPOINTS[0]][:3]
+    assert router.place(crowd)[0] == ENDPOINTS[0]
+    order = router.order(crowd[1])
+    assert router.place(crowd)[1] == order[1]
+
+
+def test_images_that_a_server_has_stay_there_when_a_chat_grows() -> None:
+    router = Router(ENDPOINTS[:4])
+    sent: dict[bytes, str] = {}
+    for turn in range(1, 9):
+        history = DIGESTS[: 2 * turn]
+        placed = dict(zip(history, router.place(history, sent.get), strict=True))
+        assert sent.items() <= placed.items()
+        sent = placed
+    there = dict.fromkeys(DIGESTS[100:109], ENDPOINTS[0])
+    assert Router(ENDPOINTS).place(list(there), there.get) == [ENDPOINTS[0]] * 9, "also more than its share"
+
+
 def test_without_a_bound_load_does_not_move_images() -> None:
     router = Router(ENDPOINTS)
     home = router.order(DIGESTS[0])[0]

@@ -222,11 +222,7 @@ soak: setup ## Run clients among attackers, restarts and faults (MINUTES=20, SEE
 
 .PHONY: gpu-check
 gpu-check: ## Check and time every GPU path, on a CUDA machine with torch (PART=names, OUT=folder)
-	@PY=$${GPU_PYTHON:-$(PY)}; PYTHONPATH=.:proto:$$PYTHONPATH $$PY -m bench.gpu $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)')
-
-.PHONY: gpu-wheels
-gpu-wheels: setup ## Collect the wheels that a CUDA machine with torch lacks for gpu-check (OUT=folder)
-	@$(PY) -m bench.gpu_parts.wheels '$(or $(OUT),.bench/wheels)'
+	@PY=$${GPU_PYTHON:-$(PY)}; PYTHONPATH=.:proto:$$PYTHONPATH $$PY -m bench.gpu_check $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)')
 
 .PHONY: clean
 clean: ## Remove everything the other targets created

@@ -17,6 +17,7 @@ DRY_BUDGETS = (256, 512)
 # Name → (grid, images of one call).
 CASES = {
     "64x256": (Grid(1, 16, 16), 64),
+    "16x640x480": (Grid(1, 30, 40), 16),
     "20x960x1280": (Grid(1, 80, 60), 20),
     "4x1440p": (Grid(1, 90, 160), 4),
 }

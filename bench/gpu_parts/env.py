@@ -1,63 +1,28 @@
-"""Notes what the machine has: device, driver, versions, libraries, and the speed of copies to and from the device."""
+"""Notes what the machine has: device, driver, versions, and the speed of copies to and from the device."""
 
 import ctypes
 from functools import partial
-from importlib import metadata, util
-from typing import Any
+from importlib import metadata
 
 import torch
 
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import hardware, versions
 
-# This part looks for these modules without importing them. Each part reports the modules that it fails to import.
-MODULES = (
-    "triton",
-    "fa3_fwd_interface",
-    "flash_attn",
-    "cudnn",
-    "nvidia.nvimgcodec",
-    "nvidia.dali",
-    "torchvision",
-    "cuda.bindings",
-    "transformers",
-    "grpc",
-    "grpc_health",
-    "redis",
-    "blake3",
-    "cachetools",
-    "PIL",
-    "pytest",
-)
-PACKAGES = (
-    "triton",
-    "fa3-fwd",
-    "flash-attn",
-    "nvidia-cudnn-frontend",
-    "nvidia-nvimgcodec-cu13",
-    "torchvision",
-)
+PACKAGES = ("triton", "fa3-fwd", "flash-attn", "nvidia-dali-cuda130", "cuda-bindings")
 LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-ml.so.1")
 
 
 def run(probe: Probe) -> None:
-    """Note hardware, versions, modules, libraries and copies."""
+    """Note hardware, versions, libraries and copies."""
     probe.note(hardware=hardware(), versions=versions() | _versions(), dry=probe.dry)
-    for name in MODULES:
-        probe.attempt({"module": name}, partial(_found, name))
     if probe.device.type == "cuda":
-        probe.attempt({}, partial(_device, probe.device))
+        has = torch.cuda.get_device_properties(probe.device)
+        probe.note(device=has.name, gib=has.total_memory / 2**30, processors=has.multi_processor_count)
         for library in LIBRARIES:
             probe.attempt({"library": library}, partial(_loaded, library))
     for pinned in (True, False):
         probe.attempt({"copy": "pinned" if pinned else "pageable"}, partial(_copies, probe, pinned))
-
-
-def _found(name: str) -> dict[str, bool]:
-    try:
-        return {"found": util.find_spec(name) is not None}
-    except ModuleNotFoundError:  # the parent package is missing too
-        return {"found": False}
 
 
 def _loaded(library: str) -> dict[str, bool]:
@@ -65,18 +30,9 @@ def _loaded(library: str) -> dict[str, bool]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    found = {name: installed.get(name, "not installed") for name in PACKAGES}
     return found | {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
-
-
-def _device(device: torch.device) -> dict[str, Any]:
-    has = torch.cuda.get_device_properties(device)
-    return {"device": has.name, "gib": has.total_memory / 2**30, "processors": has.multi_processor_count}
 
 
 def _copies(probe: Probe, pinned: bool) -> dict[str, float]:

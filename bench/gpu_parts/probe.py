@@ -76,15 +76,16 @@ class Probe:
             device_ms.append(marks[2]())
         return {"ms": max(median(device_ms), LEAST_MS), "host_ms": median(host_ms)}
 
-    def ms_until_done(self, call: Callable[[], object], repeats: int = 7) -> float:
+    def ms_until_done(self, call: Callable[[], object], repeats: int = 7, warm_up: int = 2) -> float:
         """Return the median milliseconds from a call until the device has finished its work."""
         spent = []
-        for _ in range(2 if self.dry else repeats + 2):
+        repeats, warm_up = (1, min(warm_up, 1)) if self.dry else (repeats, warm_up)
+        for _ in range(warm_up + repeats):
             began = time.perf_counter()
             call()
             self.synchronize()
             spent.append((time.perf_counter() - began) * 1e3)
-        return median(spent[1 if self.dry else 2 :])
+        return median(spent[warm_up:])
 
     def _marks(self) -> tuple[Callable[[], object], Callable[[], object], Callable[[], float]]:
         """Return three functions: mark the beginning, mark the end, return the milliseconds between them."""

@@ -1,8 +1,8 @@
-"""Measures the vision towers on the device: exactness against `transformers`, speed, memory and kernels."""
+"""Measures the vision towers on the device: speed and memory, exactness against `transformers`, kernels."""
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ def run(probe: Probe) -> None:
     """Note the speed of every variant in every case, then exactness, then the speed of `transformers`."""
     torch.backends.cudnn.allow_tf32 = False  # the reference's convolution must be exact
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder = one_checkpoint(probe)
-    for options in _variants(probe):
+    folder, runs = one_checkpoint(probe), _backends(probe)
+    others: list[dict[str, Any]] = [{"attention": name, "graphs": name != "sdpa"} for name in runs]
+    for options in (DEFAULT, {**DEFAULT, "graphs": False}, {**DEFAULT, "batch_invariant": True}, *others):
         probe.attempt({**options, "what": "variant"}, partial(_variant, probe, folder, options))
     for model_type in MODEL_TYPES[: 1 if probe.dry else None]:
         label = {"what": "exactness", "model": model_type}
@@ -51,21 +52,18 @@ def one_checkpoint(probe: Probe, model_type: str = MODEL_TYPES[0]) -> Path:
 
 def load(probe: Probe, folder: Path, **options: Any) -> Tower:
     """Load our tower from a folder onto the device, in bfloat16 unless `options` say otherwise."""
-    options = {"dtype": "bfloat16", **options}
-    return load_tower(
-        folder, device=str(probe.device), processor=ProcessorSettings.from_folder(folder), **options
-    )
+    kept = {"dtype": "bfloat16", "processor": ProcessorSettings.from_folder(folder), **options}
+    return load_tower(folder, device=str(probe.device), **kept)
 
 
-def _variants(probe: Probe) -> Iterator[dict[str, Any]]:
-    """Yield the default variant, then the others."""
-    yield DEFAULT
-    yield {"attention": "auto", "graphs": False}
-    yield {"attention": "auto", "graphs": True, "batch_invariant": True}
-    if probe.dry:
-        return  # the other variants run the same code
-    runs = [name for name in BACKENDS if not why_not(name, probe.device, torch.bfloat16)]
-    yield from ({"attention": name, "graphs": name != "sdpa"} for name in runs)
+def _backends(probe: Probe) -> list[str]:
+    """Return the backends that run here; on the CPU there is no choice."""
+    return [] if probe.dry else [name for name in BACKENDS if not why_not(name, probe.device, torch.bfloat16)]
+
+
+def _patches(probe: Probe, tower: Tower, grids: Sequence[Grid]) -> list[torch.Tensor]:
+    """Return random patches on the device, as after decoding on it."""
+    return [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
 
 
 def _cases(probe: Probe) -> Sequence[str]:
@@ -77,25 +75,18 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
     before_mib, began = _held_mib(probe), time.perf_counter()
     tower = load(probe, folder, **options)
     loaded = {"load_s": time.perf_counter() - began, "held_mib": _held_mib(probe) - before_mib}
-    loaded["chosen"] = tower.attention  # type: ignore[assignment]
     if probe.dry and options["graphs"]:  # the CPU cannot capture graphs, so replace the capture
         with torch.inference_mode():
             example = tower._layout(case_grids(tower, "256"))
-            tower._graphs = Graphs(
-                tower._module,
-                tower.spec,
-                example,
-                tower.dtype,
-                budgets(example.patches, example.patches),
-                lambda run: run,
-            )
+            small = budgets(example.patches, example.patches)
+            tower._graphs = Graphs(tower._module, tower.spec, example, tower.dtype, small, lambda run: run)
     for name in _cases(probe):
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
     if options == DEFAULT:
         probe.attempt({"case": f"{NEW_GRIDS} new grids"}, partial(_new_grids, probe, tower))
         for name in _cases(probe)[::4]:
             probe.attempt({"profile": name}, partial(_profile, probe, tower, name))
-    return loaded
+    return {**loaded, "chosen": tower.attention}
 
 
 def _held_mib(probe: Probe) -> float:
@@ -106,26 +97,15 @@ def _held_mib(probe: Probe) -> float:
     return torch.cuda.memory_reserved(probe.device) / MIB
 
 
-def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
-    """Time a case. Patches start on the device, as after decoding on it, and rows stay there."""
-    grids = case_grids(tower, name)
-    patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
-    if probe.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(probe.device)
-        before = torch.cuda.memory_allocated(probe.device)
-    spent = probe.ms(lambda: tower.encode(patches, grids)) | _replay_alone(probe, tower, grids)
-    work = sum(flops(tower.spec, grid) for grid in grids)
-    found = {**spent, "tflops": work / spent["ms"] / 1e9}
-    if probe.device.type == "cuda":
-        found["peak_mib"] = (torch.cuda.max_memory_allocated(probe.device) - before) / MIB
-    return found
-
-
 @torch.inference_mode()
-def _replay_alone(probe: Probe, tower: Tower, grids: Sequence[Grid]) -> dict[str, float]:
-    """Return the milliseconds of a graph's replay alone, without copies of inputs and rows; empty without a graph."""
-    found = tower._graphs and tower._graphs.for_batch(tower._layout(grids))
-    return {"replay_ms": probe.ms(found[1])["ms"]} if found else {}
+def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
+    """Time a case, and a graph's replay alone, without copies of inputs and rows."""
+    grids = case_grids(tower, name)
+    patches = _patches(probe, tower, grids)
+    spent = probe.ms(lambda: tower.encode(patches, grids))
+    if tower._graphs and (found := tower._graphs.for_batch(tower._layout(grids))):
+        spent["replay_ms"] = probe.ms(found[1])["ms"]
+    return {**spent, "tflops": sum(flops(tower.spec, grid) for grid in grids) / spent["ms"] / 1e9}
 
 
 def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
@@ -133,35 +113,30 @@ def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
     side = tower.spec.merge_size
     sizes = [(8 + n, 9 + n) for n in range(2 if probe.dry else NEW_GRIDS)]
     grids = [Grid(1, side * height, side * width) for height, width in sizes]
-    patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
+    patches = _patches(probe, tower, grids)
 
-    def ms_of_all() -> float:
-        probe.synchronize()
-        began = time.perf_counter()
+    def encode_all() -> None:
         for image, grid in zip(patches, grids, strict=True):
             tower.encode([image], [grid])
-        probe.synchronize()
-        return (time.perf_counter() - began) * 1e3 / len(grids)
 
-    return {"new_ms_an_image": ms_of_all(), "again_ms_an_image": ms_of_all()}
+    return {
+        name: probe.ms_until_done(encode_all, 1, warm_up=0) / len(grids)
+        for name in ("new_ms_an_image", "again_ms_an_image")
+    }
 
 
 def _profile(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
     """Return the kernels that take longest in one forward, with their milliseconds on the device."""
-    grids = case_grids(tower, name)
-    patches = [image.to(probe.device) for image in random_patches(grids, tower.spec.patch_values)]
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(
-        activities=[activity.CUDA if patches[0].is_cuda else activity.CPU]
-    ) as profile:
+    grids, kind = case_grids(tower, name), probe.device.type
+    patches, activity = _patches(probe, tower, grids), torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[getattr(activity, kind.upper())]) as profile:
         tower.encode(patches, grids)
         probe.synchronize()
-    events = [
-        (event.self_device_time_total if patches[0].is_cuda else event.self_cpu_time_total, event)
-        for event in profile.key_averages()
-    ]
-    longest = sorted(events, key=lambda each: -each[0])[:TOP_KERNELS]
-    return {"kernels": [[event.key[:60], event.count, round(spent / 1e3, 3)] for spent, event in longest]}
+    time_of = "self_device_time_total" if kind == "cuda" else "self_cpu_time_total"
+    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, time_of))[:TOP_KERNELS]
+    return {
+        "kernels": [[each.key[:60], each.count, round(getattr(each, time_of) / 1e3, 3)] for each in events]
+    }
 
 
 def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
@@ -171,14 +146,13 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
     """
     folder, where = one_checkpoint(probe, model_type), str(probe.device)
     grids = DRY_PARITY_GRIDS if probe.dry else PARITY_GRIDS
-    tower = ReferenceTower(folder, torch.float32, where)
-    patches = random_patches(grids, 3 * tower.module.config.patch_size**2)
-    pixels = tower.pixels(patches)
-    truth = tower.rows(pixels, grids)
-    reference_error = float(
-        row_errors(ReferenceTower(folder, torch.bfloat16, where).rows(pixels, grids), truth).mean()
-    )
-    del tower
+    reference = ReferenceTower(folder, torch.float32, where)
+    patches = random_patches(grids, 3 * reference.module.config.patch_size**2)
+    pixels = reference.pixels(patches)
+    truth = reference.rows(pixels, grids)
+    theirs = row_errors(ReferenceTower(folder, torch.bfloat16, where).rows(pixels, grids), truth)
+    reference_error = float(theirs.mean())
+    del reference
 
     def errors(**options: Any) -> dict[str, Any]:
         ours = load(probe, folder, **options)
@@ -189,9 +163,8 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
         mean = max(float(packed.mean()), float(single.mean()))
         return {"mean_error": mean, "max_error": float(packed.max()), "bound": bound, "passed": mean <= bound}
 
-    runs = [name for name in BACKENDS if not why_not(name, probe.device, torch.bfloat16)]
-    choices = (False,) if probe.dry else (False, True)
-    variants = [{"attention": name, "graphs": graphs} for name in ("auto", *runs) for graphs in choices]
+    names, choices = ("auto", *_backends(probe)), (False,) if probe.dry else (False, True)
+    variants = [{"attention": name, "graphs": graphs} for name in names for graphs in choices]
     for options in ({"dtype": "float32", "attention": "sdpa", "graphs": False}, *variants):
         probe.attempt({"model": model_type, **options}, partial(errors, **options))
     return {"theirs_mean_error": reference_error}
@@ -200,11 +173,11 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
 def _time_transformers(probe: Probe, folder: Path) -> dict[str, Any]:
     """Note the time of `transformers` in every case."""
     reference = ReferenceTower(folder, torch.bfloat16, str(probe.device))
-    spec = load(probe, folder, attention="sdpa", graphs=False)
+    ours = load(probe, folder, attention="sdpa", graphs=False)
 
     def measure(name: str) -> dict[str, float]:
-        grids = case_grids(spec, name)
-        pixels = reference.pixels(random_patches(grids, spec.spec.patch_values)).bfloat16()
+        grids = case_grids(ours, name)
+        pixels = reference.pixels(random_patches(grids, ours.spec.patch_values)).bfloat16()
         shape = torch.tensor(grids, device=probe.device)
         return probe.ms(lambda: reference.forward(pixels, shape), 10)
 

@@ -21,7 +21,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The properties of each kernel, compiled for sm_90."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "bench.gpu_parts.kernels", "--json"]
+    command = [sys.executable, "-m", "testing.compiled_kernels", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: Kernels = json.loads(done.stdout)

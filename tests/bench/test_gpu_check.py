@@ -1,24 +1,15 @@
 """The GPU check without a GPU: every part runs, imports only what it measures, and reports what failed."""
 
-import ast
-import io
 import json
 import math
-import os
-import shutil
-import struct
 import subprocess
 import sys
-import tarfile
-from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from bench import gpu
-from bench.gpu_parts import fatbin, wheels
+from bench import gpu_check as gpu
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT, store
 
@@ -55,6 +46,7 @@ NEEDED: dict[str, set[str]] = {
     "server": SERVER,
     "load": SERVER,
     "budgets": TOWER | CHECKPOINT,
+    "group": TOWER | CHECKPOINT,
 }
 # A process that has torch forks a child for each set of missing modules; the child hides them and imports the parts.
 IMPORTS = """
@@ -76,7 +68,7 @@ for parts, missing in json.loads(sys.argv[1]):
         sys.meta_path = [Without(finder, missing) for finder in sys.meta_path]
         for part in parts:
             try:
-                import bench.gpu
+                import bench.gpu_check
                 importlib.import_module(f"bench.gpu_parts.{part}")
             except BaseException as error:
                 print(part, repr(error), traceback.format_exc(), file=sys.stderr, flush=True)
@@ -97,7 +89,7 @@ def probe(folder: Path, budget_s: float = math.inf) -> Probe:
 
 @pytest.mark.timeout(900)
 def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", tmp_path]
+    command = [sys.executable, "-m", "bench.gpu_check", "--dry-run", "--out", tmp_path]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=890, check=False)
     lines = gpu.read(tmp_path / "gpu.jsonl")
     assert ran.returncode == 0, [line for line in lines if "failed" in line] or ran.stderr[-3000:]
@@ -108,7 +100,11 @@ def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path)
         assert not any("skipped" in row for row in rows), part
         assert "seconds" in rows[-1]
     assert any(line.get("from") == "device tier" and line["passed"] for line in lines)
-    for part, names in {"load": {"vit_ms"}, "budgets": {"first_ms"}}.items():
+    for part, names in {
+        "load": {"vit_ms", "service_over_bare_tower"},
+        "group": {"group_ms"},
+        "budgets": {"first_ms"},
+    }.items():
         assert any(names <= set(line) for line in lines if line["part"] == part), part
     summary = (tmp_path / "summary.txt").read_text()
     assert len(summary) <= gpu.MAX_SUMMARY
@@ -126,67 +122,6 @@ def test_parts_import_without_the_modules_that_they_do_not_need() -> None:
     command = [sys.executable, "-c", IMPORTS, json.dumps(sets)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert sorted(ran.stdout.split()) == sorted(gpu.PARTS), ran.stderr[-3000:]
-
-
-# Modules that a part runs in other processes, or imports by name.
-ALSO = {
-    "server": ["encoder_service.cli"],
-    "load": ["encoder_service.cli"],
-    "tests": [
-        str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "mark.gpu" in path.read_text()
-    ],
-}
-OURS = {
-    "bench",
-    "testing",
-    "tests",
-    "encoder_service",
-    "prefill_client",
-    "prefill_reference",
-    "encoder_contract",
-}
-
-
-def imported(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield every module that a file imports, and whether the import is at its top level."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node in tree.body) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-            yield from ((name, node in tree.body) for name in names)
-
-
-# Imported only to serve videos or a model without a tower of ours.
-NOT_MEASURED = {"encoder_service.families.generic", "encoder_service.image.opencv", "testing.clips"}
-
-
-def libraries(modules: list[str]) -> set[str]:
-    """Return the libraries that our modules import at the top level, directly or through our other modules."""
-    found, seen, left = set(), {*NOT_MEASURED}, [*modules]
-    while left:
-        if (name := left.pop()) in seen:
-            continue
-        seen.add(name)
-        base = (ROOT / "proto" if name.startswith("encoder_contract") else ROOT).joinpath(*name.split("."))
-        for path in (base.with_suffix(".py"), base / "__init__.py"):
-            for module, is_top_level in imported(path) if path.is_file() else ():
-                top = module.partition(".")[0]
-                if top in OURS:
-                    left += [module, module.rpartition(".")[0] or top]
-                elif is_top_level:
-                    found.add(top)
-    return found - sys.stdlib_module_names
-
-
-@pytest.mark.parametrize("part", gpu.PARTS)
-def test_parts_import_only_installed_packages_and_our_wheels(part: str) -> None:
-    needed = libraries(["bench.gpu", f"bench.gpu_parts.{part}", *ALSO.get(part, [])])
-    assert "torch" in needed
-    assert needed <= wheels.PREINSTALLED | {*wheels.PACKAGES.values(), *wheels.DALI_NEEDS.values()}
 
 
 def test_each_measurement_and_each_failure_is_one_line(tmp_path: Path) -> None:
@@ -268,75 +203,3 @@ def test_keep_joins_runs_of_one_machine_and_refuses_several_machines(
     assert kept["figures"]["lines"] == runs["one"] + runs["two"]
     assert gpu.main(["--keep", *map(str, files.values())]) == 2
     assert "a GPU; another GPU" in capsys.readouterr().err
-
-
-BINUTILS = pytest.mark.skipif(
-    not all(map(shutil.which, ("objcopy", "strip", "xz"))), reason="needs binutils and xz"
-)
-
-
-def shared_library(folder: Path) -> Path:
-    """Return a copy of a real library."""
-    return Path(shutil.copy(str(import_module("xxhash._xxhash").__file__), folder))
-
-
-def containers(*contents: Sequence[tuple[int, int, bytes]]) -> bytes:
-    """Return a section of fat binaries, from the entries (kind, capability, code) of each container."""
-    section = b""
-    for entries in contents:
-        inside = b"".join(
-            struct.pack("<HHIQ12xI32x", kind, 1, 64, len(code), capability) + code
-            for kind, capability, code in entries
-        )
-        section += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(inside)) + inside + bytes(8)
-    return section
-
-
-@BINUTILS
-def test_pruning_keeps_only_the_code_for_one_kind_of_gpu(tmp_path: Path) -> None:
-    ptx, code = 1, 2
-    section = containers(
-        [(ptx, 90, b"p" * 64), (code, 80, b"a" * 128), (code, 90, b"h" * 96)],
-        [(ptx, 75, b"q" * 64), (code, 75, b"t" * 32)],  # no code for that GPU: its PTX is compiled there
-    )
-    (tmp_path / "section").write_bytes(section)
-    library = shared_library(tmp_path)
-    subprocess.run(["objcopy", "--add-section", f".nv_fatbin={tmp_path / 'section'}", library], check=True)
-    before = library.read_bytes()
-    assert fatbin.prune(library, (90,)) == 64 + 128
-    kept = section.replace(b"p" * 64, bytes(64)).replace(b"a" * 128, bytes(128))
-    assert library.read_bytes() == before.replace(section, kept)
-    assert fatbin.prune(shared_library(tmp_path), (90,)) == 0, "no code for a GPU"
-    with pytest.raises(ValueError, match="ELF"):
-        fatbin.prune(tmp_path / "section", (90,))
-
-
-@BINUTILS
-def test_dali_is_packed_into_pieces_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = tmp_path / "inside" / "nvidia" / "dali"
-    (inside / "include").mkdir(parents=True)
-    for name in ("__init__.py", "include/dali.h", "backend.cpython-311-x.so", "backend.cpython-312-x.so"):
-        (inside / name).write_text(name)
-    for name in ("backend.cpython-311-x.so", "backend.cpython-312-x.so"):
-        shutil.copy(shared_library(tmp_path), inside / name)
-    wheel = shutil.make_archive(str(tmp_path / "dali"), "zip", tmp_path / "inside")
-    monkeypatch.setattr(wheels, "PIECE_BYTES", 4096)
-    wheels.pack(Path(wheel), tmp_path / "out", tmp_path / "unpacked")
-    pieces = sorted((tmp_path / "out").glob("dali-*/dali.xz.*"))
-    assert len(pieces) > 1
-    assert {piece.stat().st_size for piece in pieces[:-1]} == {4096}
-    with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))) as archive:
-        files = {member.name for member in archive.getmembers() if member.isfile()}
-    assert files == {"nvidia/dali/__init__.py", "nvidia/dali/backend.cpython-312-x.so"}
-
-
-def test_a_folder_of_wheels_over_its_limit_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheels, "PACKAGES", {})
-    monkeypatch.setattr(wheels, "DALI_NEEDS", {})
-    monkeypatch.setattr(wheels, "fetch_dali", lambda _folder: None)
-    (tmp_path / "small.whl").write_bytes(b"x")
-    assert wheels.main([str(tmp_path)]) == 0
-    with (tmp_path / "large.whl").open("wb") as file:
-        os.truncate(file.fileno(), wheels.MAX_BYTES)
-    assert wheels.main([str(tmp_path)]) == 1
-    assert "large.whl" in wheels.listing(tmp_path)[0]

@@ -1,13 +1,12 @@
 """Checks and times every path on a CUDA machine, in parts; on a CPU, runs all parts without meaningful figures.
 
-    python -m bench.gpu --part env attention --out DIR [--budget-s 600]
-    python -m bench.gpu --dry-run             # every part on a tiny tower on the CPU
-    python -m bench.gpu --keep DIR/gpu.jsonl  # store the results of another machine in bench/results/; name the files
-                                              # of all its runs
+    python -m bench.gpu_check --part env attention --out DIR [--budget-s 600]
+    python -m bench.gpu_check --dry-run             # every part on a tiny tower on the CPU
+    python -m bench.gpu_check --keep DIR/gpu.jsonl  # store the results of another machine; name the files of its runs
 
 Each measurement is written to DIR/gpu.jsonl at once, as a line of JSON; the output ends with a summary. Each part runs
 in its own process, which is killed when its share of the time is used up, and needs only the packages that it measures.
-`make gpu-wheels` downloads the packages that a machine with torch lacks. Exits non-zero if something failed.
+Exits non-zero if something failed.
 """
 
 import importlib
@@ -35,6 +34,7 @@ PARTS = {
     "products": 3,
     "tests": 5,
     "tower": 8,
+    "group": 1,
     "decode": 4,
     "server": 5,
     "load": 3,
@@ -98,7 +98,7 @@ def fastest_table(lines: Lines) -> Table:
     return {"title": "The fastest tower of each case", "heads": list(heads), "rows": rows}
 
 
-BENCHMARK = Benchmark("gpu", "How fast is the tower on a GPU?", limit_s=1700, why_not=_no_cuda)
+BENCHMARK = Benchmark("gpu_check", "How fast is the tower on a GPU?", limit_s=1700, why_not=_no_cuda)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.keep:
         return _keep(args.keep)
     if not args.dry_run and (why := _no_cuda()):
-        print(f"bench.gpu: {why}; --dry-run walks every part on the CPU", file=sys.stderr)
+        print(f"bench.gpu_check: {why}; --dry-run walks every part on the CPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as scratch:
         out: Path = args.out or Path(scratch)
@@ -248,14 +248,14 @@ def _keep(paths: Sequence[Path]) -> int:
     if not found or any(line.get("dry") for line in found):
         names = ", ".join(map(str, paths))
         print(
-            f"bench.gpu: {names}: no figures of a machine; they need part env, and no dry run",
+            f"bench.gpu_check: {names}: no figures of a machine; they need part env, and no dry run",
             file=sys.stderr,
         )
         return 2
     if len(machines := {line["hardware"] for line in found}) > 1:
         print(
-            f"bench.gpu: these are figures of several machines ({'; '.join(sorted(machines))}): keep those of each by "
-            "themselves",
+            f"bench.gpu_check: these are figures of several machines ({'; '.join(sorted(machines))}): keep those of "
+            "each by themselves",
             file=sys.stderr,
         )
         return 2
@@ -263,7 +263,7 @@ def _keep(paths: Sequence[Path]) -> int:
     seconds = sum(line.get("seconds", 0.0) for line in lines)
     day = date.fromtimestamp(max(path.stat().st_mtime for path in paths)).isoformat()
     result = Result(
-        *("gpu", about["hardware"], "ok", "python -m bench.gpu", day, seconds),
+        *("gpu_check", about["hardware"], "ok", "python -m bench.gpu_check", day, seconds),
         figures=_figures(lines),
         versions=about["versions"],
     )

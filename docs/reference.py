@@ -115,7 +115,7 @@ async def _metrics_of_a_server() -> str:
             device_peak_tflops=1.0,
         )
         model = load_model(config)
-        server = Server(config, model)
+        server = Server(config, model, [])
         try:
             return metrics_page(server)
         finally:

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from time import time_ns
 from typing import Any
@@ -43,13 +44,12 @@ from encoder_service.collectors import (
     store_readings,
 )
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.engine import EXIT_LOST
+from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess
+from encoder_service.engine.dispatcher import Dispatcher
 from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.model import MemoryPlan, Model, decode_threads
-from encoder_service.engine.session import Devices
-from encoder_service.engine.workers import Engine
+from encoder_service.engine.model import Model
 from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
@@ -57,13 +57,14 @@ from encoder_service.images import Images
 from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
-from encoder_service.scheduler import Scheduler
+from encoder_service.scheduler import Scheduler, Snapshot
 from encoder_service.store import Pin, Store, StoreSizeError, TierName, require_room
 from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
 
-ABORT_S = 10.0  # seconds after `drain_s` at which an aborted server exits: threads may wait forever for a lost device
+EXIT_S = 30.0  # seconds after `drain_s` at which the process exits in any case: something may hang
+SNAPSHOT_S = 10.0  # how long a scrape waits for the event loop
 # Most images decoded ahead of the ViT. The limit in patches alone would allow a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
 MAX_VIDEOS = 256  # most video files in the cache: each has a file descriptor
@@ -84,14 +85,14 @@ class Server:
         self,
         config: Config,
         model: Model,
-        devices: Sequence[DeviceProcess] = (),
+        devices: Sequence[DeviceProcess],
         *,
         budgets: Budgets | None = None,
         patience: float = 1.0,
     ) -> None:
         """Construct the components. Raises `ConfigError` if there is too little memory for the store.
 
-        `model` is a `served_model` of `devices`. Without devices, the model is loaded in this process.
+        `model` is a `served_model` of `devices`.
 
         For tests: `budgets` replaces the budgets of `config`. `patience` multiplies the time after which a silent Redis
         or replica counts as failed, so that several servers on a busy machine do not take its stalls for failures.
@@ -110,9 +111,7 @@ class Server:
         self._identity = Identity(self._tenants, self._fleet_key)
         self.endpoint = ""  # host:port or unix:path, set by `start`
         self.metrics = Metrics()
-        plan = devices[0].plan if devices else None
-        self._memory_plan = plan or MemoryPlan.of(model, model.device.memory(), config)
-        self._memory_plan.check()
+        self._memory_plan = devices[0].facts.plan if devices else None
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), SOURCE_TTL_S)
         self._videos = SourceCache(int(config.video_gib * GIB), SOURCE_TTL_S, max_files=MAX_VIDEOS)
@@ -140,12 +139,18 @@ class Server:
         else:
             say(self.banner())
         await self._stop.wait()
-        if self._aborted:
-            forced_exit = threading.Timer(self._config.drain_s + ABORT_S, os._exit, (EXIT_LOST,))
-            forced_exit.daemon = True
-            forced_exit.start()
+        # Whatever hangs from here on, the process ends.
+        limit_s = self._config.hand_over_s + self._config.drain_s + EXIT_S
+        forced_exit = threading.Timer(limit_s, self._force_exit, (limit_s,))
+        forced_exit.daemon = True
+        forced_exit.start()
         await self.drain()
         return EXIT_LOST if self._aborted else 0
+
+    def _force_exit(self, limit_s: float) -> None:
+        log.critical("the server has not ended within %g s: ending it now", limit_s)
+        logging.shutdown()
+        os._exit(EXIT_LOST if self._aborted else EXIT_STUCK)
 
     async def start(self) -> None:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
@@ -164,7 +169,7 @@ class Server:
             self.watch = Watch(
                 self._config.metrics_listen,
                 self.metrics,
-                draining=lambda: self.draining,
+                not_ready=self._not_ready,
                 never_joined=lambda: self.cluster.never_joined,
                 title=f"encoder-service {__version__}",
                 facts=self._facts(),
@@ -244,23 +249,15 @@ class Server:
             loop=self._loop,
             metrics=self.metrics,
             on_end=self._ended,
-            # With device processes, the server itself uses a device only for a device tier.
-            device=self._model.device if config.store_device_gib or not self._devices else Device("cpu"),
+            # The server itself uses a device only for a device tier.
+            device=self._model.device if config.store_device_gib else Device("cpu"),
             devices=len(self._devices) or 1,
             on_abort=self._abort,
         )
 
-    def _build_engine(self) -> Engine | Devices:
-        if self._devices:
-            return Devices(self._devices, self.jobs, self.store, self.metrics)
-        return Engine(
-            self.jobs,
-            self._model,
-            self.store,
-            self.metrics,
-            batch_patches=self._model.tower.batch_patches,
-            decode_threads=decode_threads(self._config, self._model.device),
-        )
+    def _build_engine(self) -> Dispatcher:
+        tokens = self._model.tower.geometry.tokens
+        return Dispatcher(self._devices, self.jobs, self.store, self.metrics, tokens)
 
     def _build_cluster(self) -> Cluster:
         config, recipe, tower = self._config, self._model.recipe, self._model.tower
@@ -382,6 +379,12 @@ class Server:
 
     # Monitoring
 
+    def _not_ready(self) -> str:
+        """Return why the server should get no new calls, or an empty string."""
+        if self.draining:
+            return "draining"
+        return "" if self.engine.answers else "no device answers"
+
     @property
     def draining(self) -> bool:
         """Whether the server refuses new calls."""
@@ -393,9 +396,9 @@ class Server:
         peak_flops *= len(self._devices) or 1
         yield from identity_readings(self._description, self._model, self._device_names, peak_flops)
         yield from process_readings(self.draining)
-        yield from device_readings(self._model, self._devices)
+        yield from device_readings(self._devices)
         yield from model_readings(self._model)
-        yield from queue_readings(self.jobs.snapshot(), self.budgets.queue)
+        yield from queue_readings(self._snapshot(), self.budgets.queue)
         yield from store_readings(self.store.stats())
         yield from memory_readings(
             self.store.segment.path,
@@ -404,6 +407,16 @@ class Server:
             self.budgets.upload_bytes.held,
         )
         yield from cluster_readings(self.cluster.status)
+
+    def _snapshot(self) -> Snapshot:
+        """Return the counts of the queue, which only the event loop may read. Works on any thread."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            counts: Future[Snapshot] = Future()
+            self._loop.call_soon_threadsafe(lambda: counts.set_result(self.jobs.snapshot()))
+            return counts.result(SNAPSHOT_S)
+        return self.jobs.snapshot()
 
     def banner(self) -> str:
         """Return the start-up block for standard output: the settings in effect, and last where the server listens."""
@@ -422,8 +435,9 @@ class Server:
         return {**self._settings(), "listening": self.endpoint}
 
     def _settings(self) -> dict[str, str]:
-        plan = {"device memory": str(self._memory_plan)} if self._memory_plan.total else {}
-        return {**facts(self._config, self._model, self._device_names, self.replica_id), **plan}
+        plan = self._memory_plan
+        memory = {"device memory": str(plan)} if plan is not None and plan.total else {}
+        return {**facts(self._config, self._model, self._device_names, self.replica_id), **memory}
 
     @property
     def _device_names(self) -> str:

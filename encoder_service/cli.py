@@ -210,7 +210,7 @@ def _serve_with(config: Config) -> int:
     # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.
     from encoder_service.app import Server, require_host_memory
     from encoder_service.engine.model import load_model
-    from encoder_service.engine.session import served_model
+    from encoder_service.engine.served import served_model
 
     require_host_memory(config)
     model = served_model(config, devices) if devices else load_model(config)

@@ -10,7 +10,7 @@ import torch
 
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import ClusterStatus, IndexState
-from encoder_service.engine.devices import ENDS, DeviceProcess
+from encoder_service.engine.devices import DeviceProcess
 from encoder_service.engine.model import Model
 from encoder_service.image.sources import SourceCache
 from encoder_service.logs import dropped_lines
@@ -58,20 +58,17 @@ def process_readings(draining: bool) -> Iterator[Reading]:
     yield counter("log_dropped", "Log lines dropped because they were not read in time.", dropped_lines())
 
 
-def device_readings(model: Model, devices: Sequence[DeviceProcess]) -> Iterator[Reading]:
-    """Yield the state of each device process; without `devices`, of the device that the model uses in this process."""
+def device_readings(devices: Sequence[DeviceProcess]) -> Iterator[Reading]:
+    """Yield the state of each device's process."""
     labels = ("number", "device")
     processes = {(str(device.number), device.name): device for device in devices}
-    in_process = () if devices else (("0", model.device.name),)
-    up = dict.fromkeys(in_process, 1.0) | {key: float(device.is_up) for key, device in processes.items()}
+    up = {key: float(device.is_up) for key, device in processes.items()}
     restarts = {
         (*key, reason): count
         for key, device in processes.items()
         for reason, count in device.restarts.items()
     }
-    restarts |= {(*key, reason): 0 for key in in_process for reason in ENDS}
     memory = {key: device.state.memory for key, device in processes.items() if device.state is not None}
-    memory |= {key: model.device.memory() for key in in_process}
     yield gauge("device_up", "1 while the device's process runs.", up, *labels)
     yield counter(
         "device_restarts",

@@ -52,7 +52,8 @@ a {{ color: #0969da; margin-right: 1.2rem }}
 class HttpPort:
     """Serves `/`, `/metrics`, `/healthz` (the event loop runs), `/readyz` (it also accepts calls) and `/startz`.
 
-    `/startz` also fails until the server has joined its index once, if it has one.
+    A server is ready while it accepts calls and one of its devices answers. `/startz` also fails until the server has
+    joined its index once, if it has one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class HttpPort:
         facts: Mapping[str, str],
         metrics: Callable[[], bytes],
         last_tick: Callable[[], float],
-        draining: Callable[[], bool],
+        not_ready: Callable[[], str],
         never_joined: Callable[[], str] = lambda: "",
         certificates: Certificates | None = None,
         check_reader: Callable[[str], None] | None = None,
@@ -88,7 +89,7 @@ class HttpPort:
         self._facts = facts
         self._metrics = metrics
         self._last_tick = last_tick
-        self._draining = draining
+        self._not_ready = not_ready
         self._never_joined = never_joined
         self._certificates = certificates
         self._check_reader = check_reader
@@ -188,7 +189,7 @@ class HttpPort:
         path = first.partition(" ")[2].partition(" ")[0].partition("?")[0]
         late_s = monotonic() - self._last_tick()
         stuck = "" if late_s < STUCK_S else f"the event loop has been stuck for {late_s:.0f} s"
-        problem = stuck or ("draining" if self._draining() else "")
+        problem = stuck or self._not_ready()
         if path == "/healthz":
             return _health(stuck)
         note = f"the index was never joined: {missing}" if (missing := self._never_joined()) else ""
@@ -256,7 +257,7 @@ class Watch:
         listen: str,
         metrics: Metrics,
         *,
-        draining: Callable[[], bool],
+        not_ready: Callable[[], str],
         never_joined: Callable[[], str] = lambda: "",
         title: str,
         facts: Mapping[str, str],
@@ -275,7 +276,7 @@ class Watch:
                     facts=facts,
                     metrics=metrics.exposition,
                     last_tick=lambda: self._last_tick,
-                    draining=draining,
+                    not_ready=not_ready,
                     never_joined=never_joined,
                     certificates=certificates,
                     check_reader=check_reader,

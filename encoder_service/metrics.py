@@ -197,9 +197,9 @@ class Metrics:
         self._busy.inc(seconds)
         self._flops.inc(flops)
 
-    def decoded(self, decoder: str) -> None:
-        """Record an image decoded by one of `DECODERS`."""
-        self._decoded.labels(decoder).inc()
+    def decoded(self, decoder: str, images: int) -> None:
+        """Record images decoded by one of `DECODERS`."""
+        self._decoded.labels(decoder).inc(images)
 
     def starved(self, seconds: float) -> None:
         """Record time that the device was idle although images were queued."""

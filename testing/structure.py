@@ -3,7 +3,7 @@
     python -m testing.structure            # prints a table and the path of an image
     python -m testing.structure --json
 
-The path is traced on a real server that encodes one image.
+The path is traced on a real server that encodes one image. Its device runs on a thread instead of in a process.
 """
 
 import argparse
@@ -73,6 +73,7 @@ async def trace_image(folder: Path) -> list[str]:
     from encoder_service.engine.model import load_model
     from prefill_client import EncoderClient, RowRequest
     from testing.checkpoints import write_checkpoint
+    from testing.device_thread import DeviceThread
     from testing.photos import photo
 
     config = Config(
@@ -84,7 +85,7 @@ async def trace_image(folder: Path) -> list[str]:
     trace = Trace()
     model = load_model(config)
     threading.settrace(trace)  # before the stages start: it applies to new threads
-    server = Server(config, model)
+    server = Server(config, model, [DeviceThread(config, model)])
     await server.start()
     try:
         async with await EncoderClient.connect(server.endpoint) as client:

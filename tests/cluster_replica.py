@@ -16,6 +16,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest
+from testing.device_thread import DeviceThread
 from tests.gate import Gate
 from tests.waiting import PATIENCE_S
 
@@ -95,7 +96,8 @@ async def starting(
             }
             gate = Gate(served.decoder)
             gated = replace(served, decoder=cast(Decoder, gate))
-            server = Server(replace(config, **settings), gated, patience=patience)  # type: ignore[arg-type]
+            changed = replace(config, **settings)  # type: ignore[arg-type]
+            server = Server(changed, gated, [DeviceThread(changed, gated)], patience=patience)
             await server.start()
             stack.push_async_callback(server.drain)
             client = await stack.enter_async_context(

@@ -2,11 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Pipe
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
@@ -15,34 +14,30 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.job_queue import Job, JobQueue, Work
+from encoder_service.config import Config
+from encoder_service.engine.dispatcher import Dispatcher
+from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.model import Model
-from encoder_service.engine.process import RemoteMetrics, RemoteStore, RemoteWork, Wire
-from encoder_service.engine.session import Session
-from encoder_service.engine.workers import Engine, RowStore
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim, Limits, Scheduler
 from encoder_service.store import Pin, Store
 from encoder_service.vision import Tower
+from testing.device_thread import DeviceThread
 from tests.waiting import START_S, soon
-
-Workplace = tuple[Work, RowStore, Metrics, Callable[[], None]]
-"""What the workers get: queue, store, metrics; and a function that closes the connections."""
 
 
 @dataclass
 class Bench:
     """An engine, its components, and the outcomes of its jobs."""
 
-    engine: Engine
+    engine: Dispatcher
+    device: DeviceThread
     jobs: JobQueue
     store: Store
     model: Model
     ended: dict[bytes, Pin | EncoderError] = field(default_factory=dict)  # by content digest
-    hang_up: Callable[[], None] = lambda: None
 
     def submit(self, image: bytes, claim: Claim) -> Job:
         """Queue an image."""
@@ -61,7 +56,6 @@ class Bench:
         """Stop the engine, as a server does."""
         self.jobs.close()
         await self.engine.stop()
-        await asyncio.to_thread(self.hang_up)  # then all reports of the workers have arrived
         self.jobs.fail_all(UnavailableError("the engine has stopped"))
 
 
@@ -130,49 +124,17 @@ async def running(
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),
         device=model.device,
     )
-    here: Workplace = jobs, kept, Metrics(), lambda: None
-    with answered(jobs, kept, model) if REMOTE else nullcontext(here) as (work, rows, metrics, hang_up):
-        options = {"batch_patches": batch_patches, "decode_pixels": decode_pixels}
-        engine = Engine(work, model, rows, metrics, **options)
-        bench = Bench(engine, jobs, kept, model, ended, hang_up)
-        engine.start()
-        try:
-            yield bench
-        finally:
-            await bench.stop()
-    kept.close()
-
-
-REMOTE = False
-"""Whether `running` uses connections to the queue and the store, as in a device process."""
-
-
-@contextmanager
-def answered(jobs: JobQueue, store: Store, model: Model) -> Iterator[Workplace]:
-    """Yield what the workers of a device process get, with a session that answers them."""
-    pairs = [Pipe() for _ in range(6)]
-    (ours, theirs), *others = pairs
-    device = SimpleNamespace(number=0, failures=0, control=ours, connections=[end for end, _ in others])
-    session = Session(cast(DeviceProcess, device), jobs, store, Metrics(), 1.0)
-    serving = threading.Thread(target=session.run, args=(_thread,))
-    serving.start()
-    wire = Wire([end for _, end in others])
-    shared = theirs.recv()
-
-    def hang_up() -> None:
-        for _, end in pairs:
-            end.close()
-        serving.join()
-
+    config = Config(model=Path("unused"), devices="cpu")
+    device = DeviceThread(config, model, batch_patches=batch_patches)
+    tokens = model.tower.geometry.tokens
+    engine = Dispatcher([device], jobs, kept, Metrics(), tokens, decode_pixels=decode_pixels)
+    bench = Bench(engine, device, jobs, kept, model, ended)
+    engine.start()
     try:
-        rows = RemoteStore(wire, shared, model.device)
-        yield RemoteWork(wire, model.device), rows, cast(Metrics, RemoteMetrics(wire)), hang_up
+        yield bench
     finally:
-        hang_up()
-
-
-def _thread(name: str, work: Callable[..., None], *given: Any) -> threading.Thread:
-    return threading.Thread(target=work, args=given, name=name)
+        await bench.stop()
+    kept.close()
 
 
 class Gate:

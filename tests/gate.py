@@ -24,6 +24,7 @@ class Gate:
         self._frames_open.set()
         self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
         self.device_bytes = decoder.device_bytes
+        self.decodes_batches = decoder.decodes_batches
         self.frames: list[Frames] = []
         """The requested pairs of frames, in order."""
 

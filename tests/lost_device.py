@@ -19,7 +19,7 @@ from torch import Tensor
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
-from encoder_service.engine import device, devices, process, session
+from encoder_service.engine import device, devices, dispatcher, link, process, served
 from encoder_service.engine import model as loading
 from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
@@ -147,14 +147,15 @@ TIERS = ("to host", "mover")
 
 # Threads and tasks that die outside of what they guard: the class and method in which each meets its end.
 DEATHS_THERE: dict[str, tuple[type, str]] = {
-    "vit dies": (Vit, "_with_room"),
+    "vit dies": (Vit, "_overtaking"),
     "copy-out dies": (CopyOut, "_copy_out"),
     "prepare-single dies": (Prepare, "_prepare_single"),
 }
 DEATHS: dict[str, tuple[type, str]] = {
     "tier-migrator dies": (storing.Store, "_demote"),
     "cluster-leases dies": (Leases, "send"),
-    "session dies": (session.Session, "decoded"),
+    "link dies": (link.Link, "_left_decoding"),
+    "dispatch dies": (link.Link, "_decode"),
 }
 
 
@@ -192,14 +193,14 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    app.ABORT_S = 1.0
-    session.MOST_FAILURES = 3  # each takes seconds
+    app.EXIT_S = 1.0
+    dispatcher.MOST_FAILURES = 3  # each takes seconds
     if what in DEATHS:
         setattr(*DEATHS[what], die)
     elif what in TIERS:
         tensor_over = storing.tensor_over
         storing.tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
-        vars(session)["Device"] = LosableDevice
+        vars(served)["Device"] = LosableDevice
     else:
         devices._MODULE = "tests.lost_device"
         os.environ[LOSING] = f"{what}:{failed}"

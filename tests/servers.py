@@ -10,6 +10,7 @@ from encoder_service.config import Config
 from encoder_service.engine.devices import DeviceProcess
 from encoder_service.engine.model import Model
 from encoder_service.limits import Budgets
+from testing.device_thread import DeviceThread
 
 NONE: Mapping[str, Any] = {}
 
@@ -25,9 +26,11 @@ async def server_of(
 ) -> AsyncIterator[Server]:
     """Yield a server with `config`, changed by `settings`, and drain it at the end.
 
-    `limits` are fields of `Budgets` that no setting changes.
+    Without devices, it has one on a thread of this process, with `model`. `limits` are fields of `Budgets` that no
+    setting changes.
     """
     config = replace(config, **settings)
+    devices = devices or [DeviceThread(config, model)]
     server = Server(config, model, devices, budgets=replace(Budgets.of(config), **limits))
     await server.start()
     try:

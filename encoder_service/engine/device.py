@@ -1,8 +1,9 @@
-"""The device of this process: CUDA streams, whether it is lost or out of memory, a watchdog for a device that hangs.
+"""The device of this process: CUDA streams, what an error means, a watchdog for a device that hangs.
 
 On the CPU a stream does nothing.
 """
 
+import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from encoder_contract.errors import EncoderError, OverloadedError, UnavailableError
+from encoder_service.logs import known_error
+
+log = logging.getLogger(__name__)
 
 
 class CudaStream:
@@ -121,6 +127,45 @@ class Device:
         """Wait for the work of this thread's current stream. Does nothing on the CPU, which cannot be lost."""
         if self.kind == "cuda":
             torch.cuda.current_stream(self.name).synchronize()
+
+
+DEVICE_LOST = "the server lost its device"
+SHORT_RETRY_MS = 500  # other images in the pipeline release memory soon
+
+
+class Faults:
+    """What an error means for the device of this process. Thread-safe."""
+
+    def __init__(self, device: Device, abort: Callable[[str, BaseException], None]) -> None:
+        """`abort(why, error)` ends the process; it is called if the device is lost."""
+        self._device = device
+        self._abort = abort
+
+    def known_error(self, error: Exception) -> EncoderError:
+        """Translate an error for the callers that wait for an image. Call it on the thread that caught the error.
+
+        Ends the process if the device is lost; see `is_loss`.
+        """
+        if self.is_loss(error):
+            return UnavailableError(DEVICE_LOST)
+        if self._device.is_full(error):
+            log.warning("the device is short of memory", exc_info=error)
+            return OverloadedError("the device is out of memory: retry", retry_after_ms=SHORT_RETRY_MS)
+        return known_error(error)
+
+    def is_loss(self, error: Exception) -> bool:
+        """Check the device after `error`. Return whether it is lost, and then end the process.
+
+        If the device is only out of memory, free memory.
+        """
+        if isinstance(error, EncoderError):
+            return False
+        if not self._device.is_lost():
+            if self._device.is_full(error):
+                self._device.recover(error)
+            return False
+        self._abort(DEVICE_LOST, error)
+        return True
 
 
 # CUDA has no wait with a time limit, so a wait for a device that hangs never ends: a watchdog notices it.

@@ -1,20 +1,20 @@
-"""The device processes of a server: start one for each device, notice its end, start it again.
+"""The process of a device: start it, wait until it has loaded, learn why it ended, start it again.
 
 This module does not import torch, so that the processes load while the server imports it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING
 
 from encoder_contract.errors import EncoderError, UnavailableError
@@ -22,17 +22,15 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 from encoder_service.engine.environment import device_environment
+from encoder_service.engine.messages import Load, receive, send
 
 if TYPE_CHECKING:
-    from encoder_service.engine.model import MemoryPlan
-    from encoder_service.engine.process import DeviceState, Loaded
-
-log = logging.getLogger(__name__)
+    from encoder_service.engine.facts import DeviceState, ModelFacts
 
 ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""
-# Connections of a process, one for each thread: prepare, vit and copy-out, and the threads that decode single images.
-_OTHER_THREADS, _MOST_DECODE_THREADS = 3, 8
+END_S = 5.0
+"""How long a process that has closed its socket may take to end."""
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptors!r}, parent={parent})"
 )
@@ -42,20 +40,27 @@ _MODULE = "encoder_service.engine.process"
 class DeviceProcess:
     """The process of one device, and its successor after it has ended.
 
-    `state` is its last report. The kernel ends a process with the thread that started it.
+    The kernel ends a process with the thread that started it.
     """
 
+    facts: ModelFacts
+    """What the process has loaded; set by `load`."""
+    connection: socket.socket
+    """The server's end of the socket of `messages`; blocking until a `Link` takes it over."""
+
     def __init__(self, config: Config, number: int, processes: int) -> None:
-        """Start the first process; `loaded` waits for it."""
+        """Start the first process; `load` waits for it."""
         self.number, self.name = number, config.device_names[number]
         device_gib = 0.0 if number else config.store_device_gib  # the first has the store's device tier
         # Without the index: its URL may have a password.
         self._config = replace(config, devices=self.name, store_device_gib=device_gib, index="memory")
         self._processes = processes
-        self.plan: MemoryPlan | None = None  # once it has loaded
         self.state: DeviceState | None = None
+        """Its last report."""
         self._counts: Counter[str] = Counter()  # of earlier processes
         self.is_up = False
+        self.is_stuck = False
+        """Whether it was killed because it did not answer."""
         self.restarts = dict.fromkeys(ENDS, 0)
         self.failures = 0
         """How many processes have ended in a row without a completed batch."""
@@ -64,31 +69,28 @@ class DeviceProcess:
 
     def start(self) -> None:
         """Start a process."""
-        threads = _OTHER_THREADS + (self._config.decode_threads or _MOST_DECODE_THREADS)
-        pairs = [Pipe() for _ in range(2 + threads)]
-        descriptors = [end.fileno() for _, end in pairs]
+        self.connection, theirs = socket.socketpair()
+        self._counting, their_counting = Pipe()
+        self.is_stuck = False
+        descriptors = [theirs.fileno(), their_counting.fileno()]
         program = _PROGRAM.format(path=sys.path, module=_MODULE, descriptors=descriptors, parent=os.getpid())
-        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-c", program],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print goes to the log
-            env=device_environment(),
-            start_new_session=True,  # Ctrl-C in our terminal is for the server alone
-        )
-        for _, end in pairs:
-            end.close()
-        self.control: Connection
-        self._counting: Connection
-        self.control, self._counting, *self.connections = (end for end, _ in pairs)
-        with suppress(OSError):  # the process has ended: `loaded` reports it
-            self.control.send((self._config, self.number, self._processes))
+        with theirs, their_counting:
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-c", program],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what libraries print goes to the log
+                env=device_environment(),
+                start_new_session=True,  # Ctrl-C in our terminal is for the server alone
+            )
+        with suppress(OSError):  # the process has ended: `load` reports it
+            send(self.connection, Load(self._config, self.number, self._processes))
 
-    def loaded(self) -> Loaded:
-        """Wait until the process has loaded; return its report. Raises `ConfigError` if it cannot load."""
+    def load(self) -> None:
+        """Wait until the process has loaded. Raises `ConfigError` if it cannot load."""
         try:
-            report: Loaded | ConfigError = self.control.recv()
-        except (EOFError, OSError):
+            report: ModelFacts | ConfigError = receive(self.connection)
+        except OSError:
             status = self.process.wait()
             report = ConfigError(
                 f"{flag('devices')} {self.name}: its process ended with status {status} while it loaded"
@@ -96,25 +98,39 @@ class DeviceProcess:
         if isinstance(report, ConfigError):
             self.end()
             raise report
-        return report
+        self.facts = report
+
+    def kill(self) -> None:
+        """Have the kernel end the process, whatever it does. Does not wait."""
+        self.process.kill()
+
+    def wait(self, within_s: float | None = None) -> int | None:
+        """Wait until the process has ended; return its status, or None if it runs on."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(within_s)
+        return None
 
     def ended(self) -> str:
-        """Wait until the process has ended; return the reason, one of `ENDS`, and count it."""
-        self.is_up = False
+        """Wait until the process has ended; return the reason, one of `ENDS`, and count it.
+
+        A process whose socket is closed has ended, or is about to. It is killed if it takes too long.
+        """
         self._counts, self.state = self.counts, None
-        status = self.process.wait()
-        self.end()
+        self.wait(END_S)
+        status = self.end()
         reasons = {EXIT_LOST: "lost", EXIT_STUCK: "stuck", -signal.SIGKILL: "killed"}
-        why = reasons.get(status, "crashed")
+        why = "stuck" if self.is_stuck else reasons.get(status or 0, "crashed")
         self.restarts[why] += 1
         return why
 
-    def end(self) -> None:
-        """End the process, if it still runs."""
-        self.process.kill()
-        self.process.wait()
-        for connection in (self.control, self._counting, *self.connections):
-            connection.close()
+    def end(self) -> int | None:
+        """End the process, if it still runs, and wait for its end. Return its status."""
+        self.is_up = False
+        self.kill()
+        status = self.wait()
+        self.connection.close()
+        self._counting.close()
+        return status
 
     @property
     def counts(self) -> Counter[str]:

@@ -1,11 +1,10 @@
-"""The engine: the threads that turn queued images into rows in the store.
+"""The engine: the threads of a device that turn files into rows in the store.
 
-`Prepare` decodes images and cuts them into patches, `Vit` takes batches from the queue and encodes them, and `CopyOut`
-copies their rows to the store. A failure fails the image that caused it, and the worker continues. A device that is
-lost or hangs ends the process, and so does a worker thread that dies.
+`Prepare` decodes images and cuts them into patches, `Vit` encodes batches of them, and `CopyOut` copies their rows to
+the store's memory. What they do next is in the `Inbox`. A failure fails the image that caused it, and the worker
+continues. A device that is lost or hangs ends the process, and so does a worker thread that dies.
 """
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -13,22 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Queue
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.errors import EncoderError, InternalError, InvalidImageError
 from encoder_contract.geometry import Grid
-from encoder_service.engine.device import DECODE_S, FRAME_S, CudaStream, Watchdog
-from encoder_service.engine.job_queue import DEVICE_LOST, GroupEncode, Job, Work
+from encoder_service.engine import messages
+from encoder_service.engine.device import DECODE_S, DEVICE_LOST, FRAME_S, CudaStream, Faults, Watchdog
+from encoder_service.engine.inbox import Image, Inbox
 from encoder_service.engine.model import Model
-from encoder_service.families.model import tensors_of
-from encoder_service.image.decoder import BATCH_IMAGES, DECODE_PIXELS
+from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear
-from encoder_service.metrics import Metrics
-from encoder_service.store import Pin
-from encoder_service.vision.ulysses import MIN_PATCHES
+from encoder_service.store.store import copy_bytes, flat
 
 log = logging.getLogger(__name__)
 
@@ -36,50 +33,35 @@ log = logging.getLogger(__name__)
 GroupEncoder = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
 """`Tower.encode_in_group` with its `Group`; the first argument is the number of the group."""
 
-
-class RowStore(Protocol):
-    """The workers' side of a `Store`, which documents these."""
-
-    def put(
-        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
-    ) -> Pin: ...
-    def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int: ...
-    def release(self, tokens: int) -> None: ...
-    def keep_moving(self) -> None: ...
+Memory = dict[str, Tensor]
+"""The memory of each tier of the store, by its name: uint8 [bytes]."""
 
 
 class Engine:
-    """Starts the worker threads, which work on different images of one queue: decode, ViT, copy-out."""
+    """Starts the worker threads, which work on different images: decode, ViT, copy-out."""
 
     def __init__(
         self,
-        jobs: Work,
+        inbox: Inbox,
         model: Model,
-        store: RowStore,
-        metrics: Metrics,
+        memory: Memory,
         *,
-        batch_patches: int,
         decode_threads: int = 2,
-        decode_pixels: int = DECODE_PIXELS,
         group_encoder: GroupEncoder | None = None,
     ) -> None:
         """Create the workers.
 
-        At most `decode_pixels` of sources are decoded in a batch, and as many again one by one. Give the scheduler
-        the same number as `large_pixels`: one image of more pixels is decoded beside these. `group_encoder` encodes a
-        large image with the processes of the other devices.
+        `memory` is where rows are written. `group_encoder` encodes a large image with the processes of the other
+        devices.
         """
-        self._watchdog = Watchdog(partial(jobs.abort, DEVICE_LOST))
-        prepare = Prepare(jobs, model, metrics, self._watchdog, max_pixels=decode_pixels)
-        copy_out = CopyOut(jobs, model, store, metrics, self._watchdog)
-        vit = Vit(
-            jobs, model, store, metrics, copy_out, self._watchdog, group_encoder, batch_patches=batch_patches
-        )
-        self._jobs = jobs
-        # `stop` does not wait for these: the migrator ends when the store is closed, the watchdog after `join`.
-        self._unwaited = [self._thread("tier-migrator", store.keep_moving)]
-        if model.device.can_hang:
-            self._unwaited.append(self._thread("watchdog", self._watchdog.run))
+        faults = Faults(model.device, inbox.abort)
+        self._watchdog = Watchdog(partial(inbox.abort, DEVICE_LOST))
+        prepare = Prepare(inbox, model, faults, self._watchdog)
+        copy_out = CopyOut(inbox, model, memory, faults, self._watchdog)
+        vit = Vit(inbox, model, copy_out, faults, self._watchdog, group_encoder)
+        self._inbox = inbox
+        # `join` does not wait for it.
+        self._watching = [self._thread("watchdog", self._watchdog.run)] if model.device.can_hang else []
         self._threads = [
             self._thread("prepare", prepare.run),
             *(self._thread("prepare-single", prepare.run_singles) for _ in range(decode_threads)),
@@ -89,15 +71,11 @@ class Engine:
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in (*self._threads, *self._unwaited):
+        for thread in (*self._threads, *self._watching):
             thread.start()
 
-    async def stop(self) -> None:
-        """Wait until the workers have finished their current jobs. Close the queue first."""
-        await asyncio.to_thread(self.join)
-
     def join(self) -> None:
-        """Wait as `stop` does, but in this thread."""
+        """Wait until the workers have finished what they have. Close the inbox first."""
         for thread in self._threads:
             thread.join()
         self._watchdog.close()
@@ -106,12 +84,16 @@ class Engine:
         return threading.Thread(target=self._run, args=work, name=name, daemon=True)
 
     def _run(self, work: Callable[[], None], after_death: Callable[[], None] = lambda: None) -> None:
-        """Run a worker. An error that it does not handle aborts the queue, so that no stage stops silently."""
+        """Run a worker. An error that it does not handle ends the process, so that no stage stops silently."""
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - a worker that dies ends the process
-            self._jobs.abort(f"the server's thread {threading.current_thread().name} died", error)
-            after_death()
+        except BaseException as error:
+            try:
+                if isinstance(error, Exception):  # if not, something has ended the process already
+                    self._inbox.abort(f"the device's thread {threading.current_thread().name} died", error)
+            finally:
+                after_death()
+            raise
 
 
 # Batches that wait between the ViT and the copy-out. With one being copied and one waiting, the device never waits for
@@ -122,132 +104,154 @@ COPY_OUT_DEPTH = 1
 class Prepare:
     """Decodes images and cuts them into patches: `run` on one thread, `run_singles` on several."""
 
-    def __init__(
-        self,
-        jobs: Work,
-        model: Model,
-        metrics: Metrics,
-        watchdog: Watchdog,
-        *,
-        max_pixels: int,
-    ) -> None:
-        """`max_pixels` of sources bounds a batch, and separately the images decoded one by one."""
-        self._jobs = jobs
+    def __init__(self, inbox: Inbox, model: Model, faults: Faults, watchdog: Watchdog) -> None:
+        self._inbox = inbox
         self._decoder = model.decoder
         self._tower = model.tower
         self._device = model.device
-        self._metrics = metrics
+        self._faults = faults
         self._watchdog = watchdog
-        self._max_pixels = max_pixels
 
     def run(self) -> None:
-        """Decode in batches until the queue is closed."""
+        """Decode in batches until the inbox is closed."""
         stream = self._device.stream()
-        while jobs := self._jobs.take_to_prepare(BATCH_IMAGES, self._max_pixels):
+        while (images := self._inbox.to_decode.get()) and not self._inbox.is_closed:
             with stream.use(), self._watchdog.watching("decoding a batch"):
-                self._prepare(jobs, stream)
-            del jobs  # a waiting thread must not keep images alive
+                self._prepare(images, stream)
+            del images  # a waiting thread must not keep images alive
 
     def run_singles(self) -> None:
         """Decode images one by one, beside the batches, so that a slow image does not delay others."""
         stream = self._device.stream()
-        while jobs := self._jobs.take_single(self._max_pixels):
-            frames = jobs[0].key.frames
-            predicted_s = DECODE_S + FRAME_S * (frames.second if frames else 0)
-            with stream.use(), self._watchdog.watching("decoding an image", predicted_s):
-                self._prepare_single(jobs[0], stream)
-            del jobs
+        while (image := self._inbox.to_decode_single.get()) is not None and not self._inbox.is_closed:
+            second = image.key.frames.second if image.key is not None and image.key.frames is not None else 0
+            with (
+                stream.use(),
+                self._watchdog.watching("decoding an image", DECODE_S + FRAME_S * second),
+            ):
+                self._prepare_single(image, stream)
+            del image
 
-    def _prepare(self, jobs: list[Job], stream: CudaStream) -> None:
+    def _prepare(self, images: list[Image], stream: CudaStream) -> None:
         began = monotonic()
         decoded: Sequence[Tensor | None]
         try:
-            decoded = self._decoder.decode_batch([job.source for job in jobs])
+            decoded = self._decoder.decode_batch([image.source for image in images])
         except Exception as error:
-            if self._jobs.lost_device(error):
+            if self._faults.is_loss(error):
                 return
             log.warning(
-                "decoding a batch of %d images failed; decoding them one by one", len(jobs), exc_info=error
+                "decoding a batch of %d images failed; decoding them one by one", len(images), exc_info=error
             )
-            decoded = [None] * len(jobs)
-        self._jobs.decoded(jobs, monotonic() - began)
-        good: list[tuple[Job, Tensor]] = []
-        for job, pixels in zip(jobs, decoded, strict=True):
+            decoded = [None] * len(images)
+        ended = monotonic()
+        timing = Timing("dali", began, ended, sum(image.source.header.pixels for image in images))
+        good: list[tuple[Image, Tensor]] = []
+        refused: list[Image] = []
+        for image, pixels in zip(images, decoded, strict=True):
             if pixels is None:
-                self._jobs.retry_single(job)
-            elif self._decoded(job, pixels, began):
-                self._metrics.decoded("dali")
-                good.append((job, pixels))
-        self._cut(good, stream)
+                refused.append(image)
+            elif (wrong := wrong_size(pixels, image.source.header.upright)) is not None:
+                self._inbox.drop(image, wrong, began, timing.seconds_of([image]))
+            else:
+                good.append((image, pixels))
+        if refused:
+            self._inbox.retry(refused, timing.seconds_of(refused))
+        self._cut(good, stream, timing)
 
-    def _prepare_single(self, job: Job, stream: CudaStream) -> None:
-        began, frames = monotonic(), job.key.frames
+    def _prepare_single(self, image: Image, stream: CudaStream) -> None:
+        began, key = monotonic(), image.key
+        frames = key.frames if key is not None else None
+        pixels: Tensor | EncoderError
         try:
             if frames is None:
-                pixels = self._decoder.decode(job.source)
+                pixels = self._decoder.decode(image.source)
             else:
-                pixels = self._decoder.decode_frames(job.source, frames, partial(self._jobs.is_wanted, job))
+                pixels = self._decoder.decode_frames(
+                    image.source, frames, partial(self._inbox.is_wanted, image)
+                )
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            pixels = self._jobs.known_error(error)
-        self._jobs.decoded([job], monotonic() - began)
-        if self._decoded(job, pixels, began) and not isinstance(pixels, EncoderError):
-            self._metrics.decoded("opencv" if frames else "pillow")
-            if frames:
-                job.pixels = job.key.of_pixels(pixels.cpu().numpy())
-            good = [(job, pixels)]
-            del pixels  # see `_cut`
-            self._cut(good, stream)
+            pixels = self._faults.known_error(error)
+        ended = monotonic()
+        if not isinstance(pixels, EncoderError):
+            pixels = wrong_size(pixels, image.source.header.upright) or pixels
+        if isinstance(pixels, EncoderError):
+            self._inbox.drop(image, pixels, began, ended - began)
+            return
+        if key is not None:
+            image.pixels = key.of_pixels(pixels.cpu().numpy())
+        good = [(image, pixels)]
+        del pixels  # see `_cut`
+        decoder = "opencv" if frames else "pillow"
+        self._cut(good, stream, Timing(decoder, began, ended, image.source.header.pixels))
 
-    def _decoded(self, job: Job, pixels: Tensor | EncoderError, began: float) -> bool:
-        """Record how long decoding took. Return whether the pixels are good; if not, drop the job."""
-        job.stage("queue", job.queued_at, began)
-        self._metrics.queued(began - job.queued_at, demanded=job.task.demanded)
-        job.stage("decode", began, monotonic())
-        error = pixels if isinstance(pixels, EncoderError) else wrong_size(pixels, job.source.header.upright)
-        if error is not None:
-            self._jobs.drop(job, error)
-        return error is None
-
-    def _cut(self, good: list[tuple[Job, Tensor]], stream: CudaStream) -> None:
+    def _cut(self, good: list[tuple[Image, Tensor]], stream: CudaStream, timing: "Timing") -> None:
         """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself.
 
         On success it empties `good`. The pixels of a single image must be free when it is reported as prepared, because
-        the queue then hands out another one, and a decoder process whose buffer is still in use copies its next image.
+        the server then sends another one, and a decoder process whose buffer is still in use copies its next image.
         """
         if not good:
             return
         began = monotonic()
+        images = [image for image, _ in good]
         try:
-            pixels = [resize_bilinear(pixels, job.key.frames) for job, pixels in good]
-            patches = self._tower.inputs(pixels, [job.grid for job, _ in good])
-            for grid in {job.grid for job, _ in good}:
+            pixels = [
+                resize_bilinear(pixels, image.key.frames if image.key is not None else None)
+                for image, pixels in good
+            ]
+            patches = self._tower.inputs(pixels, [image.grid for image in images])
+            for grid in {image.grid for image in images}:
                 self._tower.prepare(grid)
         except Exception as error:
             if len(good) == 1:
-                self._jobs.drop(good[0][0], self._jobs.known_error(error))
+                known = self._faults.known_error(error)
+                self._inbox.drop(images[0], known, timing.began, timing.seconds_of(images))
                 return
-            if self._jobs.lost_device(error):
+            if self._faults.is_loss(error):
                 return
             log.warning(
                 "cutting %d images into patches failed; cutting them one by one", len(good), exc_info=error
             )
             for one in good:
-                self._cut([one], stream)
+                self._cut([one], stream, timing)
             return
-        ended = monotonic()
-        jobs = [job for job, _ in good]
-        for job in jobs:
-            job.stage("preprocess", began, ended)
         del pixels
         good.clear()
-        self._jobs.prepared(list(zip(jobs, patches, strict=True)), stream.mark())
+        report = messages.Prepared(
+            [image.number for image in images],
+            timing.decoder,
+            timing.seconds_of(images),
+            timing.began,
+            timing.ended,
+            began,
+            monotonic(),
+            [image.pixels for image in images],
+        )
+        self._inbox.prepared(list(zip(images, patches, strict=True)), stream.mark(), report)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What decoded some images together, when, and how many pixels."""
+
+    decoder: str
+    began: float
+    ended: float
+    pixels: int
+
+    def seconds_of(self, images: Sequence[Image]) -> float:
+        """Return the share of some of the images in the time."""
+        share = sum(image.source.header.pixels for image in images) / self.pixels if self.pixels else 1.0
+        return (self.ended - self.began) * share
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A batch on its way from the ViT to the copy-out. On CUDA its rows are complete once `end` has passed."""
 
-    jobs: list[Job]
+    sent: messages.Encode
+    images: list[Image]
     rows: list[Tensor]
     finite: Tensor  # see `are_finite`
     devices: int  # how many encoded it
@@ -268,15 +272,14 @@ class CopyOut:
     """Stores rows, on its own thread. The ViT's thread calls `put`, which waits while too many batches are pending."""
 
     def __init__(
-        self, jobs: Work, model: Model, store: RowStore, metrics: Metrics, watchdog: Watchdog
+        self, inbox: Inbox, model: Model, memory: Memory, faults: Faults, watchdog: Watchdog
     ) -> None:
-        self._jobs = jobs
+        self._inbox = inbox
+        self._faults = faults
         self._watchdog = watchdog
-        self._tokens = model.tower.geometry.tokens
         self._tower = model.tower
         self._device = model.device
-        self._store = store
-        self._metrics = metrics
+        self._memory = memory
         self._batches: Queue[Batch | None] = Queue(COPY_OUT_DEPTH)
 
     def put(self, batch: Batch | None) -> None:
@@ -297,44 +300,63 @@ class CopyOut:
             pass
 
     def _copy_out(self, batch: Batch, stream: CudaStream) -> None:
-        grids = [job.grid for job in batch.jobs]
-        predicted_s = self._jobs.encode_s(sum(grid.patches for grid in grids))
         try:
-            with self._watchdog.watching("a batch", predicted_s):
+            with self._watchdog.watching("a batch", batch.sent.seconds):
                 seconds = batch.device_s()
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            self._failed(batch, error)
-            return
-        stream.receive(batch.end, batch.rows)
-        outcomes = []
-        for job, rows, is_finite in zip(batch.jobs, batch.rows, batch.finite.tolist(), strict=True):
-            job.stage("vit", batch.began_at, batch.began_at + seconds)
-            outcomes.append(self._put(job, rows, is_finite=is_finite))
-        busy_s = seconds * batch.devices
-        self._metrics.batch(grids, busy_s, sum(map(self._tower.flops, grids)), devices=batch.devices)
-        self._jobs.encoded(batch.jobs, outcomes, busy_s)
+            seconds, began = 0.0, monotonic()
+            errors: list[EncoderError | None] = [self._faults.known_error(error)] * len(batch.images)
+        else:
+            stream.receive(batch.end, batch.rows)
+            began = monotonic()
+            errors = self._write(batch)
+        report = messages.Encoded(
+            batch.sent.batch,
+            errors,
+            seconds * batch.devices,
+            batch.devices,
+            sum(self._tower.flops(image.grid) for image in batch.images),
+            batch.began_at,
+            seconds,
+            began,
+            monotonic(),
+        )
+        self._inbox.encoded(batch.images, report)
 
-    def _put(self, job: Job, rows: Tensor, *, is_finite: bool) -> Pin | EncoderError:
-        began = monotonic()
+    def _write(self, batch: Batch) -> list[EncoderError | None]:
+        """Write the rows of a batch to their places; return the error of each image. One copy, and one wait for it.
+
+        If that fails, the images are written one by one, so that each fails by itself.
+        """
+        errors: list[EncoderError | None] = [None] * len(batch.images)
+        good = []
+        for at, is_finite in enumerate(batch.finite.tolist()):
+            if is_finite:
+                good.append(at)
+            else:  # stored, these rows would be served again and again
+                broken = ArithmeticError("the tower's rows contain a NaN or an infinity")
+                errors[at] = self._faults.known_error(broken)
         try:
-            if not is_finite:  # stored, these rows would be served again and again
-                raise ArithmeticError("the tower's rows contain a NaN or an infinity")
-            with self._watchdog.watching("copying rows out"):
-                return self._store.put(
-                    job.key.address, rows, job.grid, holder=job.task.holder, is_reserved=True
-                )
-        except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            return self._jobs.known_error(error)
-        finally:
-            self._store.release(self._tokens(job.grid))
-            job.stage("copy_out", began, monotonic())
+            self._copy(batch, good)
+        except Exception as error:
+            if self._faults.is_loss(error):
+                return [self._faults.known_error(error)] * len(errors)
+            log.warning("copying %d images out failed; copying them one by one", len(good), exc_info=error)
+            for at in good:
+                try:
+                    self._copy(batch, [at])
+                except Exception as failure:  # noqa: BLE001 - this thread must survive any failure of a library
+                    errors[at] = self._faults.known_error(failure)
+        return errors
 
-    def _failed(self, batch: Batch, error: Exception) -> None:
-        """Fail a batch that the device did not complete: errors of CUDA kernels show at the wait, not at the launch."""
-        known = self._jobs.known_error(error)
-        for job in batch.jobs:
-            self._store.release(self._tokens(job.grid))
-            self._jobs.drop(job, known)
+    def _copy(self, batch: Batch, images: Sequence[int]) -> None:
+        targets = []
+        for at in images:
+            tier, extents = batch.sent.places[at]
+            targets += [self._memory[tier][begin : begin + size] for begin, size in extents]
+        if targets:
+            with self._watchdog.watching("copying rows out"):
+                copy_bytes(targets, (flat(batch.rows[at]) for at in images))
 
 
 def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:
@@ -358,167 +380,123 @@ def are_finite(rows: Sequence[Tensor]) -> Tensor:
 class Overtaking:
     """The tower calls this between the blocks of a batch, to encode smaller images that have become demanded.
 
-    Otherwise they would wait for the whole batch, on the CPU for seconds. Together they are less work than the batch,
-    so it takes at most twice as long.
+    Otherwise they would wait for the whole batch, on the CPU for seconds. The server decides which: see `Link`.
     """
 
-    def __init__(
-        self, batch: Sequence[Job], patches: int, jobs: Work, encode: Callable[[list[Job]], None]
-    ) -> None:
-        self._batch = batch
-        self._room = patches
-        self._jobs = jobs
+    def __init__(self, inbox: Inbox, encode: Callable[[messages.Encode], None]) -> None:
+        self._inbox = inbox
         self._encode = encode
         self.seconds = 0.0
         """Time spent on overtaking images, to be subtracted from the batch's."""
 
     def __call__(self) -> None:
-        """Encode the images that may overtake the batch now."""
-        began = monotonic()
-        while self._room and (others := self._jobs.take_overtaking(self._batch, self._room // 2)):
-            self._room -= sum(job.grid.patches for job in others)
-            self._encode(others)
-            self.seconds += monotonic() - began
+        """Encode the images that overtake the batch now."""
+        while (batch := self._inbox.batches.take_urgent()) is not None:
             began = monotonic()
+            self._encode(batch)
+            self.seconds += monotonic() - began
 
 
 class Vit:
-    """Encodes batches. Call `run` on one thread, the only one to use the tower. A failed batch is retried in halves."""
+    """Encodes batches. Call `run` on one thread, the only one to use the tower."""
 
     def __init__(
         self,
-        jobs: Work,
+        inbox: Inbox,
         model: Model,
-        store: RowStore,
-        metrics: Metrics,
         copy_out: CopyOut,
+        faults: Faults,
         watchdog: Watchdog,
         group_encoder: GroupEncoder | None,
-        *,
-        batch_patches: int,
     ) -> None:
+        self._inbox = inbox
+        self._faults = faults
         self._group_encoder = group_encoder
-        self._jobs = jobs
         self._watchdog = watchdog
         self._tower = model.tower
-        self._tokens = model.tower.geometry.tokens
         self._device = model.device
-        self._store = store
-        self._metrics = metrics
         self._copy_out = copy_out
-        self._batch_patches = batch_patches
 
     def run(self) -> None:
-        """Encode until the queue is closed."""
+        """Encode until the inbox is closed."""
         stream = self._device.stream()
         try:
-            while (taken := self._jobs.take_batch(self._batch_patches))[0]:
-                self._metrics.starved(taken[1])
+            while (batch := self._inbox.batches.take()) is not None:
                 with stream.use():
-                    if isinstance(taken[0], GroupEncode):
-                        self._join_group(taken[0], stream)
+                    if isinstance(batch, messages.JoinGroup):
+                        self._join_group(batch, stream)
                     else:
-                        self._encode_all(taken[0], stream)
-                del taken  # a waiting thread must not keep images alive
+                        self._encode(batch, stream, self._overtaking(stream))
+                del batch  # a waiting thread must not keep images alive
         finally:  # also after an error: the copy-out must not wait for more
             self._copy_out.put(None)
 
-    def _encode_all(self, jobs: list[Job], stream: CudaStream) -> None:
-        if jobs := self._with_room(jobs):
-            patches = sum(job.grid.patches for job in jobs)
-            self._encode(jobs, stream, self._overtaking(jobs, patches, stream))
+    def _overtaking(self, stream: CudaStream) -> Overtaking:
+        return Overtaking(self._inbox, lambda batch: self._encode(batch, stream, None))
 
-    def _with_room(self, jobs: list[Job]) -> list[Job]:
-        """Reserve store space for a batch, and return the jobs that got it, so that no rows are computed in vain.
-
-        The others go back to the queue. If the store has no room in time for the first image, that image fails.
-        """
-        try:
-            count = self._store.reserve([self._tokens(job.grid) for job in jobs])
-        except EncoderError as error:
-            self._jobs.drop(jobs.pop(0), error)
-            count = 0
-        self._jobs.put_back(jobs[count:])
-        return jobs[:count]
-
-    def _with_room_now(self, jobs: list[Job]) -> list[Job]:
-        """As `_with_room`, but without waiting, in the middle of a batch. Jobs without room go back to the queue."""
-        try:
-            count = self._store.reserve([self._tokens(job.grid) for job in jobs], wait=False)
-        except EncoderError:
-            count = 0
-        self._jobs.put_back(jobs[count:])
-        return jobs[:count]
-
-    def _overtaking(self, jobs: list[Job], patches: int, stream: CudaStream) -> Overtaking:
-        def encode(others: list[Job]) -> None:
-            if others := self._with_room_now(others):
-                self._encode(others, stream, Overtaking(others, 0, self._jobs, encode))
-
-        return Overtaking(jobs, patches, self._jobs, encode)
-
-    def _join_group(self, group: GroupEncode, stream: CudaStream) -> None:
+    def _join_group(self, sent: messages.JoinGroup, stream: CudaStream) -> None:
         """Encode this device's share of another device's image."""
         assert self._group_encoder is not None
-        overtaking = self._overtaking([], group.grid.patches // group.devices, stream)
+        group = sent.group
         try:
-            with self._watchdog.watching("a group encode", self._jobs.encode_s(group.grid.patches)):
-                self._group_encoder(group.number, group.leader, group.grid, None, overtaking)
+            with self._watchdog.watching("a group encode", sent.seconds):
+                self._group_encoder(group.number, group.leader, group.grid, None, self._overtaking(stream))
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            self._group_failed(error)
+            self._group_failed(group, error)
+        else:
+            self._inbox.tell(messages.LeftGroup(group.number, failed=False))
 
-    def _encode_in_group(self, jobs: list[Job], overtaking: Overtaking) -> tuple[list[Tensor], int]:
-        """Encode a large image with all devices; return its rows, and the number of devices.
-
-        Return no rows if the image is not large, another device is busy, or the group fails.
-        """
-        [job, *others] = jobs
-        if self._group_encoder is None or others or job.key.frames or job.grid.patches < MIN_PATCHES:
-            return [], 1
-        if (group := self._jobs.form_group(job)) is None:
-            return [], 1
+    def _encode_in_group(
+        self, group: messages.Group, patches: Inputs, overtaking: Overtaking
+    ) -> list[Tensor]:
+        """Encode a large image with all devices; return no rows if the group fails."""
+        assert self._group_encoder is not None
         began = monotonic()
         try:
-            rows = self._group_encoder(group.number, group.leader, group.grid, job.patches, overtaking)
-            return rows, group.devices
+            return self._group_encoder(group.number, group.leader, group.grid, patches, overtaking)
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            self._group_failed(error)
+            self._group_failed(group, error)
             overtaking.seconds = monotonic() - began
-            return [], 1
+            return []
 
-    def _group_failed(self, error: Exception) -> None:
-        self._jobs.lost_device(error)
+    def _group_failed(self, group: messages.Group, error: Exception) -> None:
+        self._faults.is_loss(error)
         log.warning("the devices did not encode an image together; one device encodes it", exc_info=error)
-        self._jobs.group_failed()
+        self._inbox.tell(messages.LeftGroup(group.number, failed=True))
 
-    def _encode(self, jobs: list[Job], stream: CudaStream, overtaking: Overtaking) -> None:
-        patches = [job.patches for job in jobs if job.patches is not None]
-        assert len(patches) == len(jobs)
-        for job, image_patches in zip(jobs, patches, strict=True):
-            stream.receive(job.patches_ready, tensors_of(image_patches))
+    def _encode(self, sent: messages.Encode, stream: CudaStream, overtaking: Overtaking | None) -> None:
+        """Encode a batch; `overtaking` is None for one that itself overtakes."""
+        images = self._inbox.images_of(sent)
+        patches = [image.patches for image in images if image.patches is not None]
+        assert len(patches) == len(images)
+        for image, inputs in zip(images, patches, strict=True):
+            stream.receive(image.patches_ready, tensors_of(inputs))
         began, begin = monotonic(), stream.mark()
-        grids = [job.grid for job in jobs]
+        grids, rows, devices = [image.grid for image in images], list[Tensor](), 1
         try:
-            with self._watchdog.watching("a batch", self._jobs.encode_s(sum(grid.patches for grid in grids))):
-                rows, devices = self._encode_in_group(jobs, overtaking)
-                rows = rows or self._tower.encode(patches, grids, overtaking)
+            with self._watchdog.watching("a batch", sent.seconds):
+                if sent.group is not None and overtaking is not None:
+                    rows = self._encode_in_group(sent.group, patches[0], overtaking)
+                    devices = sent.group.devices if rows else 1
+                rows = rows or self._tower.encode(patches, grids, overtaking or (lambda: None))
                 finite = are_finite(rows)
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            self._failed(jobs, error)
+            self._failed(sent, images, error)
             return
-        for job in jobs:
-            job.patches = None
-        ended = monotonic() - overtaking.seconds
-        self._copy_out.put(Batch(jobs, rows, finite, devices, began, ended, begin, stream.mark()))
+        for image in images:
+            image.patches = None
+        ended = monotonic() - (overtaking.seconds if overtaking is not None else 0.0)
+        self._copy_out.put(Batch(sent, images, rows, finite, devices, began, ended, begin, stream.mark()))
 
-    def _failed(self, jobs: list[Job], error: Exception) -> None:
-        for job in jobs:
-            self._store.release(self._tokens(job.grid))
-        if self._jobs.lost_device(error):
+    def _failed(self, sent: messages.Encode, images: list[Image], error: Exception) -> None:
+        if self._faults.is_loss(error):
             return
         log.warning(
             "a batch of %d images failed; several images are retried in smaller batches",
-            len(jobs),
+            len(images),
             exc_info=error,
         )
-        self._jobs.failed(jobs, error)
+        if len(images) > 1:
+            self._inbox.failed(sent.batch, images, InternalError("several images failed together"))
+        else:
+            self._inbox.failed(sent.batch, images, self._faults.known_error(error))

@@ -3,11 +3,12 @@
 from encoder_service.store.arena import TierName
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import StoreSizeError, require_room
-from encoder_service.store.store import EntryStats, Store, StoreStats, TierStats
+from encoder_service.store.store import EntryStats, Obstacle, Store, StoreStats, TierStats
 
 __all__ = [
     "EntryStats",
     "Incoming",
+    "Obstacle",
     "Pin",
     "Store",
     "StoreSizeError",

@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from heapq import nlargest
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -68,6 +69,13 @@ class StoreStats:
     refusals: int
 
 
+class Obstacle(Enum):
+    """Why `Store.place` reserves no pages now."""
+
+    FULL = "everything in the store is in use"
+    WRITER = "another writer has the address"
+
+
 PAGE_BYTES = 64 << 10
 """A page holds as many rows as fit into this size, at least one. An embedding wastes half a page on average."""
 LARGEST = 10
@@ -115,7 +123,7 @@ class Store:
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
         self.layout = Layout(row_bytes, max(1, PAGE_BYTES // row_bytes))
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._on_evict = on_evict
         self._closed = threading.Event()
         on_device = _allocate(device, self._whole_pages(device_bytes, "device")) if device_bytes else None
@@ -141,9 +149,9 @@ class Store:
         self._waiting = 0  # threads that wait for `_freed`
         self._writing: set[bytes] = set()
         self._collected: deque[Entry] = deque()  # one per pin that was garbage-collected and is still counted
-        self._reserved_pages = 0
-        self._lacking_since: float | None = None  # when space for `_lacking_pages` was first missing
-        self._lacking_pages = 0
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called once when an `Obstacle` that `place` found may be gone; on any thread, with the lock held."""
+        self._is_awaited = False  # whether to call it
         self._low_pages = 0 if self._device is None else max(1, int(self._device.arena.pages * LOW_WATER))
         self._promotions_due: deque[bytes] = deque(maxlen=_MAX_PROMOTIONS)
         self._misses = self._waits = self._refusals = self._demotions = self._promotions = 0
@@ -187,46 +195,77 @@ class Store:
         if entry.device_readers % PROMOTE_READERS == 0:
             self._promotions_due.append(entry.address)
 
-    def put(
-        self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "", is_reserved: bool = False
-    ) -> Pin:
+    def put(self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "") -> Pin:
         """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
 
         The first writer wins: `rows` are discarded if the address is held or another thread is writing it. With a
-        device tier, rows go there while it has space. The rows count against `holder` (see `EvictionOrder`).
-        `is_reserved`: use space that the caller got from `reserve`. Raises `OverloadedError` if everything stays
-        pinned, or reserved by others, for `wait_s`, and `ImageLimitError` for an embedding larger than the host tier.
+        device tier, rows go there while it has space. The rows count against `holder` (see `EvictionOrder`). Raises
+        `OverloadedError` if everything stays pinned for `wait_s`, and `ImageLimitError` for an embedding larger than
+        the host tier.
         """
         assert rows.ndim == 2, rows.shape
         assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
-        entry, is_new = self.begin_put(address, len(rows), grid, holder, is_reserved=is_reserved)
+        self._check_size(len(rows))
+        into, deadline = tuple(reversed(self._tiers)), time.monotonic() + self.wait_s
+        entry, is_new = self._pin_or_reserve(address, len(rows), grid, holder, self._tiers, into, deadline)
         if is_new:
             # Lazily: `_fill` abandons the entry if `flat` raises.
             self._fill(entry, map(flat, [rows]))
         return Pin(self, entry)
 
-    def begin_put(
-        self,
-        address: bytes,
-        tokens: int,
-        grid: Grid,
-        holder: str = "",
-        *,
-        is_reserved: bool = False,
-        is_shared: bool = False,
-    ) -> tuple[Entry, bool]:
-        """Do what `put` does without copying; return a pinned entry, and whether the caller has to write its bytes.
+    def place(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Entry | Pin | Obstacle:
+        """Reserve pages for rows that another process writes, in memory that it can open. Does not wait.
 
-        A caller that has to write them then calls `commit` or `abandon`. `is_shared`: reserve only memory that other
-        processes can open.
+        Return the reserved entry: call `commit_all` once it is written, or `abandon`. Return a pin if the rows are held
+        already, or else what is in the way. Raises `ImageLimitError` as `put` does.
         """
         self._check_size(tokens)
-        into = [
-            tier for tier in reversed(self._tiers) if tier is self._host or tier.shared_as or not is_shared
-        ]
-        deadline = time.monotonic() + self._wait_s
-        return self._pin_or_reserve(
-            address, tokens, grid, holder, self._tiers, into, deadline, is_reserved=is_reserved
+        into = [tier for tier in reversed(self._tiers) if tier is self._host or tier.shared_as]
+        dropped: list[Entry] = []
+        try:
+            with self._lock:
+                self._unpin_collected()
+                for tier in self._tiers:
+                    if (held := tier.entries.get(address)) is not None:
+                        tier.pin(held)
+                        return Pin(self, held)
+                if address in self._writing:
+                    self._is_awaited = True
+                    return Obstacle.WRITER
+                if (entry := self._place(address, tokens, grid, holder, into, dropped)) is None:
+                    self._is_awaited = True
+                    self._waits += 1
+                    return Obstacle.FULL
+                self._writing.add(address)
+                return entry
+        finally:
+            self._report_dropped(dropped)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether an embedding of this size finds pages now. If not, `on_freed` is called as after `place`."""
+        with self._lock:
+            self._unpin_collected()
+            needed = self.layout.pages(tokens)
+            fits = any(tier.arena.free_pages >= needed for tier in self._tiers) or (
+                self._host.arena.free_pages + self._host.evictable_pages >= needed
+            )
+            self._is_awaited |= not fits
+            return fits
+
+    def commit_all(self, entries: Iterable[Entry]) -> list[Pin]:
+        """Make reserved entries visible, once their bytes are written; return a pin on each."""
+        committed = list(entries)
+        with self._lock:
+            for entry in committed:
+                self._commit(entry)
+            self._wake()
+        return [Pin(self, entry) for entry in committed]
+
+    def full_error(self) -> OverloadedError:
+        """Return the error for rows that found no space for `wait_s`, and count it."""
+        self._refusals += 1
+        return OverloadedError(
+            "the store is full, and all its embeddings are in use: retry", retry_after_ms=1000
         )
 
     @property
@@ -251,32 +290,6 @@ class Store:
             return Incoming(self, entry, self.dtype)
         self.unpin(entry)
         return None
-
-    def reserve(self, tokens: Sequence[int], *, wait: bool = True) -> int:
-        """Reserve space for embeddings that are about to be computed; return how many fit, counted from the first.
-
-        No other writer gets the space. Call `release` once for each reserved embedding, after its `put` or instead.
-        Raises `ImageLimitError` as `put` does, but before the rows are computed. With `wait`, raises `OverloadedError`
-        once space for the first embedding, or for a smaller one, has been missing for `wait_s`. All callers share that
-        time, so later ones get the error at once. Without `wait`, may return 0.
-        """
-        self._check_size(tokens[0])
-        pages = [self.layout.pages(count) for count in tokens]
-        with self._lock:
-            self._unpin_collected()
-            while not (count := self._count_that_fit(pages)) and wait:
-                if self._lacking_since is None or pages[0] < self._lacking_pages:
-                    self._lacking_since, self._lacking_pages = time.monotonic(), pages[0]
-                self._wait(self._lacking_since + self._wait_s)
-                self._unpin_collected()
-            self._reserved_pages += sum(pages[:count])
-            return count
-
-    def release(self, tokens: int) -> None:
-        """Undo `reserve` for one embedding."""
-        with self._lock:
-            self._reserved_pages -= self.layout.pages(tokens)
-            self._wake()
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding. Takes no pin and counts no hit."""
@@ -376,6 +389,7 @@ class Store:
 
     def unpin_later(self, entry: Entry) -> None:
         self._collected.append(entry)
+        self._tell_freed()
 
     def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
         host, deadline = (self._host,), time.monotonic() + wait_s
@@ -389,14 +403,23 @@ class Store:
 
     def commit(self, entry: Entry) -> None:
         with self._lock:
-            entry.tier.commit(entry)
-            self._writing.discard(entry.address)
+            self._commit(entry)
             self._wake()
 
     def abandon(self, entry: Entry) -> None:
+        self.disown(entry)
+        self.free(entry)
+
+    def disown(self, entry: Entry) -> None:
+        """Let others write the address of a reserved entry, whose bytes will never be complete. Call `free` later."""
+        with self._lock:
+            self._writing.discard(entry.address)
+            self._wake()
+
+    def free(self, entry: Entry) -> None:
+        """Free the pages of a disowned entry, once nobody can write to them any more."""
         with self._lock:
             entry.tier.release(entry)
-            self._writing.discard(entry.address)
             self._wake()
 
     def _device_tier(self, memory: DeviceMemory, device: str) -> Tier:
@@ -422,14 +445,11 @@ class Store:
         held_in: Sequence[Tier],
         into: Sequence[Tier],
         deadline: float,
-        *,
-        is_reserved: bool = False,
     ) -> tuple[Entry, bool]:
         """Return a pinned entry, and whether its pages are newly reserved: no tier in `held_in` held the embedding.
 
         With reserved pages, the caller is the address's only writer until it calls `commit` or `abandon`. Waits for
-        another writer, and for space while too much is pinned or reserved. Raises `OverloadedError` at `deadline`
-        (monotonic).
+        another writer, and for space while too much is pinned. Raises `OverloadedError` at `deadline` (monotonic).
         """
         dropped: list[Entry] = []
         try:
@@ -446,10 +466,9 @@ class Store:
                 self._writing.add(address)
                 try:
                     while True:
-                        if is_reserved or self._count_that_fit([self.layout.pages(tokens)]):
-                            entry = self._place(address, tokens, grid, holder, into, dropped)
-                            if entry is not None:
-                                return entry, True
+                        entry = self._place(address, tokens, grid, holder, into, dropped)
+                        if entry is not None:
+                            return entry, True
                         self._wait(deadline)
                         self._unpin_collected()
                 except BaseException:  # any error: an address left in `_writing` could never be put again
@@ -538,20 +557,15 @@ class Store:
 
     # With the lock held
 
-    def _count_that_fit(self, pages: Sequence[int]) -> int:
-        """Return how many of these embeddings, counted from the first, fit beside all that is pinned or reserved."""
-        free = sum(tier.arena.free_pages for tier in self._tiers)
-        room = free + self._host.evictable_pages - self._reserved_pages
-        return sum(needed <= room for needed in accumulate(pages))
+    def _commit(self, entry: Entry) -> None:
+        entry.tier.commit(entry)
+        self._writing.discard(entry.address)
 
     def _wait(self, deadline: float) -> None:
         """Wait until a thread frees pages or finishes an address. Raises `OverloadedError` at the deadline."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            self._refusals += 1
-            raise OverloadedError(
-                "the store is full, and all its embeddings are in use: retry", retry_after_ms=1000
-            )
+            raise self.full_error()
         self._waits += 1
         self._waiting += 1
         try:
@@ -561,10 +575,14 @@ class Store:
 
     def _wake(self) -> None:
         """Wake the waiting threads: there may be free pages, or an address without a writer."""
-        if self._lacking_since is not None and self._count_that_fit([self._lacking_pages]):
-            self._lacking_since = None
         if self._waiting:
             self._freed.notify_all()
+        self._tell_freed()
+
+    def _tell_freed(self) -> None:
+        if self._is_awaited:
+            self._is_awaited = False
+            self.on_freed()
 
     def _unpin_collected(self) -> None:
         """Undo the pins that were garbage-collected."""

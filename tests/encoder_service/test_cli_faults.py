@@ -114,7 +114,7 @@ async def test_a_wrong_option_of_the_index_url_is_reported(
     config: Config, model: Model, option: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"--index: the URL has an {says}"):
-        await Server(replace(config, index=f"redis://127.0.0.1:1/0?{option}"), model).start()
+        await Server(replace(config, index=f"redis://127.0.0.1:1/0?{option}"), model, []).start()
 
 
 @pytest.mark.parametrize(

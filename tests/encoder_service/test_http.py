@@ -47,7 +47,7 @@ def test_a_stuck_event_loop_is_not_healthy() -> None:
         facts={"<b>": "&"},
         metrics=Metrics().exposition,
         last_tick=lambda: time.monotonic() - STUCK_S - 1,
-        draining=lambda: False,
+        not_ready=lambda: "",
     )
     http.start()
     try:
@@ -68,7 +68,7 @@ def serving(metrics: Callable[[], bytes] | None = None) -> Iterator[HttpPort]:
         facts={},
         metrics=metrics or Metrics().exposition,
         last_tick=time.monotonic,
-        draining=lambda: False,
+        not_ready=lambda: "",
     )
     http.start()
     try:
@@ -220,7 +220,7 @@ def test_idle_connections_end_with_the_port() -> None:
 async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Model) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        server = Server(replace(config, metrics_listen=listen), model)
+        server = Server(replace(config, metrics_listen=listen), model, [])
         with pytest.raises(ConfigError, match=f"--metrics-listen {listen}: the address is taken"):
             await server.start()
 

@@ -13,6 +13,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
+from testing.device_thread import DeviceThread
 from testing.photos import photo, with_comment
 from tests.calls import naming
 from tests.gate import Gate
@@ -64,7 +65,8 @@ async def submitted(endpoint: str, client_id: str, file: bytes) -> bool:
 async def test_a_host_with_many_invented_names_leaves_room_for_others(
     config: Config, model: Model, gate: Gate
 ) -> None:
-    server = Server(replace(config, max_queued_images=PLACES), replace(model, decoder=cast(Decoder, gate)))
+    gated = replace(model, decoder=cast(Decoder, gate))
+    server = Server(replace(config, max_queued_images=PLACES), gated, [DeviceThread(config, gated)])
     await server.start()
     proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2]), from_host="127.0.0.9").start()
     picture = photo(64, 64, 7000)

@@ -158,8 +158,8 @@ async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
         (first,) = await chat.submit([PICTURE])
         assert (await collect(chat, [RowRequest(first.digest)]))[0].error is None
         assert first.grid is not None
-        with gated.jobs._turn:  # as if encoding an image of this size had taken 16 of the 160 s
-            gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
+        # As if encoding an image of this size had taken 16 of the 160 s.
+        gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
         with gate.closed():
             answers = await chat.submit([with_comment(PICTURE, n) for n in range(24)], timeout_s=2)
             assert 5 <= sum(each.error is None for each in answers) <= 8

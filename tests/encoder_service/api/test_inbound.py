@@ -21,6 +21,7 @@ from encoder_service.api.inbound import Requests
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from testing.device_thread import DeviceThread
 from testing.raw_http2 import RawConnection, framed
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
@@ -233,7 +234,7 @@ async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -
 async def test_a_failing_drain_step_does_not_stop_the_others(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(config, model)
+    server = Server(config, model, [DeviceThread(config, model)])
     await server.start()
     segment = server.store.segment.path
 

@@ -255,7 +255,7 @@ async def test_another_processor_in_a_namespace_is_refused_with_fingerprints(
     a = await start()
     recipe = replace(model.recipe, processor=bytes(32))
     settings = a.server._config
-    other = Server(replace(settings, listen="127.0.0.1:0"), replace(model, recipe=recipe))
+    other = Server(replace(settings, listen="127.0.0.1:0"), replace(model, recipe=recipe), [])
     with pytest.raises(ConfigError, match=r"another model or processor") as refusal:
         await other.start()
     for processor in (model.recipe.processor, recipe.processor):

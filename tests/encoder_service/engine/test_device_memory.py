@@ -15,8 +15,8 @@ from torch import Tensor
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
-from encoder_service.app import Server
 from encoder_service.config import GIB, Config, ConfigError
+from encoder_service.engine import link, workers
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.engine.model import (
     BATCHES_UNDER_WAY,
@@ -27,6 +27,7 @@ from encoder_service.engine.model import (
 from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
+from encoder_service.store.store import copy_bytes
 from encoder_service.vision import Tower, load_tower
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo
@@ -116,7 +117,7 @@ async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
 ) -> None:
     small = replace(model, device=SmallDevice(free_gib=6.0))
     with pytest.raises(ConfigError, match=r"--store-device-gib 6: .* at most ([\d.]+) GiB fit") as refused:
-        Server(replace(config, store_device_gib=6.0), small)
+        MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=6.0)).check()
     fits = float(str(refused.value).rpartition(" at most ")[2].split()[0])
     assert 0 < fits < 6
     MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits)).check()
@@ -157,13 +158,16 @@ async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch:
         return made
 
     async with running(model, encode, batch_patches=64) as bench:
-        put = bench.store.put
+        # Once the rate is known, several batches are sent ahead, here as many as the server ever sends.
+        monkeypatch.setattr(link, "CREDIT_S", 1e9)
+        (await bench.rows(photo(128, 128, 99), demanded())).release()
+        rows.clear()
 
-        def put_later(*given: Any, **more: Any) -> Pin:
+        def copy_later(*given: Any) -> None:
             assert stored.wait(PATIENCE_S)
-            return put(*given, **more)
+            copy_bytes(*given)
 
-        monkeypatch.setattr(bench.store, "put", put_later)
+        monkeypatch.setattr(workers, "copy_bytes", copy_later)
         waiting = [asyncio.create_task(bench.rows(photo(128, 128, n), demanded())) for n in range(6)]
         await soon(lambda: len(rows) == BATCHES_UNDER_WAY)
         await asyncio.sleep(0.2)  # for one more, if there were room
@@ -178,7 +182,8 @@ async def test_a_too_small_device_is_warned_about(
 ) -> None:
     for free, warned in ((6.0, False), (0.1, True)):
         caplog.clear()
-        Server(config, replace(model, device=SmallDevice(free_gib=free))).store.close()
+        small = replace(model, device=SmallDevice(free_gib=free))
+        MemoryPlan.of(small, small.device.memory(), config).check()
         assert ("memory may run out" in caplog.text) == warned
 
 
@@ -187,6 +192,7 @@ async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
 ) -> None:
     async with server_of(config, replace(model, device=SmallDevice(free_gib=5.0))) as server:
         assert "device memory  of 8.0 GiB: 3.00 loaded" in server.banner()
+        await soon(lambda: all(link.device.state is not None for link in server.engine.links))
         (memory,) = (reading for reading in server.readings() if "memory" in reading.name)
         found = {sample.labels["state"]: sample.value for sample in memory.samples}
         assert found["free"] == 5 * GIB

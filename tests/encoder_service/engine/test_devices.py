@@ -17,7 +17,7 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.engine import model as loading
 from encoder_service.engine.devices import DeviceProcess, start_devices
 from encoder_service.engine.model import Model, load_model
-from encoder_service.engine.session import Devices, served_model
+from encoder_service.engine.served import served_model
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip
@@ -84,7 +84,9 @@ async def test_a_killed_process_costs_no_image_and_no_row(config: Config) -> Non
         await asyncio.gather(*loading)
         assert device.restarts["killed"] == 1
         assert server.store.stats().tiers[-1].entries == len(known) + 32
-        assert not server.store._reserved_pages
+        await soon(lambda: server.store.stats().pins == 0)
+        assert server.store.flush() == len(known) + 32
+        assert server.store.stats().tiers[-1].used_bytes == 0, "no pages are lost"
 
 
 async def test_one_of_two_processes_continues_when_the_other_is_killed(config: Config) -> None:
@@ -97,18 +99,10 @@ async def test_one_of_two_processes_continues_when_the_other_is_killed(config: C
 
 
 async def test_a_process_restarted_during_shutdown_is_ended_before_it_loads(config: Config) -> None:
-    async with serving(config, "cpu") as (server, _, [device]):
-        assert isinstance(server.engine, Devices)
-        start, stopping = device.start, server.engine._closed
-
-        def start_as_the_server_stops() -> None:
-            stopping.wait()
-            start()
-
-        device.start = start_as_the_server_stops  # type: ignore[method-assign]
-        os.kill(device.process.pid, signal.SIGKILL)
-        await soon(lambda: device.failures == 1)
+    async with serving(config, "cpu") as (_, _, [device]):
         before = device.process
+        os.kill(before.pid, signal.SIGKILL)
+        await soon(lambda: device.process is not before)
     assert device.process is not before
     assert device.process.returncode == -signal.SIGKILL, "it loaded, and ended in order"
 

@@ -18,10 +18,11 @@ from encoder_contract.geometry import Grid
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import Frames, VideoInfo
-from encoder_service.engine import process
-from encoder_service.engine.job_queue import Job
+from encoder_service.engine import workers
+from encoder_service.engine.device import HungDeviceError, Watchdog
+from encoder_service.engine.inbox import Inbox
+from encoder_service.engine.messages import Prepared
 from encoder_service.engine.model import Model
-from encoder_service.families.model import Inputs
 from encoder_service.image import decoder_pool
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
@@ -31,18 +32,8 @@ from encoder_service.store import Pin
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import GridTables
 from testing.photos import photo
-from tests import engines
 from tests.engines import Bench, Changed, Gate, demanded, running
 from tests.waiting import PATIENCE_S, START_S, soon
-
-STAGES = 4  # threads that wait for images: one for batches to decode, two for single images, and the ViT's
-
-
-@pytest.fixture(params=["here", "remote"], autouse=True)
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with the queue itself, and with its remote side, as in a device process."""
-    monkeypatch.setattr(process, "ASK_S", 0.0)
-    monkeypatch.setattr(engines, "REMOTE", request.param == "remote")
 
 
 async def test_pixels_are_free_before_their_image_is_reported_as_prepared(
@@ -58,13 +49,14 @@ async def test_pixels_are_free_before_their_image_is_reported_as_prepared(
         return decoded
 
     async with running(model, decode=decode) as bench:
-        prepared = bench.jobs.prepared
+        tell = Inbox.tell
 
-        def report(jobs: Sequence[tuple[Job, Inputs]], ready: "torch.cuda.Event | None") -> None:
-            in_use.extend(each() is not None for each in pixels)
-            prepared(jobs, ready)
+        def report(inbox: Inbox, message: object) -> None:
+            if isinstance(message, Prepared):
+                in_use.extend(each() is not None for each in pixels)
+            tell(inbox, message)
 
-        monkeypatch.setattr(bench.jobs, "prepared", report)
+        monkeypatch.setattr(Inbox, "tell", report)
         await bench.rows(photo(300, 200, 1), demanded())
     assert in_use == [False]
 
@@ -231,16 +223,14 @@ async def test_queued_images_end_with_an_error_at_shutdown(model: Model) -> None
         assert isinstance(results[0], Pin)
 
 
-async def test_idle_workers_wake_after_the_answer_is_sent(model: Model) -> None:
+async def test_idle_devices_get_an_image_after_its_answer_is_sent(model: Model) -> None:
     async with running(model) as bench:
-        sleepers = bench.jobs._turn._waiters  # type: ignore[attr-defined]
-        await soon(lambda: len(sleepers) == STAGES)
         image, claim = photo(64, 64, 77), demanded()
         job = bench.submit(image, claim)
-        time.sleep(0.05)  # the loop has not had its turn yet
-        assert len(bench.jobs) == 1
-        assert not job.stage_ms
-        (await bench.jobs.wait(job, claim)).release()
+        waiting = bench.jobs.wait(job, claim)
+        await asyncio.sleep(0)  # the pass of the event loop that sends the answer
+        assert not job.number, "it was not sent to the device"
+        (await waiting).release()
         assert job.stage_ms
 
 
@@ -334,7 +324,7 @@ async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
         return model.tower.encode(patches, grids)
 
     async with running(model, encode) as bench:
-        for n, width in enumerate((288, 576, 672) if engines.REMOTE else (256, 608, 640)):
+        for n, width in enumerate((288, 576, 672)):
             (await bench.rows(photo(width, 1024, n), demanded(str(n)))).release()
     assert len(making) == 3
     assert encoding
@@ -382,8 +372,16 @@ async def test_unwanted_frames_release_the_decoder(model: Model) -> None:
     assert endless.ended == 2
 
 
-async def test_frames_far_into_a_video_do_not_count_as_a_hang(model: Model) -> None:
-    endless = EndlessFrames()
+async def test_frames_far_into_a_video_do_not_count_as_a_hang(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless, dogs = EndlessFrames(), list[Watchdog]()
+
+    def watchdog(on_hang: Callable[[HungDeviceError], None]) -> Watchdog:
+        dogs.append(Watchdog(on_hang))
+        return dogs[0]
+
+    monkeypatch.setattr(workers, "Watchdog", watchdog)
     decoder = cast(Decoder, Changed(model.decoder, decode_frames=endless.decode))
     async with running(replace(model, decoder=decoder)) as bench:
         second = 200_000
@@ -392,5 +390,4 @@ async def test_frames_far_into_a_video_do_not_count_as_a_hang(model: Model) -> N
         await soon(lambda: endless.begun == 1)
         cpu_s = 20.0 + decoder_pool._FRAME_CPU_S * second
         limit_s = int(decoder_pool._WALL_S + decoder_pool._WALL_PER_CPU * cpu_s)
-        look = bench.engine._watchdog.check
-        assert not any(look() for _ in range(limit_s))
+        assert not any(dogs[0].check() for _ in range(limit_s))

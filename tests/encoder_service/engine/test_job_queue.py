@@ -1,33 +1,25 @@
 """The job queue and its scheduler under any order of events: every job ends, and its image can be submitted again."""
 
 import asyncio
-import math
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from encoder_contract.errors import EncoderError, InternalError, UnavailableError
+from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.engine import job_queue
-from encoder_service.engine.job_queue import GroupEncode, Job, JobQueue
+from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, Limits, Scheduler, State
 from encoder_service.store import Pin, Store
 from testing.photos import photo
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +27,6 @@ GRID = Grid(1, 4, 4)
 FILE = photo(64, 64, 1)
 HEADER = read_header(FILE)
 SINGLE = b"to be decoded by itself"
-PATCHES = torch.empty(0)
 ADDRESSES = st.sampled_from([bytes([n]) * 32 for n in range(4)])
 NO_LIMITS = Limits(images=10**6, patches=10**9, source_bytes=10**9, claims=10**6)
 
@@ -44,22 +35,13 @@ OUTCOME = UnavailableError("it ended")
 
 
 class Posts:
-    """An event loop that runs posted calls on request, in any order."""
+    """An event loop that runs nothing by itself."""
 
-    def __init__(self) -> None:
-        self.posted: list[partial[None]] = []
-
-    def call_soon_threadsafe(self, function: Callable[..., None], *arguments: object) -> None:
-        """Store a call for later."""
-        self.posted.append(partial(function, *arguments))
+    def call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        """Ignore the call: nothing is dispatched here."""
 
     def call_later(self, _seconds: float, function: Callable[[], None]) -> None:
-        """Call at once."""
-        function()
-
-    def jobs(self) -> set[Job]:
-        """The jobs of the stored calls."""
-        return {post.args[0] for post in self.posted}
+        """Ignore the call."""
 
 
 def key_of(address: bytes) -> ImageKey:
@@ -67,51 +49,40 @@ def key_of(address: bytes) -> ImageKey:
 
 
 def new_queue(
-    loop: Posts,
     on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
-    ahead_images: int = 10**6,
-    large_pixels: float = math.inf,
-    devices: int = 1,
+    on_gone: Callable[[Job], None] = lambda _job: None,
 ) -> JobQueue:
-    return JobQueue(
-        Scheduler(
-            NO_LIMITS,
-            max_ahead_patches=10**9,
-            max_ahead_images=ahead_images,
-            large_pixels=large_pixels,
-            devices=devices,
-        ),
+    queue = JobQueue(
+        Scheduler(NO_LIMITS, max_ahead_patches=10**9, max_ahead_images=10**6),
         cast(Decoder, SimpleNamespace(can_batch=lambda source: source.key != SINGLE)),
         cast(Store, SimpleNamespace(contains=lambda _address: False)),
-        loop=cast(asyncio.AbstractEventLoop, loop),
+        loop=cast(asyncio.AbstractEventLoop, Posts()),
         on_end=on_end,
-        devices=devices,
     )
+    queue.on_gone = on_gone
+    return queue
 
 
-def submit(
-    queue: JobQueue, address: bytes, claim: Claim, *, single: bool = False, width: int = HEADER.width
-) -> Job:
-    source = Source(SINGLE if single else b"", FILE, replace(HEADER, width=width))
-    job = queue.submit(key_of(address), source, GRID, claim)
+def submit(queue: JobQueue, address: bytes, claim: Claim, *, single: bool = False) -> Job:
+    job = queue.submit(key_of(address), Source(SINGLE if single else b"", FILE, HEADER), GRID, claim)
     assert job is not None
     return job
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Callers, stages and outcomes in any order that the workers and the event loop can produce."""
+    """Callers, stages and outcomes in any order that the devices and the callers can produce."""
 
     claims = Bundle("claims")
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = Posts()
-        self.queue = new_queue(self.loop, self.end)
+        self.gone: set[Job] = set()
+        self.queue = new_queue(self.end, self.gone.add)
         self.made: list[Job] = []
         self.ended: list[Job] = []  # jobs in the order of their reported ends, each once
+        self.told: list[Job] = []  # jobs whose waiter was called
         self.preparing: list[Job] = []
         self.batches: list[list[Job]] = []
-        self.replaced: list[Job] = []  # abandoned jobs that were resubmitted before the report
 
     @rule(
         target=claims,
@@ -125,15 +96,16 @@ class QueueMachine(RuleBasedStateMachine):
         job = submit(self.queue, address, claim, single=single)
         if job not in self.made:
             self.made.append(job)
+            self.queue.watch(job, lambda _: self.told.append(job))
         assert job not in self.ended
-        assert claim.task is not None or job in self.loop.jobs(), "a caller waits for work, or for an outcome"
+        assert claim.task is not None, "a caller waits for work"
         return claim
 
     @rule(target=claims, address=ADDRESSES)
     def join(self, address: bytes) -> Claim:
         claim = Claim("d", "d", demanded=True)
         job = self.queue.join(key_of(address), claim)
-        assert job is None or claim.task is not None or job in self.loop.jobs()
+        assert job is None or claim.task is not None
         return claim
 
     @rule(claim=claims)
@@ -142,13 +114,13 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.count(State.WAITING))
     @rule(images=st.integers(1, 3))
-    def take_to_prepare(self, images: int) -> None:
-        self.preparing += self.queue.take_to_prepare(images, 10**9)
+    def next_to_prepare(self, images: int) -> None:
+        self.preparing += self.queue.next_to_prepare(0, images, 10**9)
 
     @precondition(lambda self: self.count(State.SINGLE))
     @rule()
-    def take_single(self) -> None:
-        (job,) = self.queue.take_single(10**9)
+    def next_single(self) -> None:
+        (job,) = self.queue.next_single(0, (), 10**9)
         self.preparing.append(job)
 
     @precondition(lambda self: self.preparing)
@@ -159,18 +131,17 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
     def prepared(self, data: st.DataObject) -> None:
-        job = self.take(data, self.preparing)
-        self.queue.prepared([(job, PATCHES)], None)
+        self.queue.prepared(self.take(data, self.preparing))
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        self.queue.drop(self.take(data, self.preparing), OUTCOME)
+    def fail(self, data: st.DataObject) -> None:
+        self.queue.end(self.take(data, self.preparing), OUTCOME)
 
     @precondition(lambda self: self.count(State.PREPARED) + self.count(State.SPLIT))
     @rule(images=st.integers(1, 4))
-    def take_batch(self, images: int) -> None:
-        jobs, _ = self.queue.take_batch(images * GRID.patches)
+    def next_batch(self, images: int) -> None:
+        jobs = self.queue.next_batch(0, images * GRID.patches)
         assert jobs
         self.batches.append(jobs)
 
@@ -193,26 +164,29 @@ class QueueMachine(RuleBasedStateMachine):
         if jobs[:kept]:
             self.batches.append(jobs[:kept])
 
-    @precondition(lambda self: self.loop.posted)
-    @rule(data=st.data())
-    def run_what_was_posted(self, data: st.DataObject) -> None:
-        self.run_post(self.take(data, self.loop.posted))
+    @rule()
+    def interrupted(self) -> None:
+        """Lose the device: it has nothing any more."""
+        self.queue.interrupted(0)
+        self.preparing.clear()
+        self.batches.clear()
 
     @invariant()
     def every_job_is_under_way_or_has_ended(self) -> None:
         open_jobs = set(self.queue._jobs.values())
-        assert set(self.made) == open_jobs | {*self.ended, *self.replaced, *self.loop.jobs()}
+        assert set(self.made) == open_jobs | set(self.ended)
+        assert not open_jobs & set(self.ended)
+        assert set(self.told) == set(self.ended) == self.gone
+        assert len(self.told) == len(self.ended)
         for job in open_jobs:
-            if job.task.state is State.GONE:
-                assert job in self.loop.jobs(), "its outcome is on its way"
-            else:
-                assert job.task.claims or job.task.state is State.ENCODING, "somebody wants it"
+            assert job.task.state is not State.GONE
+            assert job.task.claims or job.task.state is State.ENCODING, "somebody wants it"
 
     def teardown(self) -> None:
         """Finish all jobs; then every image can be submitted and encoded again."""
         self.work_off()
         assert not self.queue
-        assert set(self.made) == {*self.ended, *self.replaced}
+        assert set(self.made) == set(self.ended)
         empty = self.queue.snapshot()
         assert (empty.claims, empty.requests, empty.clients, empty.source_bytes) == (0, 0, 0, 0)
         for job in {job.key: job for job in self.made}.values():
@@ -220,31 +194,24 @@ class QueueMachine(RuleBasedStateMachine):
             assert again.task.claims
             self.made.append(again)
         self.work_off()
-        assert set(self.made) == {*self.ended, *self.replaced}
+        assert set(self.made) == set(self.ended)
 
     def work_off(self) -> None:
         while self.count(State.WAITING):
-            self.preparing += self.queue.take_to_prepare(10**6, 10**9)
+            self.preparing += self.queue.next_to_prepare(0, 10**6, 10**9)
         while self.count(State.SINGLE):
-            self.take_single()
-        self.queue.prepared([(job, PATCHES) for job in self.preparing], None)
+            self.next_single()
+        for job in self.preparing:
+            self.queue.prepared(job)
         self.preparing.clear()
         while self.count(State.PREPARED) + self.count(State.SPLIT):
-            self.batches.append(self.queue.take_batch(10**6)[0])
+            self.batches.append(self.queue.next_batch(0, 10**6))
         for jobs in self.batches:
             self.encode(jobs)
         self.batches.clear()
-        while self.loop.posted:
-            self.run_post(self.loop.posted.pop())
 
     def encode(self, jobs: list[Job]) -> None:
         self.queue.encoded(jobs, [OUTCOME] * len(jobs), 0.1)
-
-    def run_post(self, post: partial[None]) -> None:
-        post()
-        if (job := post.args[0]) not in self.ended:
-            assert job.key in self.queue, "it was begun anew"
-            self.replaced.append(job)
 
     def end(self, job: Job, _outcome: Pin | EncoderError) -> None:
         assert job not in self.ended, "a job ends once"
@@ -260,199 +227,3 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 TestQueue = QueueMachine.TestCase
-
-
-def test_a_newly_demanded_image_is_decoded_past_a_full_speculative_window() -> None:
-    queue = new_queue(Posts(), ahead_images=1)
-    address = bytes(32)
-    submit(queue, b"ahead", Claim("a", "a"))
-    queue.prepared([(job, PATCHES) for job in queue.take_to_prepare(1, 10**9)], None)
-    submit(queue, address, Claim("b", "b"))
-    taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(queue.take_to_prepare(1, 10**9)), daemon=True)
-    stage.start()
-    stage.join(0.2)
-    assert stage.is_alive(), "one guess ahead is all there may be"
-    queue.join(key_of(address), Claim("c", "c", demanded=True))
-    stage.join(30)
-    assert [job.key.address for job in taken] == [address]
-
-
-def test_time_with_an_empty_queue_does_not_count_as_starved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue, taken = new_queue(Posts()), list[tuple[list[Job], float]]()
-    device = threading.Thread(target=lambda: taken.append(queue.take_batch(10**6)))
-    device.start()
-    while not queue._devices[0].waits:
-        time.sleep(0.001)
-    submit(queue, b"a" * 32, Claim("a", "a"))
-    (damaged,) = queue.take_to_prepare(1, 10**9)
-    queue.drop(damaged, OUTCOME)
-    monkeypatch.setattr(job_queue, "monotonic", lambda: time.monotonic() + 3600)
-    submit(queue, b"b" * 32, Claim("b", "b"))
-    (good,) = queue.take_to_prepare(1, 10**9)
-    queue.prepared([(good, PATCHES)], None)
-    device.join()
-    [(jobs, starved_s)] = taken
-    assert jobs == [good]
-    assert 0 < starved_s < 3000
-
-
-def wait_for_batch(queue: JobQueue, device: int) -> list[list[Job] | GroupEncode]:
-    """Make a device wait for a batch; return the list that will receive it."""
-    taken: list[list[Job] | GroupEncode] = []
-    threading.Thread(target=lambda: taken.append(queue.take_batch(10**6, device)[0]), daemon=True).start()
-    until(lambda: queue._devices[device].waits)
-    return taken
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def batch_of(queue: JobQueue, address: bytes, device: int = 0) -> Job:
-    """Return the job of an image that a device is encoding."""
-    submit(queue, address, Claim("a", "a", demanded=True))
-    jobs = queue.take_to_prepare(1, 10**9, device)
-    queue.prepared([(job, PATCHES) for job in jobs], None)
-    [job], _ = queue.take_batch(10**6, device)
-    return job
-
-
-def test_a_group_forms_only_while_all_other_devices_wait() -> None:
-    queue = new_queue(Posts(), devices=3)
-    job, other = batch_of(queue, b"a" * 32), batch_of(queue, b"b" * 32, 1)
-    taken = wait_for_batch(queue, 2)
-    assert queue.form_group(job) is None, "device 1 is busy"
-    assert not taken, "device 2 waits on"
-    queue.encoded([other], [OUTCOME], 1.0)
-    more = wait_for_batch(queue, 1)
-    group = queue.form_group(job)
-    assert group == GroupEncode(0, 0, 3, GRID)
-    until(lambda: taken == more == [group])
-    second = wait_for_batch(queue, 2)
-    assert queue.form_group(job) is None, "device 1 has not joined yet"
-    queue.close()
-    until(lambda: second == [[]])
-
-
-def test_a_device_in_a_group_may_encode_its_own_images_in_between() -> None:
-    queue = new_queue(Posts(), devices=2)
-    job, taken = batch_of(queue, b"a" * 32), wait_for_batch(queue, 1)
-    assert queue.form_group(job)
-    until(lambda: taken)
-    submit(queue, b"b" * 32, Claim("b", "b", demanded=True))
-    [small] = queue.take_to_prepare(1, 10**9, 1)
-    queue.prepared([(small, PATCHES)], None)
-    assert queue.take_overtaking([job], GRID.patches) == [], "the device that has not decoded it"
-    assert queue.take_overtaking([], GRID.patches, 1) == [small]
-
-
-def test_an_interrupted_image_forms_no_group_and_the_next_group_has_a_new_number() -> None:
-    queue = new_queue(Posts(), devices=2)
-    job, taken = batch_of(queue, b"a" * 32, 1), wait_for_batch(queue, 0)
-    assert queue.form_group(job, 1) == GroupEncode(0, 1, 2, GRID)
-    until(lambda: taken)
-    queue.leave(1)
-    assert queue.form_group(job, 0) is None, "a device that has left does not wait"
-    queue.interrupted(1)
-    [again] = queue.take_to_prepare(1, 10**9, 0)
-    queue.prepared([(again, PATCHES)], None)
-    assert queue.take_batch(10**6, 0)[0] == [job]
-    taken = wait_for_batch(queue, 1)
-    assert queue.form_group(job, 0) is None
-    queue.encoded([job], [OUTCOME], 1.0)
-    queue.group_failed()
-    assert queue.form_group(batch_of(queue, b"b" * 32)) == GroupEncode(2, 0, 2, GRID)
-    until(lambda: taken)
-
-
-WINDOW_PIXELS = 10_000
-
-
-def take_single_on_a_thread(queue: JobQueue) -> tuple[threading.Thread, list[Job]]:
-    """Start a thread that takes an image to decode by itself. Return it, and the list that gets the image."""
-    taken: list[Job] = []
-    stage = threading.Thread(target=lambda: taken.extend(queue.take_single(WINDOW_PIXELS)), daemon=True)
-    stage.start()
-    return stage, taken
-
-
-def take_single(queue: JobQueue) -> Job:
-    """Take an image to decode by itself, or fail when the queue hands out none."""
-    stage, taken = take_single_on_a_thread(queue)
-    stage.join(PATIENCE_S)
-    assert taken, "no image is handed out"
-    return taken[0]
-
-
-def test_a_large_single_decode_does_not_block_small_ones() -> None:
-    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
-    size = {b"large": 1000, b"large too": 1000, b"small": 100, b"small too": 50}
-    for number, (name, width) in enumerate(size.items()):
-        submit(queue, name, Claim(str(number), "a", demanded=True), single=True, width=width)
-    large = take_single(queue)
-    assert large.key.address == b"large"
-    small = take_single(queue)
-    assert small.key.address == b"small", "the other large image waits, and does not block small ones"
-    queue.prepared([(large, {})], None)
-    assert take_single(queue).key.address == b"large too"
-    queue.prepared([(small, {})], None)
-    assert take_single(queue).key.address == b"small too", "it did not fit beside the first small one"
-
-
-def test_large_images_decode_beside_small_ones_and_after_batch_refusals() -> None:
-    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
-    submit(queue, b"small", Claim("1", "a", demanded=True), single=True, width=100)
-    small = take_single(queue)
-    submit(queue, b"large", Claim("2", "a", demanded=True), width=1000)
-    (refused,) = queue.take_to_prepare(1, 10**9)
-    queue.retry_single(refused)
-    assert take_single(queue).key.address == b"large"
-    queue.prepared([(small, {})], None)
-    submit(queue, b"small too", Claim("3", "a", demanded=True), single=True, width=100)
-    assert take_single(queue).key.address == b"small too"
-
-
-def test_a_withdrawn_single_decode_holds_its_pixels_until_it_is_reported() -> None:
-    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
-    claim = Claim("1", "a", demanded=True)
-    submit(queue, b"small", claim, single=True, width=100)
-    small = take_single(queue)
-    queue.withdraw(claim)
-    submit(queue, b"small too", Claim("2", "a", demanded=True), single=True, width=100)
-    stage, taken = take_single_on_a_thread(queue)
-    stage.join(0.05)
-    assert not taken, "the pixels of both exceed the window"
-    queue.drop(small, InternalError("abandoned"))
-    stage.join(PATIENCE_S)
-    assert [job.key.address for job in taken] == [b"small too"]
-
-
-def test_a_single_decode_that_began_before_its_image_was_resubmitted_holds_its_pixels() -> None:
-    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
-    claim = Claim("1", "a", demanded=True)
-    submit(queue, b"small", claim, single=True, width=100)
-    first = take_single(queue)
-    queue.withdraw(claim)
-    again = submit(queue, b"small", Claim("2", "a", demanded=True), single=True, width=100)
-    stage, taken = take_single_on_a_thread(queue)
-    stage.join(0.05)
-    assert not taken, "the pixels of both exceed the window"
-    queue.prepared([(first, {})], None)
-    stage.join(PATIENCE_S)
-    assert taken == [again]
-
-
-def test_single_decodes_of_a_device_that_ended_hold_no_pixels() -> None:
-    queue = new_queue(Posts(), large_pixels=WINDOW_PIXELS)
-    submit(queue, b"small", Claim("1", "a", demanded=True), single=True, width=100)
-    submit(queue, b"large", Claim("2", "a", demanded=True), single=True, width=1000)
-    begun = {take_single(queue), take_single(queue)}
-    queue.leave(0)
-    queue.interrupted(0)
-    assert {take_single(queue), take_single(queue)} == begun

@@ -178,13 +178,19 @@ async def test_a_dead_background_thread_or_task_ends_the_process(
     assert f"the server's {kind} {name} died: ending the process" in (tmp_path / "server.log").read_text()
 
 
-async def test_a_dead_server_thread_fails_waiting_calls_and_ends_the_process(
-    checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("link dies", "taking the reports of cpu failed: ending the process"),
+        ("dispatch dies", "handing out work failed: ending the process"),
+    ],
+)
+async def test_an_error_of_ours_in_the_server_fails_waiting_calls_and_ends_the_process(
+    what: str, says: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    async with ending("session dies", checkpoint, tmp_path) as endpoint:
+    async with ending(what, checkpoint, tmp_path) as endpoint:
         assert await outcomes(endpoint) == [UnavailableError.status.value] * len(IMAGES)
-    log = (tmp_path / "server.log").read_text()
-    assert re.search(r"the server's thread device-0-\d+ died: ending the process", log), log
+    assert says in (tmp_path / "server.log").read_text()
 
 
 async def test_an_error_on_a_working_device_fails_only_the_image(model: Model) -> None:

@@ -4,18 +4,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
-import pytest
 from torch import Tensor, uint8
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
-from encoder_service.engine import process
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
 from testing.decoding import decode_files
 from testing.photos import photo
-from tests import engines
 from tests.engines import demanded, running
 from tests.waiting import PATIENCE_S, soon
 
@@ -45,13 +42,6 @@ class Held:
         rows = self._encode(patches, grids, at_a_block)
         self.done.extend(grids)
         return rows
-
-
-@pytest.fixture(params=["here", "remote"], autouse=True)
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with the queue itself, and with its remote side, as in a device process."""
-    monkeypatch.setattr(process, "ASK_S", 0.0)
-    monkeypatch.setattr(engines, "REMOTE", request.param == "remote")
 
 
 def rows_alone(model: Model, file: bytes) -> bytes:

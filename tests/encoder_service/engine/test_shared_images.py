@@ -22,14 +22,14 @@ def shared(server):
 
 async def all_free(server):
     """Wait until all devices are idle."""
-    await soon(lambda: all(each.is_free for each in server.jobs._devices), START_S)
+    await soon(lambda: all(link.is_up and link.is_idle for link in server.engine.links), START_S)
 
 
 async def taken(server):
     """Wait for a group encode; return the number of a device that joins, and its group."""
-    parts = server.jobs._devices
-    await soon(lambda: any(each.group for each in parts), START_S)
-    [(number, (_, group))] = [(number, each.group) for number, each in enumerate(parts) if each.group]
+    links = server.engine.links
+    await soon(lambda: any(link.share for link in links), START_S)
+    [(number, group)] = [(number, link.share.group) for number, link in enumerate(links) if link.share]
     return number, group
 
 

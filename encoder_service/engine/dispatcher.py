@@ -1,0 +1,202 @@
+"""Pushes the queue's jobs to the devices, and restarts devices whose process ends or does not answer.
+
+On the event loop: there is no thread for a device, and no lock.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from encoder_contract.geometry import Grid
+from encoder_service.cluster.tasks import start_task
+from encoder_service.config import ConfigError
+from encoder_service.engine.device import TICK_S
+from encoder_service.engine.devices import DeviceProcess
+from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.engine.link import Link, Shared
+from encoder_service.image.decoder import DECODE_PIXELS
+from encoder_service.metrics import Metrics
+from encoder_service.store import Store
+from encoder_service.vision.ulysses import start_rendezvous
+
+log = logging.getLogger(__name__)
+
+# The server ends once the processes of every device have ended this often in a row, without a completed batch.
+MOST_FAILURES = 5
+# Seconds before a process is restarted, by the number of consecutive failures.
+_PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0)
+_LONG_PAUSE_S = 30.0
+STOP_S = 10.0
+"""How long the devices may take for the batches that they have, when the server stops."""
+KILL_S = 5.0
+"""How long killed processes are waited for. One that the kernel cannot end now ends with the server."""
+
+
+class Dispatcher:
+    """Serves all devices from one queue and one store."""
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceProcess],
+        queue: JobQueue,
+        store: Store,
+        metrics: Metrics,
+        tokens: Callable[[Grid], int],
+        *,
+        decode_pixels: int = DECODE_PIXELS,
+    ) -> None:
+        """`tokens` returns the number of rows of an image.
+
+        A device decodes at most `decode_pixels` of sources in a batch, and as many again one by one. Give the scheduler
+        the same number as `large_pixels`: one image of more pixels is decoded beside these.
+        """
+        self._queue = queue
+        self._store = store
+        self._shared = Shared(
+            queue=queue,
+            store=store,
+            metrics=metrics,
+            tokens=tokens,
+            devices=len(devices),
+            on_lost_group=self._group_lost,
+            decode_pixels=decode_pixels,
+        )
+        self.links = [Link(device, self._shared) for device in devices]
+        self._others = {link: [other for other in self.links if other is not link] for link in self.links}
+        self._group_number = 0
+        self._rendezvous = start_rendezvous() if len(devices) > 1 else None
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        queue.dispatch, queue.on_gone, store.on_freed = self._dispatch, self._gone, self._on_freed
+
+    def start(self) -> None:
+        """Take over the devices, which have loaded."""
+        threading.Thread(target=self._keep_moving, name="tier-migrator", daemon=True).start()
+        self._tasks = [start_task(self._serve(link), f"device-{link.device.number}") for link in self.links]
+        self._watching = start_task(self._watch(), "devices-watchdog")
+
+    async def stop(self) -> None:
+        """Wait until the devices have finished the batches that they have, but not for long. Close the queue first."""
+        self._stopping.set()
+        self._watching.cancel()
+        for link in self.links:
+            link.close()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=STOP_S)
+            for link in self.links if late else ():
+                link.device.kill()
+            if late:
+                _, late = await asyncio.wait(late, timeout=KILL_S)
+            for task in late:
+                log.error("%s: its process cannot be ended", task.get_name())
+                task.cancel()
+
+    @property
+    def answers(self) -> bool:
+        """Whether some device answers, if there are any."""
+        return not self.links or any(link.answers for link in self.links)
+
+    # Pushing work
+
+    def _dispatch(self) -> None:
+        """Push what the devices may have now. Waits for nothing."""
+        for link in self.links:
+            link.push_batches(self._others[link], self._group_number)
+        self._share_out(Link.push_decode_batch)
+        self._share_out(Link.push_single)
+        if any(link.is_idle for link in self.links):
+            is_starved = self._queue.waiting_images > 0
+            for link in self.links:
+                link.note_idle(is_starved=is_starved)
+
+    def _share_out(self, push: Callable[[Link], bool]) -> None:
+        """Push until nothing is left, or no device has credit: always to the device that has least."""
+        links = list(self.links)
+        while links:
+            link = min(links, key=lambda each: each.patches)
+            if not push(link):
+                links.remove(link)
+
+    def _gone(self, job: Job) -> None:
+        if self.links:
+            self.links[job.task.device].gone(job)
+
+    def _on_freed(self) -> None:
+        """Take note that the store may have space. Called on any thread, with the store's lock held."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._freed)
+
+    def _freed(self) -> None:
+        wait = self._shared.store_wait
+        if wait.since is not None and self._store.fits(wait.tokens):
+            wait.since = None
+        self._queue.poke()
+
+    def _group_lost(self, number: int) -> None:
+        """Have all devices leave a group that one of them has left; the next image gets another."""
+        if number == self._group_number:
+            self._group_number += 1
+            for link in self.links:
+                link.leave_group(number)
+
+    # The processes
+
+    async def _serve(self, link: Link) -> None:
+        device = link.device
+        while True:
+            await link.connect(self._rendezvous.port if self._rendezvous is not None else 0)
+            self._queue.poke()
+            await link.lost.wait()
+            entries = link.disown()
+            if self._rendezvous is not None:
+                self._group_lost(self._group_number)
+            why = await asyncio.to_thread(device.ended)
+            for entry in entries:
+                self._store.free(entry)
+            if self._stopping.is_set():
+                return
+            log.error("the process of %s ended (%s): starting another", device.name, why)
+            while not await self._start(device, why):
+                if self._stopping.is_set():
+                    return
+
+    async def _start(self, device: DeviceProcess, why: str) -> bool:
+        """Start a process after a pause. Return whether it has loaded. Ends the server if all devices keep failing."""
+        device.failures += 1
+        if all(link.device.failures >= MOST_FAILURES for link in self.links):
+            self._queue.abort("the server lost its devices", RuntimeError(f"the last process ended ({why})"))
+            self._stopping.set()
+        try:
+            pause_s = _PAUSES_S[device.failures - 1] if device.failures <= len(_PAUSES_S) else _LONG_PAUSE_S
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
+            return False
+        except TimeoutError:
+            pass
+        try:
+            device.start()
+            await asyncio.to_thread(device.load)
+        except (ConfigError, OSError) as error:
+            log.error("the process of %s does not start: %s", device.name, error)
+            return False
+        if self._stopping.is_set():
+            await asyncio.to_thread(device.end)
+            return False
+        return True
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for link in self.links:
+                if link.is_up and (why := link.tick()):
+                    log.error("the process of %s is stuck, %s: killing it", link.device.name, why)
+                    link.device.is_stuck = True
+                    link.device.kill()
+
+    def _keep_moving(self) -> None:
+        try:
+            self._store.keep_moving()
+        except BaseException as error:  # noqa: BLE001 - a thread never ends silently
+            self._queue.abort("the server's thread tier-migrator died", error)

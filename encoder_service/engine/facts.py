@@ -1,0 +1,94 @@
+"""What a device's process reports: once, what it has loaded (`ModelFacts`); regularly, its `DeviceState`."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from encoder_contract.geometry import GridRule
+from encoder_service.config import Config
+from encoder_service.engine.device import DeviceMemory
+from encoder_service.engine.model import MemoryPlan, Model, decode_threads
+from encoder_service.families.model import CountedRows
+from encoder_service.keys import Recipe
+from encoder_service.vision import Tower
+
+TOWER_COUNTS = ("graph_batches", "eager_batches", "padding_patches")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A loaded model, as the server needs to know it.
+
+    `rule` is None if only the device's process can compute it. `decode_threads` images are decoded one by one at a
+    time. `overtakes`: the tower may encode an image in the middle of a batch. `groups`: it may encode one together with
+    all other devices.
+    """
+
+    model_type: str
+    hidden: int
+    levels: int
+    width: int
+    dtype: torch.dtype
+    recipe: Recipe
+    videos: str
+    no_videos: str
+    attention: str
+    ahead_patches: int
+    batch_patches: int
+    rule: GridRule | None
+    max_tokens: int
+    device: str
+    decoder: str
+    jpegs: bool
+    plan: MemoryPlan
+    decode_threads: int
+    overtakes: bool
+    groups: bool
+
+    @classmethod
+    def of(cls, model: Model, config: Config, devices: int) -> "ModelFacts":
+        """Return the facts of a model in this process, one of `devices`."""
+        tower = model.tower
+        return cls(
+            model_type=tower.model_type,
+            hidden=tower.hidden,
+            levels=tower.levels,
+            width=tower.width,
+            dtype=tower.dtype,
+            recipe=model.recipe,
+            videos=model.videos,
+            no_videos=model.no_videos,
+            attention=tower.attention,
+            ahead_patches=tower.ahead_patches,
+            batch_patches=tower.batch_patches,
+            rule=None if isinstance(tower.geometry, CountedRows) else tower.geometry,
+            max_tokens=tower.geometry.max_tokens,
+            device=model.device.name,
+            decoder=model.decoder.name,
+            jpegs=model.decoder.decodes_batches,
+            plan=MemoryPlan.of(model, model.device.memory(), config),
+            decode_threads=decode_threads(config, model.device),
+            overtakes=model.device.kind == "cpu",
+            groups=devices > 1 and isinstance(tower, Tower) and tower.can_encode_in_group(devices),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Memory and counters of a device's process.
+
+    The counters are those of `VisionModel` and the decoder's `messages`, by those names, and decoder deaths by reason.
+    """
+
+    memory: DeviceMemory
+    counts: Counter[str]
+
+    @classmethod
+    def of(cls, model: Model) -> "DeviceState":
+        """Return the state of a model in this process."""
+        counts = Counter({name: getattr(model.tower, name) for name in TOWER_COUNTS})
+        return cls(
+            model.device.memory(),
+            counts + Counter({**model.decoder.deaths, "messages": model.decoder.messages}),
+        )

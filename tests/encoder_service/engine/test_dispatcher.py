@@ -1,0 +1,527 @@
+"""What the server pushes to its devices, and when: credit, overtaking, groups, space in the store, lost devices."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from encoder_contract.errors import InternalError, OverloadedError
+from encoder_contract.geometry import Grid
+from encoder_service.engine import link as linking
+from encoder_service.engine import messages
+from encoder_service.engine.job_queue import Job
+from encoder_service.engine.model import Model
+from encoder_service.scheduler import Claim
+from encoder_service.store import Pin
+from tests.engines import demanded
+from tests.scripted_device import FILE, GRID, Floor, floor
+from tests.waiting import PATIENCE_S, soon
+
+LARGE = Grid(1, 64, 64)  # 4096 patches
+WINDOW_PIXELS = 10_000
+
+
+def nothing_sent(at: Floor, device: int = 0) -> Callable[[], bool]:
+    return at.devices[device].sent.empty
+
+
+async def a_batch(at: Floor, name: bytes, grid: Grid = GRID, device: int = 0) -> tuple[Job, messages.Encode]:
+    """Queue an image that a waiting caller wants; return its job, and its batch once the device has it."""
+    job = at.submit(name, demanded(name.decode()), grid=grid)
+    await at.prepare(job, device)
+    return job, await at.devices[device].next(messages.Encode)
+
+
+async def measured(at: Floor, seconds: float, grid: Grid = GRID) -> None:
+    """Let the server measure that an image of this grid takes so long."""
+    job, batch = await a_batch(at, b"measured", grid)
+    at.devices[0].encoded(batch, seconds)
+    await soon(lambda: job not in at.jobs._jobs.values())
+
+
+# Credit
+
+
+async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_milliseconds_of_work(
+    model: Model,
+) -> None:
+    async with floor(model, batch_patches=GRID.patches) as at:
+        [device], [link] = at.devices, at.links
+        await measured(at, 0.010)
+        jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(6)]
+        batches: list[messages.Encode] = []
+        while len(batches) < 3:  # of 10 ms each
+            message = await asyncio.to_thread(device.sent.get, timeout=PATIENCE_S)
+            if isinstance(message, messages.Decode):
+                device.prepared(*(image.number for image in message.images))
+            else:
+                batches.append(message)
+        assert len(link.batches) == 3
+        device.encoded(batches[0], 1000.0)  # now a batch takes long
+        [_, *more] = [await device.next(messages.Decode)] if not device.sent.empty() else [None]
+        assert not more
+        device.encoded(batches[1], 1000.0)
+        device.encoded(batches[2], 1000.0)
+        await soon(lambda: len(at.ended) == 4)
+        assert all(isinstance(outcome, bytes) for _, outcome in at.ended)
+        assert len(jobs) == 6
+
+
+async def test_a_large_single_decode_does_not_block_small_ones(model: Model) -> None:
+    async with floor(model, decode_pixels=WINDOW_PIXELS, decode_threads=8) as at:
+        [device] = at.devices
+        size = {b"large": 1000, b"large too": 1000, b"small": 100, b"small too": 60}
+        named = {
+            at.submit(name, Claim(str(number), "a", demanded=True), width=width): name
+            for number, (name, width) in enumerate(size.items())
+        }
+
+        async def decoded_next() -> Job:
+            sent = await device.next(messages.Decode)
+            assert sent.single
+            [job] = [job for job in named if job.number == sent.images[0].number]
+            return job
+
+        large, small = await decoded_next(), await decoded_next()
+        assert [named[large], named[small]] == [b"large", b"small"], "the other large image waits"
+        device.prepared(large.number)
+        await device.next(messages.Encode)
+        assert named[await decoded_next()] == b"large too"
+        device.prepared(small.number)
+        assert named[await decoded_next()] == b"small too", "it did not fit beside the first small one"
+
+
+async def test_a_withdrawn_single_decode_holds_its_pixels_until_it_is_reported(model: Model) -> None:
+    async with floor(model, decode_pixels=WINDOW_PIXELS, decode_threads=8) as at:
+        [device], claim = at.devices, demanded("1")
+        small = at.submit(b"small", claim, width=100)
+        await device.next(messages.Decode)
+        at.jobs.withdraw(claim)
+        again = at.submit(b"small", demanded("2"), width=100)
+        assert (await device.next(messages.Gone)).images == [small.number]
+        await asyncio.sleep(0.05)
+        assert nothing_sent(at)(), "the pixels of both exceed the window"
+        device.prepared(small.number)
+        [sent] = (await device.next(messages.Decode)).images
+        assert sent.number == again.number
+        assert not at.links[0]._prepared, "the patches of the first were freed by the device"
+
+
+async def test_single_decodes_of_a_device_that_ended_hold_no_pixels(model: Model) -> None:
+    async with floor(model, decode_pixels=WINDOW_PIXELS, decode_threads=8) as at:
+        [device] = at.devices
+        jobs = [at.submit(b"small", demanded(), width=100), at.submit(b"large", demanded(), width=1000)]
+        begun = {(await device.next(messages.Decode)).images[0].number for _ in jobs}
+        device.kill()
+        again = {(await device.next(messages.Decode)).images[0].number for _ in jobs}
+        assert again == {job.number for job in jobs}
+        assert not begun & again, "numbers are not used again"
+
+
+async def test_an_image_that_the_batch_decoder_refuses_is_decoded_by_itself(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        jobs = [at.submit(bytes([n]), demanded(), batch=True) for n in range(2)]
+        sent = await device.next(messages.Decode)
+        assert not sent.single
+        assert [image.number for image in sent.images] == [job.number for job in jobs]
+        device.tell(messages.Retry([jobs[0].number], 0.1))
+        again = await device.next(messages.Decode)
+        assert again.single
+        assert again.images[0].number == jobs[0].number
+
+
+async def test_an_idle_device_first_gets_two_megapixels_and_a_large_image_alone(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        sizes = [256] * 40  # images of 256 x 64
+        jobs = [
+            at.submit(bytes([n]), demanded(str(n)), width=width, batch=True) for n, width in enumerate(sizes)
+        ]
+        first = await device.next(messages.Decode)
+        assert len(first.images) == 32, "as many as a batch has: together below two megapixels"
+        second = await device.next(messages.Decode)
+        assert len(first.images) + len(second.images) == len(jobs)
+    async with floor(model) as at:
+        [device] = at.devices
+        for n in range(3):
+            at.submit(bytes([n]), demanded(str(n)), width=40_000, batch=True)  # 2.56 megapixels each
+        assert len((await device.next(messages.Decode)).images) == 1
+        assert len((await device.next(messages.Decode)).images) == 2
+
+
+async def test_images_are_shared_out_to_the_device_with_least_work(model: Model) -> None:
+    async with floor(model, devices=2, decode_threads=2) as at:
+        jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(4)]
+        for _ in range(2):
+            for device in at.devices:
+                await device.next(messages.Decode)
+        assert sorted(job.task.device for job in jobs) == [0, 0, 1, 1]
+
+
+async def test_a_device_that_reads_nothing_blocks_neither_the_loop_nor_memory(model: Model) -> None:
+    data = FILE + bytes(4 << 20)
+    async with floor(model, decode_threads=1000) as at:
+        link = at.links[0]
+        at.devices[0]._stopped.set()
+        for n in range(50):
+            job = at.submit(bytes([n]), demanded(str(n)))
+            job.source = replace(job.source, data=data)
+        turns = 0
+        await soon(lambda: link._transport.get_write_buffer_size() > 0)
+        for _ in range(100):
+            at.jobs.poke()
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns == 100
+        held = link._transport.get_write_buffer_size()
+        assert held < linking.UNSENT_BYTES + 2 * len(data)
+
+
+# Withdrawals
+
+
+async def test_a_device_forgets_the_patches_of_withdrawn_images(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        _, batch = await a_batch(at, b"a")
+        claim = Claim("b", "b")
+        waiting = at.submit(b"b", claim)
+        await at.devices[0].next(messages.Decode)
+        device.prepared(waiting.number)
+        await soon(lambda: waiting.number in at.links[0]._prepared)
+        at.jobs.withdraw(claim)
+        assert (await device.next(messages.Gone)).images == [waiting.number]
+        device.encoded(batch)
+        await soon(lambda: not at.links[0]._jobs)
+        assert at.links[0].patches == 0
+
+
+# Overtaking
+
+
+async def test_a_demanded_image_overtakes_all_batches_that_it_is_smaller_than(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        await measured(at, 0.001)
+        large, first = await a_batch(at, b"large", LARGE)
+        assert not first.urgent
+        small, urgent = await a_batch(at, b"small", Grid(1, 16, 16))
+        assert urgent.urgent
+        guess = at.submit(b"guess", Claim("guess", "test"))
+        await device.next(messages.Decode)
+        device.prepared(guess.number)
+        await soon(lambda: guess.number in at.links[0]._prepared)
+        device.encoded(urgent)
+        await soon(lambda: [job for job, _ in at.ended][-1] is small)
+        assert nothing_sent(at)(), "a speculative image overtakes nothing"
+        device.encoded(first)
+        assert (await device.next(messages.Encode)).images == [guess.number]
+        assert [job for job, _ in at.ended][-1] is large
+
+
+async def test_overtakers_are_together_less_work_than_the_batch(model: Model) -> None:
+    quarter = Grid(1, 32, 32)  # 1024 patches: half of it at a time, and then of what is left
+    async with floor(model) as at:
+        [device] = at.devices
+        _, first = await a_batch(at, b"large", LARGE)
+        for name in (b"1", b"2", b"3"):
+            _, batch = await a_batch(at, name, quarter if name != b"3" else Grid(1, 16, 32))
+            assert batch.urgent
+        fourth = at.submit(b"4", demanded("4"), grid=quarter)
+        await device.next(messages.Decode)
+        device.prepared(fourth.number)
+        await soon(lambda: fourth.number in at.links[0]._prepared)
+        assert nothing_sent(at)(), "half of the room that is left is too small"
+        device.encoded(first)
+        assert (await device.next(messages.Encode)).images == [fourth.number]
+
+
+async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_waiting_batches(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linking, "CREDIT_S", 1e9)
+    monkeypatch.setattr(linking, "MOST_BATCHES", 2)
+    async with floor(model, overtakes=False, batch_patches=LARGE.patches) as at:
+        [device] = at.devices
+        await measured(at, 0.015, LARGE)
+        _, first = await a_batch(at, b"a", LARGE)
+        _, second = await a_batch(at, b"b", LARGE)
+        assert not first.urgent
+        assert not second.urgent
+        _, third = await a_batch(at, b"c")
+        assert third.urgent, "it does not wait for two batches"
+        device.encoded(first)
+        device.encoded(third)
+        device.encoded(second)
+        await soon(lambda: len(at.ended) == 4)
+
+
+# Groups
+
+
+async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> None:
+    async with floor(model, devices=2, groups=True) as at:
+        first, second = at.devices
+        small = at.submit(b"small", demanded("small"))
+        await at.prepare(small)
+        busy = await first.next(messages.Encode)
+        alone = at.submit(b"alone", demanded("alone"), grid=LARGE)
+        await at.prepare(alone, 1)
+        batch = await second.next(messages.Encode)
+        assert batch.group is None, "device 0 is busy"
+        first.encoded(busy)
+        second.encoded(batch)
+        await soon(lambda: len(at.ended) == 2)
+        together = at.submit(b"together", demanded("together"), grid=LARGE)
+        await at.prepare(together)
+        batch = await first.next(messages.Encode)
+        assert batch.group == messages.Group(0, 0, 2, LARGE)
+        assert (await second.next(messages.JoinGroup)).group == batch.group
+        own = at.submit(b"own", demanded("own"))
+        await at.prepare(own, 1)
+        between = await second.next(messages.Encode)
+        assert between.urgent, "a device in a group may encode its own images in between"
+        second.encoded(between)
+        second.tell(messages.LeftGroup(0, failed=False))
+        first.encoded(batch)
+        await soon(lambda: all(link.is_idle for link in at.links))
+
+
+@pytest.mark.parametrize("how", ["fails", "ends"])
+async def test_all_devices_leave_a_group_that_one_of_them_has_left(model: Model, how: str) -> None:
+    async with floor(model, devices=2, groups=True) as at:
+        first, second = at.devices
+        large = at.submit(b"large", demanded("large"), grid=LARGE)
+        await at.prepare(large)
+        batch = await first.next(messages.Encode)
+        await second.next(messages.JoinGroup)
+        if how == "fails":
+            second.tell(messages.LeftGroup(0, failed=True))
+        else:
+            second.kill()
+        assert (await first.next(messages.LeaveGroup)).number == 0
+        first.tell(messages.LeftGroup(0, failed=True))
+        first.encoded(batch)  # alone
+        await soon(lambda: len(at.ended) == 1 and all(link.is_up and link.is_idle for link in at.links))
+        if how == "fails":
+            await second.next(messages.LeaveGroup)
+        number = at.engine._group_number
+        assert number > 0
+        another = at.submit(b"another", demanded("another"), grid=LARGE)
+        await at.prepare(another)
+        assert (await first.next(messages.Encode)).group == messages.Group(number, 0, 2, LARGE)
+
+
+async def test_an_interrupted_image_forms_no_group(model: Model) -> None:
+    async with floor(model, devices=2, groups=True) as at:
+        first, second = at.devices
+        large = at.submit(b"large", demanded("large"), grid=LARGE)
+        await at.prepare(large)
+        assert (await first.next(messages.Encode)).group is not None
+        await second.next(messages.JoinGroup)
+        first.kill()
+        second.tell(messages.LeftGroup(0, failed=True))
+        await second.next(messages.LeaveGroup)
+        await at.prepare(large, 1)
+        assert (await second.next(messages.Encode)).group is None
+
+
+# The store
+
+
+def rows_bytes(model: Model, images: int) -> int:
+    """Return the size of a store for this many images of `GRID`, in whole pages."""
+    tower = model.tower
+    page = max(1, (64 << 10) // (tower.width * tower.dtype.itemsize)) * tower.width * tower.dtype.itemsize
+    return page * images
+
+
+async def test_a_full_store_is_noticed_without_asking_again(model: Model) -> None:
+    async with floor(model, store_bytes=rows_bytes(model, 1)) as at:
+        [device] = at.devices
+        at.store.wait_s = PATIENCE_S
+        first = at.submit(b"first", demanded("first"))
+        rows = at.jobs.wait(first, demanded("reader"))
+        await at.prepare(first)
+        device.encoded(await device.next(messages.Encode))
+        held = await rows
+        second = at.submit(b"second", demanded("second"))
+        await device.next(messages.Decode)
+        device.prepared(second.number)
+        await soon(lambda: at.store.stats().waits > 0)
+        assert nothing_sent(at)()
+        held.release()
+        assert (await device.next(messages.Encode)).images == [second.number]
+
+
+async def test_an_image_without_space_fails_in_time_and_later_ones_at_once(model: Model) -> None:
+    async with floor(model, store_bytes=rows_bytes(model, 1)) as at:
+        [device] = at.devices
+        taken = at.store.receive(b"rows of a peer", 1, Grid(1, 2, 2))
+        assert taken is not None
+        jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(2)]
+        for _ in jobs:
+            [image] = (await device.next(messages.Decode)).images
+            device.prepared(image.number)
+        await soon(lambda: len(at.ended) == 2)
+        assert all(isinstance(outcome, OverloadedError) for _, outcome in at.ended)
+        assert sorted((await device.next(messages.Gone)).images) == sorted(job.number for job in jobs)
+        assert at.links[0].patches == 0
+        taken.abandon()
+        await soon(lambda: at.engine._shared.store_wait.since is None)
+        assert (await a_batch(at, b"again"))[1].places
+
+
+async def test_an_image_that_another_writer_has_waits_and_lets_others_go_first(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        job = at.submit(b"written", demanded("written"))
+        incoming = at.store.receive(job.key.address, 4, GRID)
+        assert incoming is not None
+        [image] = (await device.next(messages.Decode)).images
+        device.prepared(image.number)
+        other, batch = await a_batch(at, b"other")
+        assert batch.images == [other.number]
+        device.encoded(batch)
+        await soon(lambda: len(at.ended) == 1)
+        incoming.abandon()
+        assert (await device.next(messages.Encode)).images == [job.number]
+
+
+async def test_rows_that_arrive_otherwise_end_the_job_without_encoding(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        _, batch = await a_batch(at, b"first")
+        job = at.submit(b"from a peer", Claim("guess", "test"))
+        reader = at.jobs.wait(job, demanded("reader"))
+        [image] = (await device.next(messages.Decode)).images
+        incoming = at.store.receive(job.key.address, 4, GRID)
+        assert incoming is not None
+        incoming.add(memoryview(bytes(4 * model.tower.width * model.tower.dtype.itemsize)))
+        incoming.commit(incoming._checksum.value).release()
+        device.prepared(image.number)
+        await soon(lambda: bool(at.links[0]._prepared))
+        device.encoded(batch)
+        (await reader).release()
+        assert (await device.next(messages.Gone)).images == [job.number]
+
+
+# Devices that fail
+
+
+async def test_the_rate_and_the_number_of_failures_follow_the_reports(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        await measured(at, 2.0)
+        assert at.jobs.encode_s(GRID.patches) == pytest.approx(2.0)
+        for n in range(3):
+            device.kill()
+            await soon(lambda n=n: device.restarts["killed"] == n + 1 and at.links[0].is_up)
+        assert device.failures == 3
+        _, batch = await a_batch(at, b"good")
+        device.encoded(batch)
+        await soon(lambda: device.failures == 0)
+
+
+async def test_an_image_fails_when_three_processes_have_ended_on_it(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        bad, other = at.submit(b"bad", demanded("bad")), at.submit(b"other", demanded("other"))
+        for _ in range(3):
+            numbers = [(await device.next(messages.Decode)).images[0].number for _ in at.jobs._jobs]
+            device.prepared(bad.number)
+            batch = await device.next(messages.Encode)
+            assert batch.images == [bad.number]
+            assert len(numbers) == 2
+            device.kill()
+        await soon(lambda: len(at.ended) == 1)
+        [(job, error)] = at.ended
+        assert job is bad
+        assert isinstance(error, InternalError)
+        await at.prepare(other)
+        assert (await device.next(messages.Encode)).images == [other.number]
+
+
+async def test_pages_of_a_lost_process_are_used_again_only_after_its_end(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with floor(model, devices=2, store_bytes=rows_bytes(model, 1)) as at:
+        first, second = at.devices
+        at.store.wait_s = PATIENCE_S
+        ended = asyncio.Event()
+        loop, wait = asyncio.get_running_loop(), first.wait
+        monkeypatch.setattr(
+            first,
+            "wait",
+            lambda *_: (asyncio.run_coroutine_threadsafe(ended.wait(), loop).result(), wait())[1],
+        )
+        job, batch = await a_batch(at, b"a")
+        first.kill()
+        await at.prepare(job, 1)
+        await soon(lambda: at.store.stats().waits > 0)
+        assert nothing_sent(at, 1)(), "the process may still write to these pages"
+        ended.set()
+        again = await second.next(messages.Encode)
+        assert again.places == batch.places
+
+
+async def test_a_silent_device_is_not_ready_and_then_killed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.engine.dispatcher.TICK_S", 0.02)
+    async with floor(model) as at:
+        [device], [link] = at.devices, at.links
+        device.tell(messages.Report(None))
+        await soon(lambda: not at.engine.answers)
+        assert link.is_up, "it is not killed yet"
+        await soon(lambda: device.restarts["stuck"] == 1)
+        for _ in range(3 * linking.SILENT_TICKS):
+            device.tell(messages.Report(None))
+            await asyncio.sleep(0.02)
+        assert device.restarts["stuck"] <= 2, "a device that reports is left alone, but for a busy machine"
+
+
+async def test_a_device_that_does_not_return_an_image_is_killed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linking, "CREDIT_TICKS", 3)
+    monkeypatch.setattr(linking, "DECODE_S", 0.0)
+    async with floor(model) as at:
+        [device], [link] = at.devices, at.links
+        assert link.tick() == ""
+        at.submit(b"a", demanded())
+        await device.next(messages.Decode)
+        found = [link.tick() for _ in range(3)]
+        assert found == ["", "", "it has not returned an image to decode"]
+        link.silent_ticks = 0
+
+
+async def test_time_with_an_empty_queue_does_not_count_as_starved(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        await measured(at, 0.1)
+        before = at.metrics._starved._value.get()
+        at.jobs.poke()
+        await asyncio.sleep(0.3)
+        job = at.submit(b"a", demanded())
+        await at.prepare(job)
+        device.encoded(await device.next(messages.Encode))
+        await soon(lambda: len(at.ended) == 2)
+        starved_s = at.metrics._starved._value.get() - before
+        assert 0 < starved_s < 0.3
+
+
+async def test_an_error_of_ours_while_pushing_ends_the_server(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with floor(model) as at:
+        monkeypatch.setattr(linking.Link, "push_single", lambda _: 1 / 0)
+        job = at.submit(b"a", demanded())
+        outcome: list[object] = []
+        at.jobs.watch(job, outcome.append)
+        await soon(lambda: bool(outcome))
+        assert not isinstance(outcome[0], Pin)
+        assert at.jobs.is_closed
+        at.jobs._closed = False  # as the end of this test asks

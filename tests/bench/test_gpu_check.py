@@ -178,10 +178,10 @@ def test_kept_results_are_stored_under_the_name_of_their_machine(
     about = found("env", hardware="a GPU", versions={"torch": "2.11"}, dry=False)
     file.write_text("\n".join(json.dumps(line) for line in (about, found("tower", seconds=2.5))))
     assert gpu.main(["--keep", str(file)]) == 0
-    kept = json.loads((tmp_path / "gpu.a-gpu.json").read_text())
+    kept = json.loads((tmp_path / "gpu_check.a-gpu.json").read_text())
     assert kept["seconds"] == 2.5
     assert kept["versions"] == {"torch": "2.11"}
-    assert "gpu.a-gpu.json" in capsys.readouterr().out
+    assert "gpu_check.a-gpu.json" in capsys.readouterr().out
 
 
 def test_keep_joins_runs_of_one_machine_and_refuses_several_machines(
@@ -198,7 +198,7 @@ def test_keep_joins_runs_of_one_machine_and_refuses_several_machines(
     for name, lines in runs.items():
         files[name].write_text("\n".join(map(json.dumps, lines)))
     assert gpu.main(["--keep", str(files["one"]), str(files["two"])]) == 0
-    kept = json.loads((tmp_path / "gpu.a-gpu.json").read_text())
+    kept = json.loads((tmp_path / "gpu_check.a-gpu.json").read_text())
     assert kept["seconds"] == 4.0
     assert kept["figures"]["lines"] == runs["one"] + runs["two"]
     assert gpu.main(["--keep", *map(str, files.values())]) == 2

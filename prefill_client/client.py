@@ -1,7 +1,7 @@
 """The asynchronous client: submits images and fetches their rows, with routing, retries and failover."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 from uuid import uuid4
 
@@ -85,6 +85,11 @@ class EncoderClient:
         if tenant_salt == self._tenant_salt:
             return self
         return type(self)(self._pool, client_id=self._client_id, tenant_salt=tenant_salt)
+
+    @property
+    def why_down(self) -> Mapping[str, str]:
+        """The last error of each server that does not serve, by endpoint."""
+        return self._pool.why_down
 
     @property
     def any_serves(self) -> bool:

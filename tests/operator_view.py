@@ -57,6 +57,11 @@ async def settled(server: Server, name: str, value: float, **labels: str) -> Scr
     return seen[0]
 
 
+async def images_wait(server: Server, images: int) -> None:
+    """Wait until `images` images are queued or running, with or without a waiting Fetch."""
+    await soon(lambda: sum(server.jobs.snapshot().images.values()) == images)
+
+
 async def fetches_wait_for(server: Server, images: int) -> None:
     """Wait until `images` images are queued or running, each with a waiting Fetch."""
 

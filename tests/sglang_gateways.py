@@ -65,8 +65,10 @@ async def gateway_for(
     loader = ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30)
     loaders = {Modality.IMAGE: loader, Modality.VIDEO: loader}
     videos = video_settings(language_model, client.description)
-    given = {"allowed": LOOPBACK, "max_images": 70, "part_s": 100.0, "videos": videos, **settings}
+    limits = {"max_images": 70, "part_s": 100.0, "part_row_bytes": 1 << 28, "row_bytes": 1 << 28}
+    given = {"allowed": LOOPBACK, "videos": videos, **limits, **settings}
     gateway = Gateway(client, loaders, delivery, metrics, **given)
+    watching = asyncio.create_task(gateway.watch_service())
     service = HttpService(gateway, metrics, max_parts=max_parts, max_body_bytes=max_body_bytes)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -79,4 +81,5 @@ async def gateway_for(
         finally:
             server.should_exit = True
             await running
+            watching.cancel()
             delivery.close()

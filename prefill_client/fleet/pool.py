@@ -65,6 +65,8 @@ class Pool:
         self._resolving: asyncio.Task[None] | None = None
         self._unresolved: dict[str, OSError] = {}  # names that do not resolve, and the reason
         self._closed = False
+        self.why_down: dict[str, str] = {}
+        """The last error of each server that does not serve, by endpoint."""
         self.router = Router(name for name in self._names if not name.startswith(DNS))
 
     async def open(self) -> None:
@@ -220,6 +222,7 @@ class Pool:
                 self._watches[endpoint] = asyncio.create_task(self._watch(endpoint), name=f"watch {endpoint}")
         for endpoint in set(self._watches) - set(self.router.endpoints):
             self._watches.pop(endpoint).cancel()
+            self.why_down.pop(endpoint, None)
 
     async def _watch(self, endpoint: str) -> None:
         """Watch a server's health while it is in the fleet. The open stream also keeps the channel's pings going."""
@@ -232,11 +235,16 @@ class Pool:
                 )
                 async for answer in watch:
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                        self.why_down[endpoint] = (
+                            "it does not serve: it starts, drains or has no working device"
+                        )
                         break
                     self.router.mark_up(endpoint)
+                    self.why_down.pop(endpoint, None)
                 watch.cancel()  # otherwise a draining server would wait for this call
             except (EncoderError, grpc.aio.AioRpcError) as error:
                 log.debug("%s: %s", endpoint, error)
+                self.why_down[endpoint] = _text_of(error)
                 if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # the server has no health service, so only calls show whether it is up
             self.router.mark_down(endpoint)
@@ -276,6 +284,10 @@ class Pool:
             self._unresolved.pop(name, None)
             found.extend(sorted({_authority(address) for *_, address in answers}))
         self.router.set_endpoints(dict.fromkeys(found))
+
+
+def _text_of(error: EncoderError | grpc.aio.AioRpcError) -> str:
+    return error.message if isinstance(error, EncoderError) else f"{error.code().name}: {error.details()}"
 
 
 def _is_open(connecting: "asyncio.Task[Connection]") -> bool:

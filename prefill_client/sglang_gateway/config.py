@@ -54,6 +54,12 @@ class GatewayConfig(HttpSettings):
     )
     max_parts: int = knob(64, help="largest number of parts served at the same time; more parts wait unread")
     max_images: int = knob(256, help="largest number of images in one part")
+    part_rows_gib: float = knob(
+        1.0, help="largest size of the rows of one part, GiB; a part with more is refused"
+    )
+    rows_gib: float = knob(
+        2.0, help="largest size of the rows of all parts, GiB; more parts wait; at least --part-rows-gib"
+    )
     part_s: float = knob(
         120.0,
         help="seconds that the images of a part may take, with all retries; keep it below SGLang's own timeout (180)",
@@ -67,6 +73,7 @@ class GatewayConfig(HttpSettings):
                 AllowedReceivers(listed(self.receivers), ports)
             except ValueError as error:
                 self._require(False, name, f"is invalid: {error}")
+        self._require(self.rows_gib >= self.part_rows_gib, "rows_gib", "must be at least --part-rows-gib")
         self._require(bool(self.endpoints), "encoder", "must name at least one server")
         is_folder = not self.language_model or Path(self.language_model).is_dir()
         self._require(is_folder, "language_model", "must be the folder of a checkpoint")

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from encoder_contract.errors import DeadlineError, UnavailableError
 from prefill_client.sglang_gateway.parts import Address
 
+# Sockets that are open at the same time, two or three descriptors each. More receivers wait.
+_MAX_SOCKETS = 128
 # SGLang binds a receiver before it sends the request, so the receiver accepts at once or is gone.
 CONNECT_S = 10.0
 # How long 4 GB take at half a gigabit per second: 64 images of 1080p in the largest models.
@@ -29,6 +31,7 @@ class Delivery:
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._free_sockets = asyncio.Semaphore(_MAX_SOCKETS)
 
     def close(self) -> None:
         """Close all sockets. Messages that are being sent are dropped."""
@@ -49,6 +52,10 @@ class Delivery:
             await asyncio.gather(*sending, return_exceptions=True)
 
     async def _send(self, receiver: Address, frame: bytes, rows: NDArray[np.generic]) -> None:
+        async with self._free_sockets:
+            await self._send_by_own_socket(receiver, frame, rows)
+
+    async def _send_by_own_socket(self, receiver: Address, frame: bytes, rows: NDArray[np.generic]) -> None:
         # One socket per message: a receiver of zmq_to_tokenizer lives only as long as its request.
         socket = self._context.socket(zmq.PUSH)
         released = asyncio.Event()

@@ -15,7 +15,7 @@ import numpy as np
 from cachetools import TTLCache
 from numpy.typing import NDArray
 
-from encoder_contract.errors import DeadlineError, EncoderError
+from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError
 from encoder_contract.geometry import Grid
 from encoder_contract.video import Clip, VideoSettings
 from prefill_client import (
@@ -31,6 +31,7 @@ from prefill_client.images import File, raise_first
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.frames import Modality, embedding_frame
+from prefill_client.sglang_gateway.memory import Memory
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.model_check import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
@@ -42,6 +43,10 @@ log = logging.getLogger(__name__)
 
 # Pause after a failed attempt.
 RETRY_S = 0.25
+# How often the gateway checks whether a replica of the service serves.
+WATCH_S = 1.0
+# How long a part whose caller hung up may take to be written completely. SGLang hangs up once it has all parts.
+LAST_BYTES_S = 0.5
 # How long SGLang's ranks may take to register their receivers for a part once its rows are ready.
 RANKS_S = 30.0
 # Images of one part whose rows are fetched at the same time, while the others are being encoded.
@@ -86,7 +91,8 @@ class Gateway:
     """Serves parts. Not thread-safe: use it from one event loop.
 
     `loaders` load the files of each modality. `videos` has the video settings of SGLang's checkpoint, or the error of
-    parts with videos. `part_s` is how long the images of a part may take, with all retries.
+    parts with videos. `part_s` is how long the images of a part may take, with all retries. The rows of one part have
+    at most `part_row_bytes`, and those of all parts at most `row_bytes`: more parts wait.
     """
 
     def __init__(
@@ -99,6 +105,8 @@ class Gateway:
         videos: VideoSettings | EncoderError,
         allowed: AllowedReceivers,
         max_images: int,
+        part_row_bytes: int,
+        row_bytes: int,
         part_s: float,
     ) -> None:
         self._client = client
@@ -108,7 +116,10 @@ class Gateway:
         self._metrics = metrics
         self._allowed = allowed
         self._max_images = max_images
+        self._part_row_bytes = part_row_bytes
+        self._row_memory = Memory(row_bytes, what="rows of all parts (--rows-gib)")
         self._part_s = part_s
+        metrics.service_up.set_function(lambda: float(self.is_healthy))
         self._rank_receivers: TTLCache[str, _RankReceivers] = TTLCache(_MAX_WAITING_PARTS, _WAITING_PART_S)
         self._warned = False
 
@@ -116,6 +127,23 @@ class Gateway:
     def is_healthy(self) -> bool:
         """Whether at least one replica of the service may be up."""
         return self._client.any_serves
+
+    @property
+    def why_unhealthy(self) -> str:
+        """The last error of each replica that does not serve."""
+        return "; ".join(f"{endpoint}: {why}" for endpoint, why in sorted(self._client.why_down.items()))
+
+    async def watch_service(self) -> None:
+        """Log when the last replica of the service stops to serve, and when one serves again. Never returns."""
+        was_healthy = True
+        while True:
+            if self.is_healthy != was_healthy:
+                was_healthy = self.is_healthy
+                if was_healthy:
+                    log.info("the encoder service serves again")
+                else:
+                    log.warning("no replica of the encoder service serves: %s", self.why_unhealthy)
+            await asyncio.sleep(WATCH_S)
 
     def add_receiver(self, req_id: str, count: int, address: Address) -> None:
         """Register the receiver of one of `count` ranks for a part (zmq_to_scheduler). Raises `ForbiddenError`."""
@@ -136,26 +164,30 @@ class Gateway:
         began = monotonic()
         for address in part.receivers or ():
             self._allowed.check(address)
-        async with AsyncExitStack() as held:
-            outcome = "served"
-            try:
-                rows = await self._rows(part, held)
-            except EncoderError as error:
-                if part.receivers is not None:
-                    raise
-                log.error("part %s: SGLang gets rows that it refuses: %s", part.req_id, error.message)
-                rows, outcome = stand_in(part, self._client.description), "stand_in"
-            await self._deliver(part, rows)
-        self._metrics.served(outcome, rows.array.nbytes, monotonic() - began)
-        log.info(
-            "part %s: %s, %d %ss, %d rows, %.1f ms",
-            part.req_id,
-            outcome,
-            len(part.items),
-            part.kind,
-            len(rows.array),
-            1000 * (monotonic() - began),
-        )
+        delivered = False
+        try:
+            async with AsyncExitStack() as held:
+                rows, outcome = await self._rows_or_stand_in(part, held)
+                await self._deliver_whole(part, rows)
+                delivered = True
+                took_s = monotonic() - began
+                self._metrics.served(outcome, rows.array.nbytes, took_s)
+                told = (part.req_id, outcome, len(part.items), part.kind, len(rows.array), 1000 * took_s)
+                log.info("part %s: %s, %d %ss, %d rows, %.1f ms", *told)
+        except asyncio.CancelledError:
+            if not delivered:
+                self._metrics.parts.labels("left").inc()
+            raise
+
+    async def _rows_or_stand_in(self, part: Part, held: AsyncExitStack) -> tuple[PartRows, str]:
+        """Return what to send, valid until `held` is closed, and the outcome. Raises an error that may reach SGLang."""
+        try:
+            return await self._rows(part, held), "served"
+        except EncoderError as error:
+            if part.receivers is not None:
+                raise
+            log.error("part %s: SGLang gets rows that it refuses: %s", part.req_id, error.message)
+            return stand_in(part, self._client.description), "stand_in"
 
     async def _rows(self, part: Part, held: AsyncExitStack) -> PartRows:
         """Return the rows of a part, valid until `held` is closed. Retries temporary errors until `part_s`."""
@@ -191,6 +223,12 @@ class Gateway:
         kept = await self._client.keep(items.files, request_id=part.call_id, timeout_s=left_s, again_s=left_s)
         await held.enter_async_context(kept)
         raise_first([answer.error for answer in kept.answers], items.names)
+        size = self._client.description.row_bytes * sum(answer.tokens for answer in kept.answers)
+        if size > self._part_row_bytes:
+            raise ImageLimitError(
+                f"the rows of the part have {size} bytes, and the limit is {self._part_row_bytes} (--part-rows-gib)"
+            )
+        await held.enter_async_context(self._row_memory.reserved(size))
         if len(items.files) == 1:
             rows = await self._in_place(part, items, kept.answers[0], left_s, held)
         else:
@@ -270,6 +308,18 @@ class Gateway:
         raise_first([fetched.error], [name])
         self._metrics.images.labels(fetched.source).inc()
         return fetched
+
+    async def _deliver_whole(self, part: Part, rows: PartRows) -> None:
+        """Deliver a part. If the caller hangs up, a message that is complete in a moment still counts as delivered."""
+        delivering = asyncio.create_task(self._deliver(part, rows))
+        try:
+            await asyncio.shield(delivering)
+        except asyncio.CancelledError:
+            await asyncio.wait({delivering}, timeout=LAST_BYTES_S)
+            if not delivering.done() or delivering.exception() is not None:
+                delivering.cancel()
+                await asyncio.gather(delivering, return_exceptions=True)
+                raise
 
     async def _deliver(self, part: Part, rows: PartRows) -> None:
         receivers = part.receivers if part.receivers is not None else await self._ranks(part.req_id)

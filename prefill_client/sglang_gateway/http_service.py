@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -19,6 +21,7 @@ from encoder_contract.errors import (
 )
 from prefill_client.http_server import DisconnectedError, cancel_on_disconnect
 from prefill_client.sglang_gateway.gateway import Gateway
+from prefill_client.sglang_gateway.memory import Memory
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.parts import MAX_RANKS, Address, Part, read_object, req_id_of
 
@@ -27,8 +30,10 @@ log = logging.getLogger(__name__)
 ENCODE, RECEIVER, HEALTH, METRICS = "/encode", "/scheduler_receive_url", "/health", "/metrics"
 # A body that registers a receiver is short.
 _MAX_RECEIVER_BYTES = 64 << 10
-# SGLang sends a body at once. If its host is gone, the body never ends, and would occupy the slot of another part.
+# SGLang sends a body at once. If its host is gone, the body never ends, and would hold memory of others.
 BODY_S = 60.0
+# Memory for bodies, in largest bodies. A body has its declared length reserved from its first byte until it is served.
+BODIES = 4
 # The HTTP status of each gRPC status. Any other becomes 503, because SGLang answers its own caller with 503 anyway.
 _HTTP_STATUS = {Status.INVALID_ARGUMENT: 400, Status.PERMISSION_DENIED: 403}
 
@@ -41,6 +46,7 @@ class HttpService:
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._slots = asyncio.Semaphore(max_parts)
+        self._body_memory = Memory(BODIES * max_body_bytes, what="bodies of all requests (--max-body-bytes)")
         # Parsing megabytes of JSON holds the GIL. Parse one body at a time, so that health checks run in between.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="json")
 
@@ -56,8 +62,10 @@ class HttpService:
         return Starlette(routes=routes)
 
     async def health(self, _: Request) -> Response:
-        """Answer 200, or 503 while no replica of the service can be reached."""
-        return Response(status_code=200 if self._gateway.is_healthy else 503)
+        """Answer 200, or 503 and the reason while no replica of the service serves."""
+        if self._gateway.is_healthy:
+            return Response()
+        return JSONResponse({"message": self._gateway.why_unhealthy}, 503)
 
     async def exposition(self, _: Request) -> Response:
         """Return the metrics for Prometheus."""
@@ -79,13 +87,20 @@ class HttpService:
         return JSONResponse(None)
 
     async def encode(self, request: Request) -> Response:
-        """Serve a part. Parts beyond `max_parts` wait unread, and their bodies stay at the sender."""
-        outcome = "failed"
+        """Serve a part. Parts beyond `max_parts` wait; a part takes its slot once its body has arrived."""
+        outcome, begun = "failed", asyncio.Event()
+
+        async def serve(part: Part) -> None:
+            async with self._slots:
+                begun.set()
+                await self._gateway.encode(part)
+
         try:
             with self._metrics.parts_now.track_inprogress():
-                async with self._slots:
-                    part = await self._part(request)
-                    await cancel_on_disconnect(request, self._gateway.encode(part))
+                async with AsyncExitStack() as held:
+                    body = await self._body_in_memory(request, held)
+                    parsing = asyncio.get_running_loop().run_in_executor(self._reader, Part.parse, body)
+                    await cancel_on_disconnect(request, serve(await parsing))
                     outcome = ""
             return JSONResponse(None)
         except EncoderError as error:
@@ -94,29 +109,50 @@ class HttpService:
             log.warning("a part was %s: %s", outcome, error.message)
             return refusal
         except (DisconnectedError, ClientDisconnect):
-            outcome = "left"
+            outcome = "" if begun.is_set() else "left"  # a part that begun is counted by the gateway
             return Response(status_code=499)
         finally:
             if outcome:
                 self._metrics.parts.labels(outcome).inc()
 
-    async def _part(self, request: Request) -> Part:
-        body = await _body(request, self._max_body_bytes)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, Part.parse, body)
+    async def _body_in_memory(self, request: Request, held: AsyncExitStack) -> bytes:
+        """Return the body, whose memory is reserved until `held` is closed. Before its first byte, it takes none."""
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isdigit() else self._max_body_bytes
+        _require_size(size, self._max_body_bytes)
+        pieces = request.stream()
+        async with _in_time():
+            first = await anext(pieces)
+        await held.enter_async_context(self._body_memory.reserved(size))
+        return await _rest(pieces, first, self._max_body_bytes)
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:
-    pieces, size = [], 0
+    return await _rest(request.stream(), b"", max_bytes)
+
+
+async def _rest(pieces: AsyncIterator[bytes], first: bytes, max_bytes: int) -> bytes:
+    read, size = [first], len(first)
+    async with _in_time():
+        async for piece in pieces:
+            size += len(piece)
+            _require_size(size, max_bytes)
+            read.append(piece)
+    return b"".join(read)
+
+
+def _require_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise ImageLimitError(f"the request has more than {max_bytes} bytes (--max-body-bytes)")
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                size += len(piece)
-                if size > max_bytes:
-                    raise ImageLimitError(f"the request has more than {max_bytes} bytes (--max-body-bytes)")
-                pieces.append(piece)
+            yield
     except TimeoutError:
         raise DeadlineError(f"the request did not arrive within {BODY_S:g} s") from None
-    return b"".join(pieces)
 
 
 def _refusal(error: EncoderError) -> Response:

@@ -16,6 +16,11 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.service_up = Gauge(
+            "sglang_gateway_service_up",
+            "1 while at least one replica of the encoder service serves, else 0.",
+            registry=self.registry,
+        )
         self.parts_now = Gauge(
             "sglang_gateway_parts_now",
             "Parts that are being served or wait to be served.",

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,8 +14,9 @@ from prefill_client.sglang_gateway.frames import Modality
 _IGNORED_KEYS = frozenset({"url", "content_hash", "detail", "max_dynamic_patch"})
 _MAX_ID_CHARACTERS, _MAX_CALL_ID_BYTES = 512, 128
 _MAX_PARTS = 1 << 20
-MAX_RANKS = 1024
+MAX_RANKS = 256
 """Largest number of SGLang ranks that receive a part, each on its own socket."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,13 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise InvalidRequestError("the body is not a JSON object")
+    if _SURROGATE.search(body):  # a half of a pair is valid JSON, but cannot be encoded
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the body has a text with half of a surrogate pair: {error.reason}"
+            ) from error
     return parsed
 
 

@@ -23,6 +23,7 @@ from prefill_client.sglang_gateway.model_check import check_family, check_model
 from prefill_client.sglang_gateway.registration import Registration
 from prefill_client.sglang_gateway.videos import video_settings
 
+GIB = 1 << 30
 DRAIN_S = 30  # how long running parts may take after SIGTERM
 
 
@@ -64,6 +65,8 @@ async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.
         videos=videos,
         allowed=config.allowed_receivers,
         max_images=config.max_images,
+        part_row_bytes=int(config.part_rows_gib * GIB),
+        row_bytes=int(config.rows_gib * GIB),
         part_s=config.part_s,
     )
     service = HttpService(gateway, metrics, max_parts=config.max_parts, max_body_bytes=config.max_body_bytes)
@@ -81,11 +84,15 @@ async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.
         f"  listening  {listening}",
         before_stop=registration.end,
     )
-    registering = asyncio.create_task(registration.keep(), name="register")
+    tasks = [
+        asyncio.create_task(registration.keep(), name="register"),
+        asyncio.create_task(gateway.watch_service(), name="watch the service"),
+    ]
     try:
         await server.serve(sockets=[listener])
     finally:
-        registering.cancel()
+        for task in tasks:
+            task.cancel()
         delivery.close()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -19,7 +20,7 @@ from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
 from testing.photos import data_url, photo
 from tests.gate import Gate
 from tests.image_host import image_host
-from tests.operator_view import fetches_wait_for, numbers
+from tests.operator_view import fetches_wait_for, images_wait, numbers
 from tests.sglang_gateways import RunningGateway, gateway_for
 from tests.sglang_messages import Message, body_of
 from tests.sglang_receiver import LanguageServer
@@ -241,18 +242,78 @@ async def test_parts_over_the_bound_wait_for_a_slot(
         assert len((await asking).parts) == 5
 
 
-async def test_a_stalled_body_releases_its_slot(
+async def test_parts_wait_for_memory_for_their_rows(
+    client: EncoderClient, server: Server, gate: Gate
+) -> None:
+    rows = client.description.geometry.tokens(client.description.geometry.grid(96, 96))
+    enough_for_one = int(1.5 * rows * client.description.row_bytes)
+    limits = {"part_row_bytes": enough_for_one, "row_bytes": enough_for_one}
+    async with gateway_for(client, **limits) as gateway, LanguageServer(gateway.url) as sglang:
+        with gate.closed():
+            parts = [[data_url(photo(96, 96, seed))] for seed in range(100, 104)]
+            asking = asyncio.create_task(sglang.to_tokenizer(*parts))
+            await images_wait(server, 4)
+            await fetches_wait_for(server, 1)
+        assert len((await asking).parts) == 4
+
+
+async def test_a_part_with_more_rows_than_allowed_is_refused(client: EncoderClient) -> None:
+    async with gateway_for(client, part_row_bytes=100) as gateway, LanguageServer(gateway.url) as sglang:
+        ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
+        assert (status, "--part-rows-gib" in message) == (400, True)
+
+
+async def test_slow_bodies_take_no_slot(client: EncoderClient) -> None:
+    async with gateway_for(client, max_parts=2) as gateway, LanguageServer(gateway.url) as sglang:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+        for _, writer in slow:
+            writer.write(b"POST /encode HTTP/1.1\r\nHost: gateway\r\nContent-Length: 1000\r\n\r\n{")
+        await soon(lambda: gateway.count("parts_now") == 8)
+        assert len((await sglang.to_tokenizer([data_url(FIRST)])).parts) == 1
+        assert gateway.count("parts_now") == 8, "they still send"
+        for _, writer in slow:
+            writer.close()
+        await soon(lambda: gateway.count("parts_total", outcome="left") == 8)
+
+
+async def test_a_body_that_stalls_is_answered_with_503(
     client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_service, "BODY_S", 0.2)
-    async with gateway_for(client, max_parts=1) as gateway, LanguageServer(gateway.url) as sglang:
+    async with gateway_for(client) as gateway:
         host, port = gateway.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /encode HTTP/1.1\r\nHost: gateway\r\nContent-Length: 1000\r\n\r\n{")
-        await soon(lambda: gateway.count("parts_now") == 1)
-        assert len((await sglang.to_tokenizer([data_url(FIRST)])).parts) == 1
         assert b" 503 " in await reader.readline()
         writer.close()
+
+
+async def test_a_part_whose_caller_hangs_up_once_it_has_the_rows_is_served(
+    client: EncoderClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_for(client) as gateway, LanguageServer(gateway.url) as sglang:
+        sent, gone, deliver = asyncio.Event(), asyncio.Event(), gateway.delivery.deliver
+
+        async def late(*message: Any) -> None:
+            """Return once the caller has gone, as when it is quicker than the end of the delivery."""
+            await deliver(*message)
+            sent.set()
+            await gone.wait()
+
+        monkeypatch.setattr(gateway.delivery, "deliver", late)
+        socket, port = sglang._bound()
+        async with httpx2.AsyncClient() as http:
+            body = body_of([data_url(FIRST)], port=port)
+            posting = asyncio.create_task(http.post(f"{gateway.url}/encode", json=body, timeout=100))
+            await sent.wait()
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+        gone.set()
+        Message.of(await socket.recv_multipart())
+        await soon(lambda: gateway.count("parts_now") == 0)
+        assert gateway.count("parts_total", outcome="served") == 1
+        assert gateway.count("parts_total", outcome="left") == 0
 
 
 async def test_a_long_id_is_served(gateway: RunningGateway, sglang: LanguageServer) -> None:

@@ -67,8 +67,10 @@ def test_audio_and_too_many_images_are_refused() -> None:
         *({"part_idx": index} for index in (-1, 1, True, "0", None)),
         *({"num_parts": count} for count in (0, 1.0, None)),
         *({"req_id": name} for name in ("", None, 3, "x" * 513)),
-        *({"embedding_port": port} for port in ("40000", [], ["40000"], True, [40000] * 1025)),
+        *({"embedding_port": port} for port in ("40000", [], ["40000"], True, [40000] * 257)),
         {"prefill_host": None},
+        *({name: "half \ud800 of a pair"} for name in ("req_id", "prefill_host", "modality")),
+        {"mm_items": [{"url": DATA, "detail": "\udc00"}]},
         {"modality": "SMELL"},
         {"modality": None},
         {"modality": []},
@@ -83,6 +85,12 @@ def test_a_malformed_part_is_refused(change: dict[str, Any]) -> None:
 def test_a_body_without_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         Part.parse(body)
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    body = json.dumps(body_of([DATA], port=40000) | {"req_id": "a \N{GRINNING FACE}"})
+    assert "\\ud83d" in body
+    assert Part.parse(body.encode()).req_id == "a \N{GRINNING FACE}"
 
 
 def test_the_request_names_its_receivers() -> None:

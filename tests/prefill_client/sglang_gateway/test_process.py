@@ -200,6 +200,7 @@ async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path
                     assert len((await asking).parts) == 2
                     assert second.encodes() == 2
                     await soon(lambda: has_health(gateway, 200))
+                    await soon(lambda: any("serves again" in line for line in gateway.lines))
                 finally:
                     second.kill()
     finally:
@@ -215,6 +216,13 @@ async def test_a_service_that_stays_down_is_answered_with_503(checkpoint: Path) 
         async with LanguageServer(gateway.url) as sglang:
             ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
             assert (status, server.endpoint in message) == (503, True), message
+            await soon(
+                lambda: any("no replica of the encoder service serves" in line for line in gateway.lines)
+            )
+            async with httpx2.AsyncClient() as http:
+                health = await http.get(f"{gateway.url}/health")
+                assert (health.status_code, server.endpoint in health.json()["message"]) == (503, True)
+                assert "sglang_gateway_service_up 0.0" in (await http.get(f"{gateway.url}/metrics")).text
             (stand_in,) = (await sglang.to_scheduler([data_url(FIRST)])).parts
             assert stand_in.data.dtype == "uint8"
 

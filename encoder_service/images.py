@@ -220,7 +220,7 @@ class Images:
     async def receive_video(self, image: SubmittedImage, file: VideoFile) -> LookupResult:
         """Check the file of a video against its name and the limits, and keep it; queue frames if the name has them.
 
-        Raises as `receive` does.
+        Raises the errors that `receive` returns.
         """
         source = await self._validator.validate_video(image.key, file, image.claim.holder)
         self._videos.put(source, image.claim.holder)
@@ -235,24 +235,40 @@ class Images:
             )
         return known
 
-    async def receive(self, image: SubmittedImage, data: bytes) -> LookupResult:
-        """Check the bytes of an image against its name and the limits, and queue it.
+    async def receive(self, files: Sequence[tuple[SubmittedImage, bytes]]) -> list[LookupResult | Exception]:
+        """Check the files of images against their names and the limits, and queue them.
 
-        Raises `DigestMismatchError`, `InvalidImageError`, `ImageLimitError` or `OverloadedError`.
+        Return `DigestMismatchError`, `InvalidImageError`, `ImageLimitError`, `OverloadedError` or an unexpected error
+        for an image that fails. Asks the cluster once, about all images that are not known here.
         """
+        holder = files[0][0].claim.holder
+        sources = await self._validator.validate([(image.key, data) for image, data in files], holder)
+        # This replica usually has the leases already. Another caller may have released one, or the bytes were late.
+        acquired = await self._cluster.acquire(
+            [
+                image.key.address
+                for (image, _), source in zip(files, sources, strict=True)
+                if isinstance(source, Source) and not self._jobs.knows(image.key)
+            ]
+        )
+        return [
+            source if isinstance(source, Exception) else self._receive(image, source, acquired)
+            for (image, _), source in zip(files, sources, strict=True)
+        ]
+
+    def _receive(self, image: SubmittedImage, source: Source, acquired: Acquired) -> LookupResult | Exception:
         key = image.key
-        source = await self._validator.validate(key, data, image.claim.holder)
-        grid = self._validator.grid(key, source, image.claimed_grid)
-        if not self._jobs.knows(key):
-            # This replica usually has the lease already. Another caller may have released it, or the bytes were late.
-            acquired = await self._cluster.acquire([key.address])
-            if key.address not in acquired.granted:  # a peer holds it or encodes it
-                self._sources.put(source, image.claim.holder)
+        try:
+            grid = self._validator.grid(key, source, image.claimed_grid)
+            if self._jobs.knows(key) or key.address in acquired.granted:
+                cached = not self._queue(key, source, grid, image.claim)
+            else:  # a peer holds it or encodes it
                 self.waiters.wake(key.address)
-                return LookupResult(grid, cached=key.address in acquired.located)
-        queued = self._queue(key, source, grid, image.claim)
+                cached = key.address in acquired.located
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            return error
         self._sources.put(source, image.claim.holder)  # only now: a refused file must not evict others
-        return LookupResult(grid, cached=not queued)
+        return LookupResult(grid, cached=cached)
 
     def withdraw(self, claim: Claim) -> None:
         """End a claim. An image without claims is dropped, unless its batch has started."""
@@ -270,11 +286,16 @@ class Images:
         unknown = [key for key in images if not self._jobs.knows(key)]
         return await self._cluster.find(unknown) if unknown else {}
 
+    def held(self, key: ImageKey) -> FetchResult | None:
+        """Return the rows of an image if they are held here, else None."""
+        self._cluster.note_request(key)
+        pin = self._store.pin(key.address)
+        return FetchResult(pin, pin.tier) if pin is not None else None
+
     async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
         """Return the rows of an image if they are held or being encoded here, else None."""
-        self._cluster.note_request(key)
-        if (pin := self._store.pin(key.address)) is not None:
-            return FetchResult(pin, pin.tier)
+        if (found := self.held(key)) is not None:
+            return found
         if (job := self._jobs.join(key, claim)) is None:
             return None
         pin = await self._jobs.wait(job, claim)

@@ -70,12 +70,18 @@ class Budget:
     A holder may have up to `most_held`. Its first amount only needs to fit.
     """
 
-    def __init__(self, size: int, name: str, *, per_host: bool = False) -> None:
-        """With `per_host`, amounts count against all `holders` of a caller, otherwise against the first."""
+    def __init__(
+        self, size: int, name: str, *, per_host: bool = False, part_of: "Budget | None" = None
+    ) -> None:
+        """With `per_host`, amounts count against all `holders` of a caller, otherwise against the first.
+
+        Amounts of a part also count in the whole, but against nobody's share of it.
+        """
         self.size = size
         self.held = 0
         self._name = name
         self._per_host = per_host
+        self._whole = part_of
         self._holders: Counter[str] = Counter()
         self._uses: Counter[tuple[str, bytes]] = Counter()  # by holder and key
         self._released = asyncio.Event()
@@ -120,11 +126,15 @@ class Budget:
                 f"this caller's share of {self._name} is used up: end other calls, or retry",
                 retry_after_ms=RETRY_AFTER_MS,
             )
+        if self._whole is not None:
+            self._whole.reserve((), amount)
         self.held += amount
         self._holders.update(dict.fromkeys(holders, amount))
 
     def release(self, holders: Sequence[str], amount: int) -> None:
         """Undo `reserve`, in whole or in part."""
+        if self._whole is not None:
+            self._whole.release((), amount)
         self.held -= amount
         for holder in dict.fromkeys(holders):
             self._holders[holder] -= amount
@@ -186,6 +196,8 @@ AWAITED_IMAGES = 4096
 MAX_IMAGES_PER_CALL = 512
 # The share of the host store that readers may pin; the rest is room for new rows.
 PINNED_SHARE = 0.9
+# The part of it that callers may read in place, for as long as they like. The rest is room for rows that are sent.
+LENT_SHARE = 0.75
 # Health calls come from the channels of all clients, and from probes.
 HEALTH_CALLS = 512
 
@@ -206,6 +218,7 @@ class Budgets:
     awaited_images: Budget
     upload_bytes: Budget
     pinned_bytes: Budget
+    lent_bytes: Budget
     upload_idle_s: float = 10.0
     reader_idle_s: float = 30.0
     max_grace_ms: int = 30_000
@@ -215,6 +228,7 @@ class Budgets:
         host_bytes = config.store_host_gib * GIB
         upload_bytes = int(config.max_queued_gib * GIB)
         claims = CLAIMS_PER_IMAGE * config.max_queued_images
+        pinned_bytes = Budget(int(host_bytes * PINNED_SHARE), "pinned bytes")
         return cls(
             queue=Limits(
                 images=config.max_queued_images,
@@ -232,7 +246,10 @@ class Budgets:
             fetched_images=Budget(claims, "images in Fetch calls"),
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
             upload_bytes=Budget(upload_bytes, "upload bytes", per_host=True),
-            pinned_bytes=Budget(int(host_bytes * PINNED_SHARE), "pinned bytes"),
+            pinned_bytes=pinned_bytes,
+            lent_bytes=Budget(
+                int(host_bytes * LENT_SHARE), "bytes of rows that are read in place", part_of=pinned_bytes
+            ),
         )
 
 

@@ -60,10 +60,13 @@ class Sender(ABC):
         """Whether the caller may use it. With `is_local`, the caller is known to be on this host."""
         return True
 
+    def reaches(self, pin: Pin) -> bool:
+        """Whether this transport reads the tier of the pin. May move the pin to such a tier, if that takes no time."""
+        return pin.tier == "host"
+
     async def reach(self, pin: Pin) -> None:
         """Move the pin to a tier that this transport reads. Raises `OverloadedError` if that tier is full of pins."""
-        if pin.tier != "host":
-            await asyncio.get_running_loop().run_in_executor(_copies, pin.to_host)
+        await asyncio.get_running_loop().run_in_executor(_copies, pin.to_host)
 
     def sent_by(self, pin: Pin) -> pb.Transport.ValueType:  # noqa: ARG002
         """Return the transport that these rows use: this one, or a fallback that its callers understand."""
@@ -150,9 +153,10 @@ class DeviceSender(SharedMemorySender):
             description.device_probe = probe.name
             description.device_probe_bytes = CUDA_SHARED_BYTES
 
-    async def reach(self, pin: Pin) -> None:
-        """Move the pin to the device's copy if there is one, else leave it on the host."""
+    def reaches(self, pin: Pin) -> bool:
+        """Move the pin to the device's copy if there is one, else leave it on the host. The transport reads both."""
         self._store.to_device(pin)
+        return True
 
     def sent_by(self, pin: Pin) -> pb.Transport.ValueType:
         """Return `TRANSPORT_SHM` for rows that are not on the device."""
@@ -185,6 +189,13 @@ class Transports:
         return next(
             (sender for sender in requested if sender.accepts(request)), self._senders[pb.TRANSPORT_INLINE]
         )
+
+    def inline(self, request: pb.FetchRequest) -> Sender | None:
+        """Return the sender for rows that cannot stay in place; None if the caller accepts no other rows."""
+        accepted = not request.transports or pb.TRANSPORT_INLINE in request.transports
+        if accepted or self.choose(request, is_local=True).transport == pb.TRANSPORT_INLINE:
+            return self._senders[pb.TRANSPORT_INLINE]
+        return None
 
     def _usable(self, *, is_local: bool) -> Iterator[Sender]:
         return (

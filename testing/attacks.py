@@ -111,7 +111,7 @@ async def uploads(target: Target, ready: Ready) -> None:
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         await call.write(pb.SubmitRequest(names=pb.ImageNames(names=images)))
         for image in images:
-            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=image.index, data=PIECE)))
+            await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=image.index, data=PIECE)]))
         while await call.read() is not grpc.aio.EOF:
             pass
 
@@ -342,13 +342,15 @@ async def _submit(
         digests = {name.index: name.digest for name in names}
         left = len(names)
         while left and (answer := await call.read()) is not grpc.aio.EOF:
-            file = by_digest.get(digests[answer.state.index])
-            if answer.state.state == pb.STATE_NEEDS_BYTES and file is not None:
-                for piece in _pieces(answer.state.index, file):
-                    await call.write(pb.SubmitRequest(bytes=piece))
-            else:
-                left -= 1
-        await call.done_writing()
+            for state in answer.states:
+                file = by_digest.get(digests[state.index])
+                if state.state == pb.STATE_NEEDS_BYTES and file is not None:
+                    for piece in _pieces(state.index, file):
+                        await call.write(pb.SubmitRequest(bytes=[piece]))
+                else:
+                    left -= 1
+        await call.write(pb.SubmitRequest(last=True))
+        await call.read()
     call.cancel()
 
 

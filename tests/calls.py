@@ -46,6 +46,31 @@ def naming(*names: pb.ImageName) -> pb.SubmitRequest:
     return pb.SubmitRequest(names=pb.ImageNames(names=names))
 
 
+LAST = pb.SubmitRequest(last=True)
+
+
+async def next_states(call: Any, count: int) -> list[pb.ImageState]:
+    """Return the next answers of a Submit, in any number of messages."""
+    states: list[pb.ImageState] = []
+    while len(states) < count:
+        states += (await call.read()).states
+    assert len(states) == count
+    return states
+
+
+async def next_state(call: Any) -> pb.ImageState:
+    """Return the next answer of a Submit, which has a message of its own."""
+    (state,) = await next_states(call, 1)
+    return state
+
+
+async def finish(call: Any) -> None:
+    """Name no more images in a Submit, and read until the server ends the call."""
+    await call.write(LAST)
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
 ) -> dict[int, list[pb.ImageState]]:
@@ -56,14 +81,15 @@ async def raw_submit(
     states: dict[int, list[pb.ImageState]] = {}
     left = len(images)
     while left:
-        state = (await call.read()).state
-        states.setdefault(state.index, []).append(state)
-        if state.state == pb.STATE_NEEDS_BYTES:
-            data = next(data for name, data in images if name.index == state.index)
-            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=state.index, data=data, last=True)))
-        else:
-            left -= 1
-    await call.done_writing()
+        for state in (await call.read()).states:
+            states.setdefault(state.index, []).append(state)
+            if state.state == pb.STATE_NEEDS_BYTES:
+                data = next(data for name, data in images if name.index == state.index)
+                piece = pb.ImageBytes(index=state.index, data=data, last=True)
+                await call.write(pb.SubmitRequest(bytes=[piece]))
+            else:
+                left -= 1
+    await finish(call)
     return states
 
 

@@ -4,9 +4,10 @@
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnknownImageError
@@ -18,7 +19,7 @@ from encoder_service.api.inbound import CallRecord
 from encoder_service.cluster.cluster import Locations
 from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
-from encoder_service.limits import TURN_BYTES, Budget, Caller, Turns, name_turns
+from encoder_service.limits import TURN_BYTES, TURN_NAMES, Budgets, Caller, Hold, Turns, name_turns
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
@@ -28,41 +29,53 @@ PIN_WAIT_S = 2.0
 
 
 class PinnedRows:
-    """The rows that one call keeps pinned: `places` images at a time, within its caller's share of pinned bytes.
+    """The rows that one call keeps pinned, within its caller's shares of two budgets.
 
-    An image that a caller pins in several calls counts once.
+    Rows that the caller reads in place are pinned until the call ends; rows that are sent, for a moment. The first
+    leave room for the second. An image that a caller pins in several calls counts once.
     """
 
-    def __init__(self, pinned_bytes: Budget, caller: Caller, places: int, row_bytes: int) -> None:
-        self._budget = pinned_bytes
+    def __init__(self, budgets: Budgets, caller: Caller, row_bytes: int) -> None:
+        self._budgets = budgets
         self._caller = caller
-        self._places = asyncio.Semaphore(places)
         self._row_bytes = row_bytes
         self._holds: set[ExitStack] = set()
 
-    async def add(self, pin: Pin, pin_again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
-        """Take over `pin`; return a pin on its rows, and the hold to pass to `release`.
+    def lend(self, pin: Pin) -> ExitStack:
+        """Take over `pin`, on rows to be read in place; return the hold to pass to `release`.
 
-        Rows that must wait for a place are unpinned while they wait. `pin_again` then finds or encodes them once more.
+        If it raises `OverloadedError`, the caller of this method keeps the pin.
         """
+        size = pin.tokens * self._row_bytes
+        return self._keep(pin, self._budgets.lent_bytes.hold(self._caller, size, once=pin.address))
+
+    def send_now(self, pin: Pin) -> ExitStack:
+        """Take over `pin`, on rows to be sent, as `lend` does."""
+        size = pin.tokens * self._row_bytes
+        return self._keep(pin, self._budgets.pinned_bytes.hold(self._caller, size, once=pin.address))
+
+    async def send(self, pin: Pin, pin_again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
+        """As `send_now`, but wait for room; return a pin on the rows, and the hold to pass to `release`.
+
+        The rows are unpinned while they wait. `pin_again` then finds or encodes them once more.
+        """
+        with suppress(OverloadedError):
+            return pin, self.send_now(pin)
         address, size = pin.address, pin.tokens * self._row_bytes
+        pin.release()
+        room = await self._budgets.pinned_bytes.hold_within(self._caller, size, PIN_WAIT_S, once=address)
         with ExitStack() as stack:
-            fits_now = False
-            if not self._places.locked():
-                with suppress(OverloadedError):
-                    stack.push(self._budget.hold(self._caller, size, once=address))
-                    fits_now = True
-            if not fits_now:
-                pin.release()
-            await self._places.acquire()
-            stack.callback(self._places.release)
-            if not fits_now:
-                stack.push(await self._budget.hold_within(self._caller, size, PIN_WAIT_S, once=address))
-                pin = await pin_again()
-            stack.push(pin)
-            hold = stack.pop_all()
+            stack.push(room)
+            pin = await pin_again()
+            stack.pop_all()
+        return pin, self._keep(pin, room)
+
+    def _keep(self, pin: Pin, room: Hold) -> ExitStack:
+        hold = ExitStack()
+        hold.push(room)
+        hold.push(pin)
         self._holds.add(hold)
-        return pin, hold
+        return hold
 
     def release(self, hold: ExitStack) -> None:
         """Release the rows of one image."""
@@ -84,7 +97,7 @@ SOURCES = {
     "peer": pb.SOURCE_PEER,
     "encoded": pb.SOURCE_ENCODED,
 }
-# Images that a call which sends rows pins at a time: the one being sent, and the next one that is ready.
+# Images to send that a call pins at a time: the one being sent, and the next one that is ready.
 PINNED_AHEAD = 2
 
 
@@ -101,14 +114,14 @@ class RowRequest:
     """Rows [row_begin, row_end), `row_end` 0 meaning all."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome:
-    """The outcome of one image: its rows, pinned until `hold` is closed, or its error; and how long that took."""
+    """The outcome of one image: its rows, pinned while `hold` is set, or its error; and how long that took."""
 
     request: RowRequest
     result: FetchResult | EncoderError
     wait_s: float
-    hold: ExitStack = field(default_factory=ExitStack)
+    hold: ExitStack | None = None
 
     def of_window(self, window: pb.FetchImage) -> FetchResult | EncoderError:
         """Return the outcome of one window of the image."""
@@ -166,7 +179,7 @@ class FetchCall:
         caller: Caller,
         info: ServerInfo,
         turns: Turns,
-        pinned_bytes: Budget,
+        budgets: Budgets,
     ) -> None:
         """`requests` are the `row_requests` of `message`; `turns` keeps a large call from delaying others.
 
@@ -183,34 +196,46 @@ class FetchCall:
         self._local_only = message.local_only
         self._located: Mapping[bytes, Locations] = {}
         self._sender = info.transports.choose(message, is_local=caller.is_local)
-        places = len(requests) if self._sender.holds else PINNED_AHEAD
-        self._pinned = PinnedRows(pinned_bytes, caller, places, info.row_bytes)
+        self._inline = info.transports.inline(message)
+        self._pinned = PinnedRows(budgets, caller, info.row_bytes)
+        self._known: list[_Outcome] = []  # errors, and rows that are read in place
+        self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
+        self._pinned_ahead = 0
+        self._changed = asyncio.Event()  # either list has grown
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the messages of the call; rows are already framed, as bytes.
 
-        With a sender that holds rows, the call stays open and keeps them pinned until the caller ends it. With any
-        other sender, only the rows that are sent next are pinned, however slowly the caller reads. When the call ends,
-        it releases every pin and withdraws every claim.
+        What is known at one moment is yielded together. If rows are read in place, the call stays open and keeps them
+        pinned until the caller ends it. Of rows that are sent, only the next ones are pinned, however slowly the caller
+        reads. When the call ends, it releases every pin and withdraws every claim.
         """
         if not self._local_only:
             self._located = await self._images.locate([request.key for request in self._requests])
-        tasks: set[asyncio.Task[_Outcome]] = set()
+        tasks: set[asyncio.Task[None]] = set()
         try:
-            for some, pieces in name_turns(self._requests):
-                await self._turns.take(self._caller.holder, pieces)
-                tasks |= {asyncio.create_task(self._resolve(request)) for request in some}
-            for resolved in asyncio.as_completed(tasks):
-                outcome = await resolved
-                is_held = False
-                for window in outcome.request.windows:
-                    result = outcome.of_window(window)
-                    is_held |= self._sender.holds and not isinstance(result, EncoderError)
-                    async with aclosing(self._messages(window, result, outcome.wait_s)) as answers:
-                        async for message in answers:
-                            yield message
-                if not is_held:
-                    self._pinned.release(outcome.hold)
+            for some, units in name_turns(self._requests):
+                await self._turns.take(self._caller.holder, units)
+                for request in some:
+                    if not self._take_held(request):
+                        tasks.add(asyncio.create_task(self._resolve(request)))
+            left = len(self._requests)
+            while left:
+                if not (self._known or self._to_send):
+                    self._changed.clear()
+                    await self._changed.wait()
+                if known := self._known:
+                    self._known = []
+                    left -= len(known)
+                    message = await self._announcement(known)
+                    await self._turns.take(self._caller.holder, 1 + len(known) // TURN_NAMES)
+                    yield message
+                else:
+                    left -= 1
+                    async with aclosing(self._sent(self._to_send.popleft())) as pieces:
+                        async for piece in pieces:
+                            await self._turns.take(self._caller.holder, _turn_pieces(piece))
+                            yield piece
             self._record.complete = True
             if self._pinned:
                 # The caller reads the rows in place, and cancels when it is done.
@@ -218,11 +243,32 @@ class FetchCall:
         finally:
             await self._end(tasks)
 
+    # Finding rows
+
+    def _take_held(self, request: RowRequest) -> bool:
+        """Return whether the rows of an image are held, in a tier that the sender reads. They are known then."""
+        if (found := self._images.held(request.key)) is None:
+            return False
+        if not self._sender.reaches(found.pin):
+            found.pin.release()
+            return False
+        self._arrive(_Outcome(request, found, 0.0))
+        return True
+
+    async def _resolve(self, request: RowRequest) -> None:
+        began = monotonic()
+        try:
+            result: FetchResult | EncoderError = await self._readable_rows(request)
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            result = self._images.known_error(error)
+        self._arrive(_Outcome(request, result, monotonic() - began))
+
     async def _readable_rows(self, request: RowRequest) -> FetchResult:
         """Return the rows of an image, in a tier that the sender reads."""
         await self._turns.take(self._caller.holder)
         found = await self._rows(request.key, request.claim)
-        await self._sender.reach(found.pin)
+        if not self._sender.reaches(found.pin):
+            await self._sender.reach(found.pin)
         return found
 
     async def _rows(self, key: ImageKey, claim: Claim) -> FetchResult:
@@ -235,45 +281,127 @@ class FetchCall:
             )
         return found
 
-    async def _resolve(self, request: RowRequest) -> _Outcome:
-        async def pin_again() -> Pin:
-            return (await self._readable_rows(request)).pin
-
-        began = monotonic()
-        try:
-            found = await self._readable_rows(request)
-            wait_s = monotonic() - began
-            pin, hold = await self._pinned.add(found.pin, pin_again)
-        except Exception as error:  # noqa: BLE001 - only this image fails
-            return _Outcome(request, self._images.known_error(error), monotonic() - began)
-        return _Outcome(request, replace(found, pin=pin), wait_s, hold)
-
-    async def _messages(
-        self, window: pb.FetchImage, result: FetchResult | EncoderError, wait_s: float
-    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        """Yield the outcome of one window: its error, or its rows."""
+    def _arrive(self, outcome: _Outcome) -> None:
+        """Take over the outcome of an image, with its pin, and decide how its rows reach the caller."""
+        self._changed.set()
+        result = outcome.result
         if isinstance(result, EncoderError):
-            self._record.fetched("failed", wait_s, {}, result)
-            await self._turns.take(self._caller.holder)
-            yield pb.FetchResponse(error=messages.error_message(window.index, result))
+            self._known.append(outcome)
+        elif not self._sender.holds:
+            self._queue(outcome, result.pin)
+        else:
+            self._lend(outcome, result.pin)
+
+    def _lend(self, outcome: _Outcome, pin: Pin) -> None:
+        """Let the caller read rows in place, or send them if its share is used up.
+
+        Calls that kept the rows they have, and waited for room for the others, could wait for each other.
+        """
+        try:
+            outcome.hold = self._pinned.lend(pin)
+        except OverloadedError as error:
+            if self._inline is not None:
+                self._queue(outcome, pin)
+                return
+            pin.release()
+            outcome.result = error
+        self._known.append(outcome)
+
+    def _queue(self, outcome: _Outcome, pin: Pin) -> None:
+        """Send rows when it is their turn. They are unpinned until then, unless they are among the next ones."""
+        assert self._inline is not None
+        self._to_send.append(outcome)
+        if self._pinned_ahead < PINNED_AHEAD and self._inline.reaches(pin):
+            with suppress(OverloadedError):
+                outcome.hold = self._pinned.send_now(pin)
+                self._pinned_ahead += 1
+                return
+        pin.release()
+
+    # Answers
+
+    async def _announcement(self, outcomes: Sequence[_Outcome]) -> pb.FetchResponse:
+        """Return the message with errors, and with handles of rows that the caller reads in place."""
+        message = pb.FetchResponse()
+        for outcome in outcomes:
+            began, is_lent = monotonic(), False
+            for window in outcome.request.windows:
+                result = outcome.of_window(window)
+                if isinstance(result, EncoderError):
+                    message.errors.append(self._failed(window, outcome.wait_s, result))
+                    continue
+                is_lent = True
+                self._record.fetched(result.source, outcome.wait_s, result.stage_ms)
+                ready = _ready(window, result, self._info)
+                await self._sender.prepare(ready, result.pin)
+                self._record.transferred(
+                    self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began
+                )
+                message.ready.append(ready)
+            if outcome.hold is not None and not is_lent:
+                self._pinned.release(outcome.hold)
+        return message
+
+    async def _sent(self, outcome: _Outcome) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        """Yield the rows of an image in messages, or its error."""
+        try:
+            await self._pin_again(outcome)
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            outcome.result = self._images.known_error(error)
+        for window in outcome.request.windows:
+            result = outcome.of_window(window)
+            if isinstance(result, EncoderError):
+                yield pb.FetchResponse(errors=[self._failed(window, outcome.wait_s, result)])
+                continue
+            async with aclosing(self._sent_window(window, result, outcome.wait_s)) as pieces:
+                async for message in pieces:
+                    yield message
+        if outcome.hold is not None:
+            self._pinned.release(outcome.hold)
+            self._pinned_ahead -= 1
+
+    async def _pin_again(self, outcome: _Outcome) -> None:
+        """Pin rows that are to be sent now, if they are not pinned."""
+        if outcome.hold is not None or isinstance(outcome.result, EncoderError):
             return
+
+        async def pin() -> Pin:
+            found = self._images.held(outcome.request.key) or await self._rows(
+                outcome.request.key, outcome.request.claim
+            )
+            assert self._inline is not None
+            if not self._inline.reaches(found.pin):
+                await self._inline.reach(found.pin)
+            return found.pin
+
+        again, outcome.hold = await self._pinned.send(await pin(), pin)
+        outcome.result = replace(outcome.result, pin=again)
+        self._pinned_ahead += 1
+
+    async def _sent_window(
+        self, window: pb.FetchImage, result: FetchResult, wait_s: float
+    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
+        sender = self._inline
+        assert sender is not None
         self._record.fetched(result.source, wait_s, result.stage_ms)
         began = monotonic()
         ready = _ready(window, result, self._info)
-        await self._sender.prepare(ready, result.pin)
-        if self._fleet_key is not None and not self._sender.holds:
+        await sender.prepare(ready, result.pin)
+        if self._fleet_key is not None:
             await _sign(ready, result.pin, self._fleet_key)
-        message: pb.FetchResponse | bytes = pb.FetchResponse(ready=ready)
-        for frame in self._sender.frames(ready, result.pin):
-            await self._turns.take(self._caller.holder, _turn_pieces(message))
+        message: pb.FetchResponse | bytes = pb.FetchResponse(ready=[ready])
+        for frame in sender.frames(ready, result.pin):
             yield message
             message = frame
         # Recorded before the last message is sent: once the caller has it, it may end the call at once.
-        await self._turns.take(self._caller.holder, _turn_pieces(message))
-        self._record.transferred(self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began)
+        self._record.transferred(sender.transport, ready.row_bytes, monotonic() - began)
         yield message
 
-    async def _end(self, tasks: "set[asyncio.Task[_Outcome]]") -> None:
+    def _failed(self, window: pb.FetchImage, wait_s: float, error: EncoderError) -> pb.ImageError:
+        self._record.fetched("failed", wait_s, {}, error)
+        return messages.error_message(window.index, error)
+
+    async def _end(self, tasks: "set[asyncio.Task[None]]") -> None:
         running = [task for task in tasks if not task.done()]
         try:
             for some, pieces in name_turns(running):

@@ -1,6 +1,8 @@
 """Converts between protobuf messages and the server's own types, and turns errors into gRPC statuses."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -22,9 +24,10 @@ M = TypeVar("M", bound=Message)
 SMALL_BYTES = 2048
 # A name in a Submit or Fetch with every field at its largest, including the tag and length of each field.
 NAME_BYTES = 256
-# Images are sent in pieces of this size. Larger pieces are no faster, and the bytes of an incomplete message count
-# towards no limit.
-PIECE_BYTES = 256 << 10
+# Files in one message of a Submit. The bytes of an incomplete message count towards no limit.
+PIECE_BYTES = 1 << 20
+# An `ImageBytes` besides its data.
+PIECE_FIELDS_BYTES = 16
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; each queued image has a copy
 # The most fields that a request has besides the names of images.
 OTHER_FIELDS = 64
@@ -40,7 +43,7 @@ def names_bytes(max_images: int) -> int:
 
 def max_request_bytes(max_images: int) -> int:
     """Return the largest allowed size of any request, if calls name `max_images` images."""
-    return max(SMALL_BYTES + PIECE_BYTES, names_bytes(max_images))
+    return names_bytes(max_images) + PIECE_BYTES + PIECE_FIELDS_BYTES * max_images
 
 
 def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
@@ -58,23 +61,72 @@ def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
 
 
 def parse_fetch(raw: bytes, max_images: int) -> pb.FetchRequest:
-    """Return the message of a Fetch; raises `InvalidRequestError`."""
-    return _parse_names(pb.FetchRequest, raw, max_images)
-
-
-def parse_submit(raw: bytes, max_images: int) -> pb.SubmitRequest:
-    """Return the message of a Submit; only a piece of an image may exceed the size of a list of names."""
-    if _is_piece(raw):
-        return parse(pb.SubmitRequest, raw, max_request_bytes(max_images))
-    return _parse_names(pb.SubmitRequest, raw, max_images, pb.SubmitRequest.NAMES_FIELD_NUMBER)
-
-
-def _parse_names(kind: type[M], raw: bytes, max_images: int, names_field: int = 0) -> M:
-    """Return a message that may name images, after its fields are counted; see `_check_count`."""
+    """Return the message of a Fetch, after its fields are counted. Raises `InvalidRequestError`."""
     max_bytes = names_bytes(max_images)
-    _check_bytes(kind, raw, max_bytes)
-    _check_count(raw, max_images, names_field)
-    return parse(kind, raw, max_bytes)
+    _check_bytes(pb.FetchRequest, raw, max_bytes)
+    _check_count(raw, max_images)
+    return parse(pb.FetchRequest, raw, max_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RawSubmit:
+    """A message of a Submit call whose fields are counted. It is parsed once there is space for its files."""
+
+    raw: bytes
+    open: bytes | None
+    """The serialised caller; None if the message has none."""
+    file_bytes: int
+    """Bytes of the files in it."""
+
+    def caller(self) -> pb.Caller:
+        """Return the caller. Raises `InvalidRequestError` if the message has none."""
+        if self.open is None:
+            raise InvalidRequestError("the first message of a Submit call must have `open`")
+        return parse(pb.Caller, self.open)
+
+    def parsed(self, *, with_files: bool = True) -> pb.SubmitRequest:
+        """Return the message, with or without files. Raises `InvalidRequestError` if it is not valid."""
+        raw = self.raw
+        if not with_files:
+            begin, kept = 0, []
+            for number, _, end in _fields(raw):
+                if number != pb.SubmitRequest.BYTES_FIELD_NUMBER:
+                    kept.append(raw[begin:end])
+                begin = end
+            raw = b"".join(kept)
+        return parse(pb.SubmitRequest, raw, len(raw))
+
+
+def parse_submit(raw: bytes, max_images: int) -> RawSubmit:
+    """Count the fields of a message of a Submit, as `_check_count` does, and the bytes of its files.
+
+    Raises `InvalidRequestError` if it has more names, pieces or bytes than `max_images` images need.
+    """
+    _check_bytes(pb.SubmitRequest, raw, max_request_bytes(max_images))
+    caller, file_bytes, pieces, others = None, 0, 0, 0
+    most_others = max_images + OTHER_FIELDS
+    for number, begin, end in _fields(raw):
+        if number == pb.SubmitRequest.BYTES_FIELD_NUMBER:
+            pieces += 1
+            file_bytes += end - begin
+            continue
+        others += 1
+        if number == pb.SubmitRequest.OPEN_FIELD_NUMBER:
+            caller = raw[begin:end]
+        elif number == pb.SubmitRequest.NAMES_FIELD_NUMBER:
+            others += _count(raw[begin:end], most_others)
+        if max(others - most_others, pieces - max_images) > 0:
+            raise _too_many(max_images)
+    if file_bytes > (most := PIECE_BYTES + PIECE_FIELDS_BYTES * pieces):
+        raise InvalidRequestError(
+            f"a SubmitRequest has {file_bytes} bytes of files, the limit is {most}: send files one after another, in "
+            "pieces of at most max_message_bytes"
+        )
+    if len(raw) - file_bytes > (most := names_bytes(max_images)):
+        raise InvalidRequestError(
+            f"SubmitRequest has {len(raw) - file_bytes} bytes besides files, the limit is {most}"
+        )
+    return RawSubmit(raw, caller, file_bytes)
 
 
 def _check_bytes(kind: type[Message], raw: bytes, max_bytes: int) -> None:
@@ -154,7 +206,7 @@ def claimed_grid(name: pb.ImageName) -> Grid | None:
     return Grid(name.grid.t, name.grid.h, name.grid.w) if name.HasField("grid") else None
 
 
-def state_message(index: int, address: bytes, known: LookupResult, tokens: int) -> pb.SubmitResponse:
+def state_message(index: int, address: bytes, known: LookupResult, tokens: int) -> pb.ImageState:
     state = pb.ImageState(index=index, address=address)
     if known.video is not None:
         video = known.video
@@ -175,7 +227,7 @@ def state_message(index: int, address: bytes, known: LookupResult, tokens: int) 
         state.state = pb.STATE_CACHED if known.cached else pb.STATE_QUEUED
         state.grid.CopyFrom(grid_message(known.grid))
         state.tokens = tokens
-    return pb.SubmitResponse(state=state)
+    return state
 
 
 def error_message(index: int, error: EncoderError) -> pb.ImageError:
@@ -184,10 +236,8 @@ def error_message(index: int, error: EncoderError) -> pb.ImageError:
     )
 
 
-def failed_state(index: int, error: EncoderError) -> pb.SubmitResponse:
-    return pb.SubmitResponse(
-        state=pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
-    )
+def failed_state(index: int, error: EncoderError) -> pb.ImageState:
+    return pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
 
 
 def end_with(context: Context, error: EncoderError) -> None:
@@ -202,34 +252,25 @@ def end_with(context: Context, error: EncoderError) -> None:
         context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
 
 
-def _is_piece(raw: bytes) -> bool:
-    """Whether the message consists of a single `bytes` field, so that it has no list."""
-    try:
-        number, _, end = next(_fields(raw))
-    except (InvalidRequestError, StopIteration):
-        return False
-    return number == pb.SubmitRequest.BYTES_FIELD_NUMBER and end == len(raw)
-
-
-def _check_count(raw: bytes, max_images: int, names_field: int = 0) -> None:
+def _check_count(raw: bytes, max_images: int) -> None:
     """Raise `InvalidRequestError` if a message has more fields than `max_images` images need.
 
     A sub-message of two bytes can take a hundred bytes in memory, so fields are counted before the message is parsed.
-    If `names_field` is not 0, that field is the list of names, and its fields count too. Takes about 1 µs for each
-    field, and stops at the limit.
+    Takes about 1 µs for each field, and stops at the limit.
     """
-    allowed = max_images + OTHER_FIELDS
-    for number, begin, end in _fields(raw):
-        allowed -= 1
-        if number == names_field:
-            for _ in _fields(raw[begin:end]):
-                allowed -= 1
-                if allowed < 0:
-                    break
-        if allowed < 0:
-            raise InvalidRequestError(
-                f"the request has more fields than a call of {max_images} images needs: name fewer images"
-            )
+    if _count(raw, most := max_images + OTHER_FIELDS) > most:
+        raise _too_many(max_images)
+
+
+def _count(raw: bytes, most: int) -> int:
+    """Return how many fields a message has; stop above `most`."""
+    return sum(1 for _ in islice(_fields(raw), most + 1))
+
+
+def _too_many(max_images: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the request has more fields than a call of {max_images} images needs: name fewer images"
+    )
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:

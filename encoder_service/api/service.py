@@ -2,16 +2,18 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from encoder_contract.errors import InvalidRequestError, UnavailableError
+from encoder_contract.errors import UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.fetch import FetchCall, row_requests
 from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
+from encoder_service.api.messages import RawSubmit
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.images import Images
 from encoder_service.limits import Budgets, Caller, Turns
@@ -46,16 +48,12 @@ class EncoderService:
         self._info.transports.describe(description, is_local=caller.is_local)
         return description
 
-    async def submit(self, inbound: Inbound[pb.SubmitRequest]) -> AsyncGenerator[pb.SubmitResponse]:
+    async def submit(self, inbound: Inbound[RawSubmit]) -> AsyncGenerator[pb.SubmitResponse]:
         """Accept images; see the contract."""
         record = self._begin_record("submit", inbound)
         self._info.identity.require("submit", inbound.caller)  # before anything is parsed
         first = await inbound.requests.first()
-        if (kind := first.WhichOneof("message")) != "open":
-            raise InvalidRequestError(
-                f"the first message of a Submit call must be `open`, got {kind or 'an empty message'}"
-            )
-        caller = self._admitted("submit", inbound.caller, first.open, record)
+        caller = self._admitted("submit", inbound.caller, first.caller(), record)
         limits = self._info.description.limits
         uploads = Uploads(
             inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
@@ -65,12 +63,8 @@ class EncoderService:
         )
         call = SubmitCall(self._images, uploads, record, inbound.requests, caller, self._info, self._turns)
         inbound.resources.callback(call.close)
-        async for answer in call.answers():
+        async for answer in call.answers(replace(first, open=None)):
             yield answer
-        call.check_end()
-        # The requests of a cancelled call end like those of a complete call, just before the cancellation arrives.
-        # One more message tells the two apart: sending it fails if the caller has left.
-        yield pb.SubmitResponse()
         record.complete = True
 
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[pb.FetchResponse | bytes]:
@@ -92,7 +86,7 @@ class EncoderService:
             caller,
             self._info,
             self._turns,
-            self._budgets.pinned_bytes,
+            self._budgets,
         )
         # When the caller disconnects, its pins are released now, not at garbage collection.
         async with aclosing(call.answers()) as answers:

@@ -1,22 +1,28 @@
 """The images of one Submit call: named, uploaded if the server needs their bytes, and queued.
 
-`Uploads` reserves space before bytes are sent, and releases it when they stop arriving.
+`Uploads` reserves space before a file is sent or parsed, and releases it when its bytes stop arriving.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 
-from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError, InvalidRequestError
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    ImageLimitError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.inbound import CallRecord, Requests
+from encoder_service.api.messages import RawSubmit
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
-from encoder_service.limits import REFUSAL_S, Caller, Hold, Turns, name_turns
+from encoder_service.limits import REFUSAL_S, TURN_BYTES, Caller, Hold, Turns, name_turns
 from encoder_service.logs import known_error
 from encoder_service.scheduler import Claim
 
@@ -74,6 +80,15 @@ class Uploads:
         self.idle_left_s = idle_s
         """How much longer to wait for the next piece."""
 
+    def admit(self, size_bytes: int) -> None:
+        """Reserve space for the files in a message, until `settle`. Raises `OverloadedError`."""
+        self._hold.resize(max(self._hold.amount, self._arrived_bytes + size_bytes))
+
+    def settle(self) -> None:
+        """Release the space that incomplete files do not need."""
+        largest = max((upload.max_bytes for upload in self._uploads.values()), default=0)
+        self._hold.resize(max(largest, self._arrived_bytes))
+
     def reserve(self, index: int, size_bytes: int, *, is_video: bool = False) -> None:
         """Reserve space for an image or a video; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
         max_bytes, limit = self._max_bytes[is_video], "max_video_bytes" if is_video else "max_image_bytes"
@@ -88,14 +103,18 @@ class Uploads:
             max_bytes, limit = size_bytes, "the size_bytes of its name"
         self._uploads[index] = Upload(max_bytes, limit, is_video=is_video)
 
-    def add(self, index: int, piece: bytes) -> Upload:
-        """Append a piece and return the upload. Raises as `reserve` does, before the piece is stored."""
+    def of(self, index: int) -> Upload:
+        """Return the upload of an image."""
+        return self._uploads[index]
+
+    def add(self, index: int, piece: bytes) -> None:
+        """Append a piece. Raises as `reserve` does, before the piece is stored."""
         upload, size = self._uploads[index], len(piece)
         if upload.size + size > upload.max_bytes:
             raise ImageLimitError(
                 f"the file is larger than {upload.limit} = {upload.max_bytes}: at least {upload.size + size} bytes"
             )
-        total = size + sum(other.size for other in self._uploads.values())
+        total = size + self._arrived_bytes
         any_video = any(other.is_video for other in self._uploads.values())
         if upload.is_video and any(other.video for other in self._uploads.values() if other is not upload):
             raise ImageLimitError("the call sends two videos at the same time: send one after another")
@@ -108,17 +127,19 @@ class Uploads:
         self._hold.resize(max(self._hold.amount, total))
         self.idle_left_s = min(self.idle_left_s + size / MIN_BYTES_PER_S, self._idle_s)
         upload.add(piece)
-        return upload
 
     def release(self, index: int) -> None:
         """Forget a complete or failed image, and release the space that the others do not need."""
         del self._uploads[index]
-        largest = max((upload.max_bytes for upload in self._uploads.values()), default=0)
-        self._hold.resize(max(largest, sum(upload.size for upload in self._uploads.values())))
+        self.settle()
+
+    @property
+    def _arrived_bytes(self) -> int:
+        return sum(upload.size for upload in self._uploads.values())
 
 
 class SubmitCall:
-    """The images of one Submit call. An image is wanted until its bytes have arrived; it is queued then.
+    """The images of one Submit call. An image is wanted until its file has arrived; it is queued then.
 
     Retained images are wanted again when a Fetch waits for them. If several frames of one video need its file, the
     first of them is wanted, and the others are answered when the file has arrived.
@@ -132,24 +153,25 @@ class SubmitCall:
         images: Images,
         uploads: Uploads,
         record: CallRecord,
-        requests: Requests[pb.SubmitRequest],
+        requests: Requests[RawSubmit],
         caller: Caller,
         info: ServerInfo,
         turns: Turns,
     ) -> None:
         """`requests` are those after the first; `turns` keeps a call with hundreds of names from delaying others."""
+        self._images = images
+        self._uploads = uploads
+        self._record = record
         self._requests = requests
         self._caller = caller
         self._info = info
         self._turns = turns
+        self._is_last = False  # no more names follow
         self._wanted: dict[int, SubmittedImage] = {}  # by the caller's index
         # Indexes of all images named so far. Their pieces are ignored unless the image is wanted: they were in transit
-        # when it failed.
+        # when it failed, or came along with the name of an image that is known.
         self._named: set[int] = set()
         self._refused_any = False  # since the last `_pause`
-        self._images = images
-        self._uploads = uploads
-        self._record = record
         self._claims: dict[int, Claim] = {}  # by index
         self._retainer = Retainer()
         self._retain_names = False  # of the message that is being answered
@@ -158,26 +180,33 @@ class SubmitCall:
         self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
         self._file_errors: dict[bytes, EncoderError] = {}  # by the key of the rejected file
 
-    async def answers(self) -> AsyncIterator[pb.SubmitResponse]:
-        """Yield an answer for every name, and one more for every image that was wanted."""
+    async def answers(self, first: RawSubmit) -> AsyncIterator[pb.SubmitResponse]:
+        """Yield an answer for every name, and one more for every image that was wanted.
+
+        Raises `InvalidRequestError` if the caller ended the call too early.
+        """
+        message: RawSubmit | None = first
         while True:
-            for answer in self._unprompted_answers():
-                yield answer
+            if message is not None:
+                async for states in self._handle(message):
+                    if states:
+                        yield pb.SubmitResponse(states=states)
+            elif states := [*self._ask_for_retained(), *self._time_out_uploads()]:
+                yield pb.SubmitResponse(states=states)
+            if self._is_last and not self._wanted and not self._retained:
+                return
             try:
-                request = await self._next_request()
+                message = await self._next_message()
             except TimeoutError:
-                continue
+                message = None
             except StopAsyncIteration:
                 break
-            async for answer in self._handle(request):
-                yield answer
-
-    def check_end(self) -> None:
-        """Raise `InvalidRequestError` if the caller ended the call too early."""
-        if self._wanted:
+        # The requests of a cancelled call end like these, just before the cancellation arrives. One more message tells
+        # the two apart: sending it fails if the caller has left.
+        yield pb.SubmitResponse(states=self._end_uploads())
+        if not self._is_last and not self._retained:
             raise InvalidRequestError(
-                f"the call ended before the bytes of images {sorted(self._wanted)} arrived: send the bytes of every "
-                "image that is answered STATE_NEEDS_BYTES"
+                "the call ended without a message that is `last`: its images do not stay submitted"
             )
 
     def close(self) -> None:
@@ -193,38 +222,9 @@ class SubmitCall:
             # A caller that ends a call with retained images no longer wants them: this is not a failure.
             self._record.complete = ended_normally
 
-    def _unprompted_answers(self) -> list[pb.SubmitResponse]:
-        return [*self._answer_retained(), *self._time_out_uploads()]
+    # Messages
 
-    def _answer_retained(self) -> list[pb.SubmitResponse]:
-        """Ask again for the bytes of retained images that are needed. Raises the retainer's error, to end the call."""
-        self._retainer.changed.clear()
-        if self._retainer.error is not None:
-            raise self._retainer.error
-        needed, self._retainer.requested = self._retainer.requested, {}
-        answers = []
-        for address in needed:
-            image = self._retained[address]
-            # If the bytes arrived since the Fetch asked, the image is queued already, under this call's claim.
-            if image.index not in self._wanted and not self._images.knows(image.key):
-                image = self._retained[address] = replace(image, claim=self._claim(image.index))
-                answers += self._answer(image, LookupResult(None))
-        return answers
-
-    def _time_out_uploads(self) -> list[pb.SubmitResponse]:
-        if self._uploads.idle_left_s > 0:
-            return []
-        error = DeadlineError(
-            f"the upload of the image stalled, or was slower than {MIN_BYTES_PER_S >> 10} KiB/s: send the image again"
-        )
-        frames = [image for images in self._waiting_frames.values() for image in images]
-        self._waiting_frames.clear()
-        return [
-            *(self._fail(index, error) for index in tuple(self._wanted)),
-            *(self._refuse(image.index, error) for image in frames),
-        ]
-
-    async def _next_request(self) -> pb.SubmitRequest:
+    async def _next_message(self) -> RawSubmit:
         retained_needed = self._retainer.changed if self._retained else None
         if not self._wanted:
             return await self._requests.next_within(None, retained_needed)
@@ -234,88 +234,67 @@ class SubmitCall:
         finally:  # only this wait counts as the caller's idle time, not our work on a piece
             self._uploads.idle_left_s -= monotonic() - began
 
-    async def _handle(self, request: pb.SubmitRequest) -> AsyncIterator[pb.SubmitResponse]:
-        kind = request.WhichOneof("message")
-        if kind == "names":
+    async def _handle(self, message: RawSubmit) -> AsyncIterator[list[pb.ImageState]]:
+        """Yield the answers to a message, those of a few names at a time."""
+        request = self._parse(message)
+        if request.HasField("names"):
+            self._info.identity.check_again("submit", self._caller)
             self._retain_names = request.names.kept
-            async for answer in self._handle_names(request.names.names):
-                yield answer
-        elif kind == "bytes":
-            wanted = self._wanted.get(request.bytes.index)
-            for answer in await self._handle_piece(
-                request.bytes.index, partial(self._receive, request.bytes)
-            ):
-                yield answer
-            if wanted is not None and request.bytes.index not in self._wanted:
-                for answer in await self._answer_waiting_frames(wanted.key.source_key):
-                    yield answer
-        else:
-            raise InvalidRequestError(
-                f"after `open`, a Submit call may send only `names` and `bytes`, got {kind or 'an empty message'}"
-            )
+        names = {name.index for name in request.names.names}
+        files: dict[int, bytes] = {}
+        pieces: list[pb.ImageBytes] = []
+        for piece in request.bytes:
+            if piece.index not in names:
+                pieces.append(piece)
+            elif piece.last and piece.index not in files:
+                files[piece.index] = piece.data
+            else:
+                raise InvalidRequestError(
+                    f"image {piece.index}: a file that comes along with its name must be complete, in one piece"
+                )
+        units_of_files = sum(map(len, files.values())) // TURN_BYTES
+        for some, units in name_turns(request.names.names):
+            await self._turns.take(self._caller.holder, units + units_of_files)
+            units_of_files = 0
+            yield await self._answer_names(some, files)
+        states: list[pb.ImageState] = []
+        for piece in pieces:
+            states += await self._answer_piece(piece)
+        self._uploads.settle()
+        self._is_last |= request.last
+        yield states
 
-    async def _handle_names(self, names: Sequence[pb.ImageName]) -> AsyncIterator[pb.SubmitResponse]:
-        """Yield the answers to a list of names, a few names at a time."""
-        self._info.identity.check_again("submit", self._caller)
-        for some, pieces in name_turns(names):
-            await self._turns.take(self._caller.holder, pieces)
-            for answer in await self._answer_names(some):
-                yield answer
+    def _parse(self, message: RawSubmit) -> pb.SubmitRequest:
+        """Return the message: without the files of new names, if there is no space for them."""
+        if message.open is not None:
+            raise InvalidRequestError("`open` may come only in the first message of a call")
+        try:
+            self._uploads.admit(message.file_bytes)
+        except OverloadedError:
+            return message.parsed(with_files=bool(self._wanted))
+        return message.parsed()
 
-    async def _answer_names(self, names: Sequence[pb.ImageName]) -> list[pb.SubmitResponse]:
-        answers: list[pb.SubmitResponse] = []
+    # Names
+
+    async def _answer_names(
+        self, names: Sequence[pb.ImageName], files: Mapping[int, bytes]
+    ) -> list[pb.ImageState]:
+        """Return the answers to `names`, some of whose files came along."""
+        states: list[pb.ImageState] = []
         images: list[SubmittedImage] = []
         for name in names:
             self._reserve_index(name.index)
             try:
-                images.append(self._parse_name(name))
+                images.append(self._image(name))
             except InvalidRequestError as error:
-                answers.append(self._refuse(name.index, error))
-        answers += await self._look_up(images)
+                states.append(self._refuse(name.index, error))
+        states += await self._look_up(images, files)
+        arrived = self._wanted.keys() & files.keys()
+        states += await self._receive_files(
+            [(image, files[image.index]) for image in images if image.index in arrived]
+        )
         await self._pause()
-        return answers
-
-    async def _handle_piece(
-        self, index: int, handle: Callable[[SubmittedImage], Awaitable[pb.SubmitResponse | None]]
-    ) -> list[pb.SubmitResponse]:
-        """Pass a piece of an image to `handle`; return the image's last answer if it is complete or failed."""
-        if (wanted := self._wanted.get(index)) is None:
-            if index in self._named:
-                return []
-            raise InvalidRequestError(
-                f"image {index}: the server did not ask for its bytes in this call: send only what it asks for"
-            )
-        try:
-            answer = await handle(wanted)
-        except Exception as error:  # noqa: BLE001 - only this image fails
-            answer = self._fail(index, error)
-        else:
-            if answer is None:
-                return []
-            del self._wanted[index]
-        await self._pause()
-        return [answer]
-
-    async def _pause(self) -> None:
-        """Delay the answers that contain a refusal; see `REFUSAL_S`."""
-        if self._refused_any:
-            self._refused_any = False
-            await asyncio.sleep(REFUSAL_S)
-
-    def _fail(self, index: int, error: Exception) -> pb.SubmitResponse:
-        """Drop a wanted image; return its last answer."""
-        self._drop(index)
-        return self._refuse(index, known_error(error))
-
-    def _drop(self, index: int) -> None:
-        wanted = self._wanted.pop(index)
-        self._uploads.release(index)
-        self._images.forget(wanted.key)
-
-    def _refuse(self, index: int, error: EncoderError) -> pb.SubmitResponse:
-        self._refused_any = True
-        self._record.submitted("failed", error)
-        return messages.failed_state(index, error)
+        return states
 
     def _reserve_index(self, index: int) -> None:
         if index in self._named:
@@ -328,7 +307,7 @@ class SubmitCall:
             )
         self._named.add(index)
 
-    def _parse_name(self, name: pb.ImageName) -> SubmittedImage:
+    def _image(self, name: pb.ImageName) -> SubmittedImage:
         key = messages.image_key(self._info.recipe, name, self._caller.salt)
         grid = messages.claimed_grid(name)
         return SubmittedImage(name.index, key, grid, name.size_bytes, self._claim(name.index), name.video)
@@ -340,22 +319,26 @@ class SubmitCall:
         claim = self._claims[index] = self._caller.claim()
         return claim
 
-    async def _look_up(self, images: Sequence[SubmittedImage]) -> list[pb.SubmitResponse]:
-        answers: list[pb.SubmitResponse] = []
+    async def _look_up(
+        self, images: Sequence[SubmittedImage], files: Mapping[int, bytes]
+    ) -> list[pb.ImageState]:
+        states: list[pb.ImageState] = []
         for image, known in zip(images, await self._images.lookup(images), strict=True):
             if isinstance(known, EncoderError):
-                answers.append(self._refuse(image.index, known))
+                states.append(self._refuse(image.index, known))
                 continue
-            answers += self._answer(image, known)
+            states += self._answer(image, known, files.get(image.index))
             if self._retain_names and not image.is_video:
                 self._retained[image.key.address] = image
                 self._images.waiters.retain(image.key.address, self._retainer)
-        return answers
+        return states
 
-    def _answer(self, image: SubmittedImage, known: LookupResult) -> list[pb.SubmitResponse]:
-        """Return the answer to an image. If its bytes are needed, the image is wanted from now on.
+    def _answer(
+        self, image: SubmittedImage, known: LookupResult, file: bytes | None = None
+    ) -> list[pb.ImageState]:
+        """Return the answer to an image. If its file is needed, the image is wanted from now on.
 
-        Return no answer yet for a frame whose video file is being uploaded.
+        Return no answer yet if the `file` came along, or for a frame whose video is being uploaded.
         """
         if known.video is not None:
             return [messages.state_message(image.index, b"", known, 0)]
@@ -369,34 +352,157 @@ class SubmitCall:
                 return []
             self._waiting_frames[image.key.source_key] = []
         try:
-            self._uploads.reserve(image.index, image.size_bytes, is_video=image.file_is_video)
+            size_bytes = image.size_bytes or len(file or b"")
+            self._uploads.reserve(image.index, size_bytes, is_video=image.file_is_video)
         except EncoderError as error:
             self._waiting_frames.pop(image.key.source_key, None)
             self._images.forget(image.key)
             return [self._refuse(image.index, error)]
         self._wanted[image.index] = image
-        return [messages.state_message(image.index, image.key.address, known, 0)]
+        return [] if file is not None else [messages.state_message(image.index, image.key.address, known, 0)]
 
-    async def _answer_waiting_frames(self, source_key: bytes) -> list[pb.SubmitResponse]:
+    async def _answer_waiting_frames(self, source_key: bytes) -> list[pb.ImageState]:
         """Return the answers to frames that waited for the file of their video, which has arrived or failed."""
         frames, error = self._waiting_frames.pop(source_key, ()), self._file_errors.pop(source_key, None)
         if error is not None:
             return [self._refuse(image.index, error) for image in frames]
-        return await self._look_up(frames)
+        return await self._look_up(frames, {}) if frames else []
 
-    async def _receive(self, piece: pb.ImageBytes, image: SubmittedImage) -> pb.SubmitResponse | None:
-        try:
-            upload = self._uploads.add(piece.index, piece.data)
-            if not piece.last:
-                return None
-            self._record.uploaded(upload.size, upload.seconds)
-            if upload.video is not None:
-                known = await self._images.receive_video(image, upload.video)
+    # Files
+
+    async def _receive_files(self, files: Sequence[tuple[SubmittedImage, bytes]]) -> list[pb.ImageState]:
+        """Return the answers to wanted images whose whole files came along with their names."""
+        states: list[pb.ImageState] = []
+        images: list[tuple[SubmittedImage, bytes]] = []
+        for image, file in files:
+            try:
+                self._uploads.add(image.index, file)
+            except EncoderError as error:
+                states.append(self._fail(image, error))
+                continue
+            if image.file_is_video:
+                states += await self._receive(image)
+                states += await self._answer_waiting_frames(image.key.source_key)
             else:
-                known = await self._images.receive(image, upload.joined())
+                images.append((image, file))
+        states += await self._receive_images(images)
+        return states
+
+    async def _answer_piece(self, piece: pb.ImageBytes) -> list[pb.ImageState]:
+        """Append a piece to its file. Return the image's last answer if it is complete or failed."""
+        if (image := self._wanted.get(piece.index)) is None:
+            if piece.index in self._named:
+                return []
+            raise InvalidRequestError(
+                f"image {piece.index}: the server did not ask for its bytes in this call: send only what it asks for"
+            )
+        try:
+            self._uploads.add(piece.index, piece.data)
         except EncoderError as error:
-            self._file_errors[image.key.source_key] = error
-            raise
-        self._uploads.release(piece.index)
-        [answer] = self._answer(image, known)
-        return answer
+            states = [self._fail(image, error)]
+        else:
+            if not piece.last:
+                return []
+            states = await self._receive(image)
+        states += await self._answer_waiting_frames(image.key.source_key)
+        await self._pause()
+        return states
+
+    async def _receive(self, image: SubmittedImage) -> list[pb.ImageState]:
+        """Return the answer to a wanted image, or to a video, whose file is complete."""
+        upload = self._uploads.of(image.index)
+        if upload.video is None:
+            return await self._receive_images([(image, upload.joined())])
+        self._record.uploaded(upload.size, upload.seconds)
+        try:
+            known = await self._images.receive_video(image, upload.video)
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            return [self._fail(image, error)]
+        return self._received(image, known)
+
+    async def _receive_images(self, files: Sequence[tuple[SubmittedImage, bytes]]) -> list[pb.ImageState]:
+        """Return the answers to wanted images whose files are complete."""
+        if not files:
+            return []
+        for image, file in files:
+            self._record.uploaded(len(file), self._uploads.of(image.index).seconds)
+        states: list[pb.ImageState] = []
+        received = await self._images.receive(files)
+        for (image, _), known in zip(files, received, strict=True):
+            if isinstance(known, Exception):
+                states.append(self._fail(image, known))
+            else:
+                states += self._received(image, known)
+        return states
+
+    def _received(self, image: SubmittedImage, known: LookupResult) -> list[pb.ImageState]:
+        del self._wanted[image.index]
+        self._uploads.release(image.index)
+        return self._answer(image, known)
+
+    # Images that are not answered by a message
+
+    def _ask_for_retained(self) -> list[pb.ImageState]:
+        """Ask again for the files of retained images that are needed. Raises the retainer's error, to end the call."""
+        self._retainer.changed.clear()
+        if self._retainer.error is not None:
+            raise self._retainer.error
+        needed, self._retainer.requested = self._retainer.requested, {}
+        states = []
+        for address in needed:
+            image = self._retained[address]
+            # If the file arrived since the Fetch asked, the image is queued already, under this call's claim.
+            if image.index not in self._wanted and not self._images.knows(image.key):
+                image = self._retained[address] = replace(image, claim=self._claim(image.index))
+                states += self._answer(image, LookupResult(None))
+        return states
+
+    def _time_out_uploads(self) -> list[pb.ImageState]:
+        if self._uploads.idle_left_s > 0:
+            return []
+        return self._fail_uploads(
+            DeadlineError(
+                f"the upload of the image stalled, or was slower than {MIN_BYTES_PER_S >> 10} KiB/s: send the image "
+                "again"
+            )
+        )
+
+    def _end_uploads(self) -> list[pb.ImageState]:
+        """Fail the images whose files the caller did not send before it ended the call."""
+        return self._fail_uploads(
+            InvalidRequestError(
+                "the call ended before the bytes of the image arrived: send the bytes of every image that is answered "
+                "STATE_NEEDS_BYTES"
+            )
+        )
+
+    def _fail_uploads(self, error: EncoderError) -> list[pb.ImageState]:
+        frames = [image for images in self._waiting_frames.values() for image in images]
+        self._waiting_frames.clear()
+        states = [self._fail(image, error) for image in tuple(self._wanted.values())]
+        self._file_errors.clear()
+        return [*states, *(self._refuse(image.index, error) for image in frames)]
+
+    async def _pause(self) -> None:
+        """Delay the answers that contain a refusal; see `REFUSAL_S`."""
+        if self._refused_any:
+            self._refused_any = False
+            await asyncio.sleep(REFUSAL_S)
+
+    def _fail(self, image: SubmittedImage, error: Exception) -> pb.ImageState:
+        """Drop a wanted image; return its last answer."""
+        known = known_error(error)
+        if image.file_is_video:
+            self._file_errors[image.key.source_key] = known
+        self._drop(image.index)
+        return self._refuse(image.index, known)
+
+    def _drop(self, index: int) -> None:
+        image = self._wanted.pop(index)
+        self._uploads.release(index)
+        self._images.forget(image.key)
+
+    def _refuse(self, index: int, error: EncoderError) -> pb.ImageState:
+        self._refused_any = True
+        self._record.submitted("failed", error)
+        return messages.failed_state(index, error)

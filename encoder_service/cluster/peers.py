@@ -149,16 +149,17 @@ class Peers:
         )
 
     async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:
-        ready = await self._next(call)
-        if isinstance(ready, tuple):
-            raise InternalError("the peer sent rows before announcing them")
-        grid = self._checked(ready.ready, address)
-        buffer = torch.empty(ready.ready.row_bytes, dtype=torch.uint8)
+        message = await self._next(call)
+        if isinstance(message, tuple) or len(message.ready) != 1:
+            raise InternalError("the peer did not announce the rows of one image")
+        ready = message.ready[0]
+        grid = self._checked(ready, address)
+        buffer = torch.empty(ready.row_bytes, dtype=torch.uint8)
         async with asyncio.timeout(self._silence_s + len(buffer) / MIN_BYTES_PER_S):
             await self._fill(call, buffer.numpy().data)
-        await self._verify(buffer, ready.ready.checksum)
+        await self._verify(buffer, ready.checksum)
         if self._key is not None:
-            rows, signature = buffer.numpy().data, ready.ready.signature
+            rows, signature = buffer.numpy().data, ready.signature
             if not await asyncio.to_thread(self._key.verify_rows, signature, address, grid, rows):
                 self.foreign += 1
                 log.warning("rows from a peer were ignored: they are not signed with the fleet's key")
@@ -212,8 +213,8 @@ async def _read(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
         raise InternalError("the peer ended the call before its answer was complete")
     # Not passed to gRPC as its deserializer: gRPC would turn an exception into the message None.
     message = parse_fetch_response(raw)
-    if not isinstance(message, tuple) and message.WhichOneof("message") == "error":
-        raise from_status(message.error.code, message.error.message)
+    if not isinstance(message, tuple) and message.errors:
+        raise from_status(message.errors[0].code, message.errors[0].message)
     return message
 
 

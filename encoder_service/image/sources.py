@@ -38,8 +38,8 @@ from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
 from encoder_service.store.eviction import EvictionOrder, Item
 
-# To hash a file of up to this size and to read its header costs less than to hand it to a thread. A compressed text
-# chunk alone costs more, but still less than a millisecond. Larger files go to a thread.
+# To hash files of up to this size together and to read their headers costs less than to hand them to a thread. A
+# compressed text chunk alone costs more, but still less than a millisecond. Larger files go to a thread.
 ON_LOOP_BYTES = 4 << 10
 # See `FileDecoder.read_header` and `FileDecoder.open_video`.
 ReadHeader = Callable[[bytes, Sequence[str]], Header | EncoderError]
@@ -148,26 +148,40 @@ class Validator:
         self._video_limits = video_limits
         self._videos = ThreadTurns(1, "videos")
 
-    async def validate(self, key: ImageKey, data: bytes, caller: str) -> Source:
-        """Return `data` as a source if it has the digest of `key` and is within the limits. Callers take turns.
+    async def validate(
+        self, files: Sequence[tuple[ImageKey, bytes]], caller: str
+    ) -> list[Source | Exception]:
+        """Return each file as a source if it has the digest of its key and is within the limits. Callers take turns.
 
-        Raises `DigestMismatchError`, `InvalidImageError` or `ImageLimitError`, and `OverloadedError` if the header of a
-        rare format cannot be read now.
+        Return `DigestMismatchError`, `InvalidImageError` or `ImageLimitError` for a file that fails, `OverloadedError`
+        if the header of a rare format cannot be read now, and unexpected errors.
         """
-        if len(data) <= ON_LOOP_BYTES:
-            header = self._check(key, data)
+        check = partial(self._check_all, files)
+        if sum(len(data) for _, data in files) <= ON_LOOP_BYTES:
+            headers = check()
         else:
-            header = await self._threads.run(caller, partial(self._check, key, data))
-        if header is None:
-            header = await self._rare_headers.run(caller, partial(self._rare_header, data))
-        check_limits(
-            header,
-            len(data),
-            max_image_bytes=self._max_image_bytes,
-            max_image_pixels=self._max_image_pixels,
-        )
-        if not self.geometry.at_once(*header.upright):
-            await self._threads.run(caller, partial(self.geometry.grid, *header.upright))
+            headers = await self._threads.run(caller, check)
+        return [
+            header if isinstance(header, Exception) else await self._source(key, data, header, caller)
+            for (key, data), header in zip(files, headers, strict=True)
+        ]
+
+    async def _source(
+        self, key: ImageKey, data: bytes, header: Header | None, caller: str
+    ) -> Source | Exception:
+        try:
+            if header is None:
+                header = await self._rare_headers.run(caller, partial(self._rare_header, data))
+            check_limits(
+                header,
+                len(data),
+                max_image_bytes=self._max_image_bytes,
+                max_image_pixels=self._max_image_pixels,
+            )
+            if not self.geometry.at_once(*header.upright):
+                await self._threads.run(caller, partial(self.geometry.grid, *header.upright))
+        except Exception as error:  # noqa: BLE001 - only this file fails
+            return error
         return Source(key.source_key, data, header)
 
     async def validate_video(self, key: ImageKey, file: VideoFile, caller: str) -> Source:
@@ -196,6 +210,15 @@ class Validator:
         if isinstance(info, EncoderError):
             raise info
         return info
+
+    def _check_all(self, files: Sequence[tuple[ImageKey, bytes]]) -> list[Header | Exception | None]:
+        return [self._checked(key, data) for key, data in files]
+
+    def _checked(self, key: ImageKey, data: bytes) -> Header | Exception | None:
+        try:
+            return self._check(key, data)
+        except Exception as error:  # noqa: BLE001 - only this file fails
+            return error
 
     def _check(self, key: ImageKey, data: bytes) -> Header | None:
         """Check the digest and return the header; None if the file may be in a rare format."""

@@ -27,27 +27,25 @@ function describe() {
     client.Describe({}, (error, answer) => (error ? reject(error) : resolve(answer))));
 }
 
-// Name the image by the BLAKE3 hash of its file. Send its bytes only if the server asks for them.
-function submit(file, digest, pieceBytes) {
+// Name the image by the BLAKE3 hash of its file. A small file comes along; a large one is sent once the server asks for it.
+function submit(file, digest, mostBytes) {
   return new Promise((resolve, reject) => {
     const call = client.Submit();
     let known;
-    call.on("data", ({state}) => {
-      if (!state) return; // the last message of the call
-      if (state.state === "STATE_FAILED") return reject(new Error(state.error.message));
-      if (state.state !== "STATE_NEEDS_BYTES") {
-        known = state;
-        return call.end();
-      }
-      for (let at = 0; at < file.length; at += pieceBytes) {
-        const data = file.subarray(at, at + pieceBytes);
-        call.write({bytes: {index: 0, data, last: at + pieceBytes >= file.length}});
+    call.on("data", ({states}) => {
+      for (const state of states) {
+        if (state.state === "STATE_FAILED") reject(new Error(state.error.message));
+        else if (state.state !== "STATE_NEEDS_BYTES") known = state;
+        else for (let at = 0; at < file.length; at += mostBytes) {
+          const data = file.subarray(at, at + mostBytes);
+          call.write({bytes: [{index: 0, data, last: at + mostBytes >= file.length}]});
+        }
       }
     });
     call.on("error", reject);
-    call.on("end", () => resolve(known));
-    call.write({open: caller});
-    call.write({names: {names: [{index: 0, digest, size_bytes: file.length}]}});
+    call.on("end", () => resolve(known)); // the server ends the call with the last answer
+    const bytes = file.length <= mostBytes ? [{index: 0, data: file, last: true}] : [];
+    call.write({open: caller, names: {names: [{index: 0, digest, size_bytes: file.length}]}, bytes, last: true});
   });
 }
 
@@ -62,9 +60,9 @@ async function fetchWindow(digest, begin, end) {
     grace_ms: 1000,
   });
   for await (const answer of call) {
-    if (answer.message === "error") throw new Error(answer.error.message);
-    if (answer.message === "ready") ready = answer.ready;
-    else pieces.push(answer.rows.data);
+    for (const error of answer.errors) throw new Error(error.message);
+    for (const announced of answer.ready) ready = announced;
+    if (answer.rows) pieces.push(answer.rows.data);
     if (ready && pieces.reduce((sum, piece) => sum + piece.length, 0) >= Number(ready.row_bytes)) break;
   }
   const rows = Buffer.concat(pieces);

@@ -9,12 +9,11 @@ from typing import Self
 
 from cachetools import LRUCache
 
-from encoder_contract.errors import EncoderError, InternalError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
 from prefill_client.images import Image, Submitted
-from prefill_client.transport.connection import Connection
 from prefill_client.transport.submit_stream import SubmitStream
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,9 @@ class SentImages:
 
 class Submission:
     """Submits the images of one request, each to the server that the router prefers, and retries."""
+
+    _kept = False
+    """Whether the calls stay open, to keep the images submitted."""
 
     def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller) -> None:
         """`recent` records the images that servers accept."""
@@ -118,24 +120,36 @@ class Submission:
         }
 
     async def _submit_to(self, endpoint: str, images: Sequence[Image], timeout_s: float) -> list[Submitted]:
+        """Return the answers of one server. What it has taken when the time is up stays submitted."""
+        new = [index for index, image in enumerate(images) if self._recent.route(image.digest) is None]
+        stream: SubmitStream | None = None
         try:
             async with self._pool.attempt(endpoint, timeout_s) as connection:
-                answers = await self._send(connection, images)
+                stream = connection.submit(images, self._caller, new)
+                answers = await stream.answers(kept=self._kept)
         except EncoderError as error:
-            return [Submitted(image.digest, error=error) for image in images]
-        for image, answer in zip(images, answers, strict=True):
-            if answer.error is None:
-                self._recent.remember(image, endpoint)
+            is_late = isinstance(error, DeadlineError) and stream is not None and stream.is_open()
+            answered = stream.answered if stream is not None and is_late and not self._kept else {}
+            if stream is not None and not answered:
+                stream.close()
+            answers = [
+                answered.get(index, Submitted(image.digest, error=error))
+                for index, image in enumerate(images)
+            ]
+        except BaseException:  # cancelled: the caller no longer wants the images
+            if stream is not None:
+                stream.close()
+            raise
+        accepted = {index: image for index, image in enumerate(images) if answers[index].error is None}
+        for image in accepted.values():
+            self._recent.remember(image, endpoint)
+        if stream is not None and stream.is_open():
+            self._leave(stream, endpoint, accepted)
         return answers
 
-    async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
-        stream = connection.submit(images, self._caller)
-        try:
-            answers = await stream.answers()
-            await stream.finish()
-        finally:
-            stream.close()
-        return answers
+    def _leave(self, stream: SubmitStream, _endpoint: str, _accepted: dict[int, Image]) -> None:
+        """End a call that has accepted some of its images, and is still open."""
+        stream.leave()
 
 
 class KeptImages(Submission):
@@ -143,6 +157,8 @@ class KeptImages(Submission):
 
     It uploads a file again when a server needs it, and submits the images of a lost server to another one.
     """
+
+    _kept = True
 
     def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller, again_s: float) -> None:
         """`again_s` is how long to look for another server for the images of a lost one."""
@@ -179,24 +195,16 @@ class KeptImages(Submission):
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    async def _send(self, connection: Connection, images: Sequence[Image]) -> list[Submitted]:
-        """Submit images to one server, and keep the call open for those that it accepts."""
-        stream = connection.submit(images, self._caller)
-        accepted: list[Image] = []
-        try:
-            answers = await stream.answers(kept=True)
-            pairs = zip(images, answers, strict=True)
-            accepted = [image for image, answer in pairs if answer.error is None]
-        finally:
-            if not accepted:
-                stream.close()
-        if accepted:
-            task = asyncio.create_task(self._keep(stream, connection.endpoint, accepted))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
-        return answers
+    def _leave(self, stream: SubmitStream, endpoint: str, accepted: dict[int, Image]) -> None:
+        """Keep the call open for the images that it has accepted."""
+        if not accepted:
+            stream.close()
+            return
+        task = asyncio.create_task(self._keep(stream, endpoint, accepted))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
-    async def _keep(self, stream: SubmitStream, endpoint: str, images: Sequence[Image]) -> None:
+    async def _keep(self, stream: SubmitStream, endpoint: str, images: dict[int, Image]) -> None:
         """Serve the call until it ends, then submit its images to other servers."""
         try:
             error = await stream.resend()
@@ -206,7 +214,7 @@ class KeptImages(Submission):
         if isinstance(error, UnavailableError):
             self._pool.router.failed(endpoint)
         self._resubmitting[stream] = error
-        for answer in await self.submit(images, self._again_s, persistent=True):
+        for answer in await self.submit(list(images.values()), self._again_s, persistent=True):
             if answer.error is not None:
                 self._set_lost(answer.error)
         del self._resubmitting[stream]

@@ -1,7 +1,7 @@
 """The connection to one server: its channel, its description, and single attempts at Submit and Fetch."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -166,10 +166,13 @@ class Connection:
         finally:
             await self.channel.close()
 
-    def submit(self, images: Sequence[Image], caller: pb.Caller) -> SubmitStream:
-        """Start a Submit call. The caller ends it, and may leave it open to keep the images submitted."""
+    def submit(self, images: Sequence[Image], caller: pb.Caller, new: Collection[int] = ()) -> SubmitStream:
+        """Start a Submit call. The caller ends it, and may leave it open to keep the images submitted.
+
+        `new` are the indexes of images that the server probably lacks.
+        """
         call = self._stub.Submit(metadata=self.metadata())
-        return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes)
+        return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes, new)
 
     def fetch(
         self,

@@ -56,11 +56,20 @@ class Exchange:
             raise await self._why(error) from error
 
     async def finish(self) -> None:
-        """End the client's side of the call and read the rest, so that its images stay submitted. Raises its error."""
+        """Read the rest of a call that the server ends. Raises its error."""
         try:
-            await self._call.done_writing()
             while await self._call.read() is not grpc.aio.EOF:
                 pass
+        except _ENDED as error:
+            raise await self._why(error) from error
+        if await self._call.code() is not grpc.StatusCode.OK:
+            raise await ended_early(self._call, self._endpoint)
+
+    async def _half_close(self) -> None:
+        """Write nothing more, after earlier writes. Raises the error of the call."""
+        try:
+            async with self._writing:
+                await self._call.done_writing()
         except _ENDED as error:
             raise await self._why(error) from error
 

@@ -59,8 +59,7 @@ class RowStream(Exchange):
     async def __aiter__(self) -> AsyncIterator[FetchedRows]:
         completed = 0
         while completed < len(self._requests):
-            outcome = self._process(await self._read_in_time())
-            if outcome is not None:
+            for outcome in self._process(await self._read_in_time()):
                 completed += 1
                 yield outcome
 
@@ -79,20 +78,26 @@ class RowStream(Exchange):
                 self.close()
             raise DeadlineError(f"{self._endpoint}: the deadline passed") from None
 
-    def _process(self, message: pb.FetchResponse | tuple[int, memoryview]) -> FetchedRows | None:
-        """Process a message. Return the outcome that it completes, or None."""
+    def _process(self, message: pb.FetchResponse | tuple[int, memoryview]) -> list[FetchedRows]:
+        """Process a message. Return the outcomes that it completes."""
         if isinstance(message, tuple):
             index, data = message
-            self._arriving[index].arrival.add(data)
-        elif message.WhichOneof("message") == "error":
-            index = message.error.index
-            return FetchedRows(index, self._requests[index].digest, error=from_message(message.error))
-        else:
-            index = message.ready.index
-            self._arriving[index] = self._announced(message.ready)
-        if not self._arriving[index].arrival.complete:
-            return None
-        return self._outcome(self._arriving.pop(index))
+            arriving = self._arriving[index]
+            arriving.arrival.add(data)
+            if not arriving.arrival.complete:
+                return []
+            return [self._outcome(self._arriving.pop(index))]
+        outcomes = [
+            FetchedRows(error.index, self._requests[error.index].digest, error=from_message(error))
+            for error in message.errors
+        ]
+        for ready in message.ready:
+            arriving = self._announced(ready)
+            if arriving.arrival.complete:
+                outcomes.append(self._outcome(arriving))
+            else:
+                self._arriving[ready.index] = arriving
+        return outcomes
 
     def _announced(self, ready: pb.ImageReady) -> _Arriving:
         transport = transport_of(ready)

@@ -1,6 +1,8 @@
 """A running Submit call: the server's answers, and uploads."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -12,60 +14,121 @@ from prefill_client.images import Image, Submitted
 from prefill_client.transport.channels import from_message
 from prefill_client.transport.exchange import Exchange
 
+# How long the server may take to end a call that the client leaves.
+LEAVE_S = 5.0
+
 
 class SubmitStream(Exchange):
-    """One attempt to submit images to a server: call `answers`, then `finish` or, to keep them, `resend`; then `close`.
+    """One attempt to submit images to a server: call `answers`; to keep the images, `resend`; then `close` or `leave`.
 
-    If the call is closed before it has finished, the server drops its images unless other callers want them.
+    If the call is closed before it has ended, the server drops its images unless other callers want them.
     """
 
     def __init__(
-        self, call: Any, images: Sequence[Image], caller: pb.Caller, endpoint: str, piece_bytes: int
+        self,
+        call: Any,
+        images: Sequence[Image],
+        caller: pb.Caller,
+        endpoint: str,
+        max_message_bytes: int,
+        new: Collection[int],
     ) -> None:
+        """`new` are the indexes of images that the server probably lacks: their files come along if they fit."""
         super().__init__(call, endpoint)
         self._images = images
         self._caller = caller
-        self._piece_bytes = piece_bytes
+        self._max_message_bytes = max_message_bytes
+        self._new = new
+        self._exchanging: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._sent_s: dict[int, float] = {}
+        self.answered: dict[int, Submitted] = {}
+        """The answers so far, by index."""
 
     async def answers(self, *, kept: bool = False) -> list[Submitted]:
         """Name the images, upload those that the server does not have, and return one answer per image, in order.
 
-        With `kept`, the server may ask for a file again until the call ends. Raises the error of the call.
+        With `kept`, the call stays open, and the server may ask for a file again. Otherwise it has ended, and the
+        images stay submitted. Raises the error of the call. If this is cancelled, the exchange goes on until `close` or
+        `leave`: cancelling an operation of gRPC would end the call.
         """
-        await self._write(pb.SubmitRequest(open=self._caller))
-        names = [image.to_message(index) for index, image in enumerate(self._images)]
-        await self._write(pb.SubmitRequest(names=pb.ImageNames(names=names, kept=kept)))
-        answers: dict[int, Submitted] = {}
-        sent_s: dict[int, float] = {}
-        while len(answers) < len(self._images):
-            state = (await self._read()).state
-            if state.state == pb.STATE_NEEDS_BYTES:
-                sent_s[state.index] = monotonic()
-                await self._send(state.index)
-            else:
-                began_s = sent_s.get(state.index)
-                upload_s = (began_s, monotonic()) if began_s is not None else None
-                answers[state.index] = self._submitted(state, upload_s)
-        return [answers[index] for index in range(len(self._images))]
+        self._exchanging = asyncio.create_task(self._exchange(kept=kept), name="submit")
+        await asyncio.shield(self._exchanging)
+        return [self.answered[index] for index in range(len(self._images))]
 
     async def resend(self) -> EncoderError:
         """Upload images again when the server asks for them. Return the error of a refused image or of the call."""
         try:
             while True:
-                state = (await self._read()).state
-                if state.state == pb.STATE_NEEDS_BYTES:
-                    await self._send(state.index)
-                elif state.state == pb.STATE_FAILED:
-                    return from_message(state.error)
+                for state in (await self._read()).states:
+                    if state.state == pb.STATE_NEEDS_BYTES:
+                        await self._send(state.index)
+                    elif state.state == pb.STATE_FAILED:
+                        return from_message(state.error)
         except EncoderError as error:
             return error
 
+    def close(self) -> None:
+        """End the call if it has not ended."""
+        if self._exchanging is not None:
+            self._exchanging.cancel()
+        super().close()
+
+    def leave(self) -> None:
+        """Send nothing more and let the call end: the images that the server has stay submitted."""
+        self._leaving = asyncio.create_task(self._leave(), name="leave")
+
+    async def _exchange(self, *, kept: bool) -> None:
+        names = [image.to_message(index) for index, image in enumerate(self._images)]
+        files = [
+            pb.ImageBytes(index=index, data=self._images[index].data, last=True) for index in self._fitting()
+        ]
+        self._sent_s = dict.fromkeys((file.index for file in files), monotonic())
+        request = pb.SubmitRequest(
+            open=self._caller, names=pb.ImageNames(names=names, kept=kept), bytes=files, last=not kept
+        )
+        await self._write(request)
+        while len(self.answered) < len(self._images):
+            for state in (await self._read()).states:
+                if state.state == pb.STATE_NEEDS_BYTES:
+                    self._sent_s[state.index] = monotonic()
+                    await self._send(state.index)
+                else:
+                    began_s = self._sent_s.get(state.index)
+                    upload_s = (began_s, monotonic()) if began_s is not None else None
+                    self.answered[state.index] = self._submitted(state, upload_s)
+        if not kept:
+            await self.finish()
+
+    def _fitting(self) -> Iterator[int]:
+        """Yield the indexes of new images whose files fit into one message together."""
+        room = self._max_message_bytes
+        for index in self._new:
+            image = self._images[index]
+            if not image.is_video and image.frames is None and len(image.data) <= room:
+                room -= len(image.data)
+                yield index
+
     async def _send(self, index: int) -> None:
         view = memoryview(self._images[index].data)
-        for begin in range(0, max(1, len(view)), self._piece_bytes):
-            piece = bytes(view[begin : begin + self._piece_bytes])
-            last = begin + self._piece_bytes >= len(view)
-            await self._write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=piece, last=last)))
+        for begin in range(0, max(1, len(view)), self._max_message_bytes):
+            if self._leaving is not None:
+                return
+            end = begin + self._max_message_bytes
+            piece = pb.ImageBytes(index=index, data=bytes(view[begin:end]), last=end >= len(view))
+            await self._write(pb.SubmitRequest(bytes=[piece]))
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                with suppress(EncoderError):
+                    await self._half_close()
+                    if self._exchanging is not None:
+                        await asyncio.shield(self._exchanging)
+        except TimeoutError:
+            pass
+        finally:
+            self.close()
 
     def _submitted(self, state: pb.ImageState, upload_s: tuple[float, float] | None) -> Submitted:
         image = self._images[state.index]

@@ -63,7 +63,7 @@ def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryvie
         response = FetchResponse.FromString(message)
     except DecodeError as error:
         raise InternalError(f"{len(message)} bytes are not a FetchResponse: {error}") from error
-    if response.WhichOneof("message") == "rows":
+    if response.HasField("rows"):
         return response.rows.index, memoryview(response.rows.data)
     return response
 

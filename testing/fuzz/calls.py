@@ -40,7 +40,7 @@ async def submit(channel: Any, _seed: int, draw: random.Random) -> None:
             while (raw := await call.read()) is not grpc.aio.EOF:
                 answers.append(pb.SubmitResponse.FromString(raw))
     call.cancel()
-    await check(call, [answer.state.error for answer in answers])
+    await check(call, [state.error for answer in answers for state in answer.states])
 
 
 def _submit_messages(draw: random.Random, files: Sequence[bytes]) -> Iterator[bytes]:
@@ -51,14 +51,22 @@ def _submit_messages(draw: random.Random, files: Sequence[bytes]) -> Iterator[by
     steps.append(pb.SubmitRequest(names=pb.ImageNames(names=names)))
     for index, file in enumerate(files):
         cut = draw.randrange(len(file) + 1)
-        steps.append(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=file[:cut])))
-        steps.append(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=file[cut:], last=True)))
+        steps.append(pb.SubmitRequest(bytes=[pb.ImageBytes(index=index, data=file[:cut])]))
+        steps.append(pb.SubmitRequest(bytes=[pb.ImageBytes(index=index, data=file[cut:], last=True)]))
+    steps.append(pb.SubmitRequest(last=True))
     if draw.random() < 0.3:
         draw.shuffle(steps)
-    for step in steps:
-        raw = step.SerializeToString()
+    for raw in _joined(draw, [step.SerializeToString() for step in steps]):
         for _ in range(draw.choice((0, 1, 1, 1, 1, 1, 1, 2))):
             yield mutated(draw, raw) if draw.random() < 0.1 else raw
+
+
+def _joined(draw: random.Random, steps: list[bytes]) -> Iterator[bytes]:
+    """Yield the messages, or some of them joined: in protobuf, that is one message with all their fields."""
+    while steps:
+        count = draw.choice((1, 1, 2, len(steps)))
+        yield b"".join(steps[:count])
+        steps = steps[count:]
 
 
 def _name(draw: random.Random, index: int, file: bytes) -> pb.ImageName:
@@ -114,7 +122,7 @@ async def fetch(channel: Any, _seed: int, draw: random.Random) -> None:
             answers.append(pb.FetchResponse.FromString(message))
             left -= 1
     call.cancel()
-    await check(call, [answer.error for answer in answers])
+    await check(call, [error for answer in answers for error in answer.errors])
 
 
 async def images(channel: Any, seed: int, _draw: random.Random) -> None:
@@ -122,23 +130,22 @@ async def images(channel: Any, seed: int, _draw: random.Random) -> None:
     file = damaged(seed)
     digest = content_digest(file)
     call: Any = channel.stream_stream(f"{SERVICE}/Submit")()
-    steps = (
-        pb.SubmitRequest(open=pb.Caller()),
-        pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(digest=digest)])),
-        pb.SubmitRequest(bytes=pb.ImageBytes(data=file, last=True)),
+    step = pb.SubmitRequest(
+        open=pb.Caller(),
+        names=pb.ImageNames(names=[pb.ImageName(digest=digest)]),
+        bytes=[pb.ImageBytes(data=file, last=True)],
+        last=True,
     )
     errors: list[pb.ImageError] = []
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        for step in steps:
-            await call.write(step.SerializeToString())
-        await call.done_writing()
+        await call.write(step.SerializeToString())
         while (raw := await call.read()) is not grpc.aio.EOF:
-            errors.append(pb.SubmitResponse.FromString(raw).state.error)
+            errors += [state.error for state in pb.SubmitResponse.FromString(raw).states]
     await check(call, errors)
     request = pb.FetchRequest(images=[pb.FetchImage(digest=digest)])
     fetched: Any = channel.unary_stream(f"{SERVICE}/Fetch")(request.SerializeToString())
     with suppress(grpc.aio.AioRpcError):
-        errors = [pb.FetchResponse.FromString(raw).error async for raw in fetched]
+        errors = [error async for raw in fetched for error in pb.FetchResponse.FromString(raw).errors]
     await check(fetched, errors)
 
 
@@ -158,7 +165,7 @@ async def videos(channel: Any, _seed: int, draw: random.Random) -> None:
     steps = [
         pb.SubmitRequest(open=pb.Caller()),
         pb.SubmitRequest(names=pb.ImageNames(names=[probe])),
-        pb.SubmitRequest(bytes=pb.ImageBytes(index=0, data=file, last=True)),
+        pb.SubmitRequest(bytes=[pb.ImageBytes(index=0, data=file, last=True)]),
         pb.SubmitRequest(names=pb.ImageNames(names=names)),
     ]
     errors: list[pb.ImageError] = []
@@ -166,14 +173,14 @@ async def videos(channel: Any, _seed: int, draw: random.Random) -> None:
         for step in steps:
             await call.write(step.SerializeToString())
         while len(errors) < len(names) + 1 and (raw := await call.read()) is not grpc.aio.EOF:
-            state = pb.SubmitResponse.FromString(raw).state
-            if state.state == pb.STATE_NEEDS_BYTES and state.index:  # it was refused before
-                piece = pb.ImageBytes(index=state.index, data=file, last=True)
-                await call.write(pb.SubmitRequest(bytes=piece).SerializeToString())
-            elif state.state != pb.STATE_NEEDS_BYTES:
-                errors.append(state.error)
-        await call.done_writing()
-        assert pb.SubmitResponse.FromString(await call.read()) == pb.SubmitResponse()
+            for state in pb.SubmitResponse.FromString(raw).states:
+                if state.state == pb.STATE_NEEDS_BYTES and state.index:  # it was refused before
+                    piece = pb.ImageBytes(index=state.index, data=file, last=True)
+                    await call.write(pb.SubmitRequest(bytes=[piece]).SerializeToString())
+                elif state.state != pb.STATE_NEEDS_BYTES:
+                    errors.append(state.error)
+        await call.write(pb.SubmitRequest(last=True).SerializeToString())
+        assert await call.read() is grpc.aio.EOF
     await check(call, errors)
     wanted = [
         pb.FetchImage(index=number, digest=digest, frames=pair, grid=grid)
@@ -186,11 +193,8 @@ async def videos(channel: Any, _seed: int, draw: random.Random) -> None:
     with suppress(grpc.aio.AioRpcError):
         async for raw in fetched:
             answer = pb.FetchResponse.FromString(raw)
-            kind = answer.WhichOneof("message")
-            if kind == "error":
-                errors.append(answer.error)
-            if kind != "rows":
-                outcomes.append(answer.error.index if kind == "error" else answer.ready.index)
+            errors += answer.errors
+            outcomes += [error.index for error in answer.errors] + [ready.index for ready in answer.ready]
     await check(fetched, errors)
     assert sorted(outcomes) == list(range(len(pairs))), outcomes
 
@@ -212,6 +216,7 @@ async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
         (
             ("Fetch", b"\x12\x00" * count),
             ("Submit", pb.SubmitRequest(names=pb.ImageNames.FromString(images)).SerializeToString()),
+            ("Submit", b"\x1a\x00" * count),
         )
     )
     call: Any = channel.unary_stream(f"{SERVICE}/{path}")(mutated(draw, raw) if draw.random() < 0.2 else raw)

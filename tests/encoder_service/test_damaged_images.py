@@ -15,6 +15,7 @@ from encoder_contract.errors import Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing.photos import damaged, photo
+from tests.calls import finish
 from tests.processes import running
 
 # A call that has files refused is answered late: several go on at a time.
@@ -42,16 +43,16 @@ async def submit(stub: Any, files: list[bytes]) -> dict[int, int | str]:
     outcomes: dict[int, int | str] = {}
     answered: set[int] = set()
     while len(answered) < len(files):
-        state = (await call.read()).state
-        if state.state == pb.STATE_NEEDS_BYTES:
-            piece = pb.ImageBytes(index=state.index, data=files[state.index], last=True)
-            await call.write(pb.SubmitRequest(bytes=piece))
-            continue
-        assert state.index not in answered, "an image is answered once"
-        answered.add(state.index)
-        if state.state == pb.STATE_FAILED:
-            outcomes[state.index] = state.error.code
-    await call.done_writing()
+        for state in (await call.read()).states:
+            if state.state == pb.STATE_NEEDS_BYTES:
+                piece = pb.ImageBytes(index=state.index, data=files[state.index], last=True)
+                await call.write(pb.SubmitRequest(bytes=[piece]))
+                continue
+            assert state.index not in answered, "an image is answered once"
+            answered.add(state.index)
+            if state.state == pb.STATE_FAILED:
+                outcomes[state.index] = state.error.code
+    await finish(call)
     return outcomes
 
 
@@ -60,11 +61,9 @@ async def fetch(stub: Any, files: dict[int, bytes]) -> dict[int, int | str]:
     images = [pb.FetchImage(index=index, digest=content_digest(file)) for index, file in files.items()]
     outcomes: dict[int, int | str] = {}
     async for message in stub.Fetch(pb.FetchRequest(images=images), timeout=100):
-        kind = message.WhichOneof("message")
-        if kind != "rows":
-            index = getattr(message, kind).index
-            assert index not in outcomes, "an image has one outcome"
-            outcomes[index] = "rows" if kind == "ready" else message.error.code
+        for found in (*message.ready, *message.errors):
+            assert found.index not in outcomes, "an image has one outcome"
+            outcomes[found.index] = "rows" if found in message.ready else found.code
     return outcomes
 
 

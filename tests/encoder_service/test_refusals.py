@@ -28,7 +28,18 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.limits import REFUSAL_S
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
-from tests.calls import collect, connection, fetched, named, naming, raw_submit, stub
+from tests.calls import (
+    collect,
+    connection,
+    fetched,
+    finish,
+    named,
+    naming,
+    next_state,
+    next_states,
+    raw_submit,
+    stub,
+)
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S
@@ -142,11 +153,11 @@ async def test_an_image_over_the_byte_limit_is_refused_naming_it(client: Encoder
     call = (await stub(client)).Submit(timeout=60)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(index=1, digest=bytes(32))))
-    assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
+    assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
     piece = bytes(1 << 18)
     for n in range(4 * 34):
-        await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=piece, last=n == 4 * 34 - 1)))
-    state = (await call.read()).state
+        await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=piece, last=n == 4 * 34 - 1)]))
+    state = await next_state(call)
     assert (state.state, state.error.code) == (pb.STATE_FAILED, 3)
     assert "max_image_bytes" in state.error.message
 
@@ -190,7 +201,7 @@ async def test_a_non_image_fails_alone_at_the_client(
 
 @pytest.mark.parametrize("messages", [
     [naming(pb.ImageName(index=1, digest=bytes(32)))],
-    [pb.SubmitRequest(open=pb.Caller()), pb.SubmitRequest(bytes=pb.ImageBytes(index=5, data=b"x", last=True))],
+    [pb.SubmitRequest(open=pb.Caller()), pb.SubmitRequest(bytes=[pb.ImageBytes(index=5, data=b"x", last=True)])],
     [pb.SubmitRequest(open=pb.Caller(priority=99))],
     [pb.SubmitRequest(open=pb.Caller(request_id="x" * 200))],
 ])  # fmt: skip
@@ -266,7 +277,7 @@ async def test_a_full_queue_refuses_a_name_before_its_bytes_are_sent(
                     index=1, digest=content_digest(images[2]), grid=pb.Grid(t=1, h=grid.h, w=grid.w)
                 )
                 await call.write(naming(name))
-                state = (await call.read()).state
+                state = await next_state(call)
                 assert (state.state, state.error.code) == (pb.STATE_FAILED, 8)
                 assert state.error.retry_after_ms > 0
                 assert server.budgets.upload_bytes.held == before
@@ -292,8 +303,8 @@ async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
         pb.ImageName(index=n, digest=first.digest, variant=pb.Variant(max_pixels=most - n)) for n in range(64)
     ]
     await call.write(naming(*names))
-    states = [(await call.read()).state.state for _ in names]
-    await call.done_writing()
+    states = [state.state for state in await next_states(call, len(names))]
+    await finish(call)
     assert set(states) <= {pb.STATE_QUEUED, pb.STATE_CACHED}
     assert len(read_on) == 1
     assert read_on[0] != threading.get_ident()
@@ -326,5 +337,5 @@ async def test_a_file_that_cannot_be_decoded_is_refused_in_every_variant(client:
     call = (await stub(client)).Submit(timeout=60)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(index=1, digest=content_digest(truncated), variant=variant)))
-    state = (await call.read()).state
+    state = await next_state(call)
     assert (state.state, state.error.code) == (pb.STATE_FAILED, 3)

@@ -18,7 +18,7 @@ from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import BY_DEFAULT
 from testing.decoding import decode_files
 from testing.photos import photo
-from tests.calls import collect, naming, stub
+from tests.calls import collect, naming, next_state, stub
 from tests.gate import Gate
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
@@ -142,12 +142,12 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         for index, image in enumerate(images):
             await call.write(naming(pb.ImageName(index=index, digest=content_digest(image))))
-            assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
+            assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
             whole = index % 2 == 0
             piece = pb.ImageBytes(index=index, data=image if whole else image[:5000], last=whole)
-            await call.write(pb.SubmitRequest(bytes=piece))
+            await call.write(pb.SubmitRequest(bytes=[piece]))
             if whole:
-                assert (await call.read()).state.state == pb.STATE_QUEUED
+                assert (await next_state(call)).state == pb.STATE_QUEUED
         fetches = [client.fetch([RowRequest(content_digest(image))], timeout_s=60) for image in images]
         reading = [asyncio.create_task(anext(aiter(fetch))) for fetch in fetches]
         await asyncio.sleep(0.2)
@@ -199,7 +199,7 @@ async def test_only_callers_who_can_read_the_segment_get_handles(
             shm_proof=shown,
         )
         call = (await stub(client)).Fetch(request, timeout=60)
-        assert (await call.read()).ready.HasField("handle") == has_handle, shown
+        assert (await call.read()).ready[0].HasField("handle") == has_handle, shown
         assert has_handle or (await call.read()).rows.data, shown
         call.cancel()
 

@@ -271,8 +271,8 @@ class Limits(google.protobuf.message.Message):
     max_images_per_call: builtins.int
     """Images in one Submit or Fetch call."""
     max_message_bytes: builtins.int
-    """Payload of one ImageBytes message. Each other kind of request has its own limit, which suffices for all that it may
-    name. The server refuses larger requests, and compressed ones.
+    """Bytes of files in one SubmitRequest. Each kind of request has a limit of its own for everything else, which suffices
+    for all that it may name. The server refuses larger requests, and compressed ones.
     """
     max_grace_ms: builtins.int
     """Longest grace that a Fetch may ask for."""
@@ -420,22 +420,31 @@ class SubmitRequest(google.protobuf.message.Message):
     OPEN_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    last: builtins.bool
+    """No more names follow."""
     @property
-    def open(self) -> Global___Caller: ...
+    def open(self) -> Global___Caller:
+        """In the first message of the call, and only there."""
+
     @property
     def names(self) -> Global___ImageNames: ...
     @property
-    def bytes(self) -> Global___ImageBytes: ...
+    def bytes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageBytes]:
+        """At most `max_message_bytes` together, and at most `max_images_per_call` pieces. A file that comes along with its
+        name must be complete.
+        """
+
     def __init__(
         self,
         *,
         open: Global___Caller | None = ...,
         names: Global___ImageNames | None = ...,
-        bytes: Global___ImageBytes | None = ...,
+        bytes: collections.abc.Iterable[Global___ImageBytes] | None = ...,
+        last: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "names", b"names", "open", b"open"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "names", b"names", "open", b"open"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "names", "bytes"] | None: ...
+    def HasField(self, field_name: typing.Literal["names", b"names", "open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "last", b"last", "names", b"names", "open", b"open"]) -> None: ...
 
 Global___SubmitRequest: typing_extensions.TypeAlias = SubmitRequest
 
@@ -511,7 +520,7 @@ Global___ImageName: typing_extensions.TypeAlias = ImageName
 
 @typing.final
 class ImageBytes(google.protobuf.message.Message):
-    """A piece of an image whose name was answered NEEDS_BYTES. Pieces are sent in order."""
+    """A piece of a file. Pieces of a file are sent in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -537,18 +546,15 @@ Global___ImageBytes: typing_extensions.TypeAlias = ImageBytes
 class SubmitResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    STATE_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
     @property
-    def state(self) -> Global___ImageState:
-        """Unset in the last message of a call: all that the call submitted stays submitted."""
-
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageState]: ...
     def __init__(
         self,
         *,
-        state: Global___ImageState | None = ...,
+        states: collections.abc.Iterable[Global___ImageState] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["states", b"states"]) -> None: ...
 
 Global___SubmitResponse: typing_extensions.TypeAlias = SubmitResponse
 
@@ -749,27 +755,28 @@ Global___FetchImage: typing_extensions.TypeAlias = FetchImage
 
 @typing.final
 class FetchResponse(google.protobuf.message.Message):
+    """Outcomes of images, or a piece of the rows of one image."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     READY_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
     @property
-    def ready(self) -> Global___ImageReady: ...
+    def ready(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageReady]: ...
     @property
     def rows(self) -> Global___Rows: ...
     @property
-    def error(self) -> Global___ImageError: ...
+    def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageError]: ...
     def __init__(
         self,
         *,
-        ready: Global___ImageReady | None = ...,
+        ready: collections.abc.Iterable[Global___ImageReady] | None = ...,
         rows: Global___Rows | None = ...,
-        error: Global___ImageError | None = ...,
+        errors: collections.abc.Iterable[Global___ImageError] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error", "message", b"message", "ready", b"ready", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "message", b"message", "ready", b"ready", "rows", b"rows"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["ready", "rows", "error"] | None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "ready", b"ready", "rows", b"rows"]) -> None: ...
 
 Global___FetchResponse: typing_extensions.TypeAlias = FetchResponse
 

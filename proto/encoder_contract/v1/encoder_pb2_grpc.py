@@ -63,15 +63,20 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request_iterator, context):
-        """Submits images. The caller sends `open` first, then names images. The server answers each name at once with exactly
-        one `ImageState`. Only after NEEDS_BYTES does the caller send the bytes of the image. The server answers them with
-        one more `ImageState`: QUEUED or CACHED with the confirmed grid, or FAILED. Names and bytes of different images may
-        be interleaved. The incomplete images of a call may have at most `max_image_bytes` together. If there is no space
-        to upload an image, the server answers its name FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes
-        do not arrive, or arrive too slowly, the incomplete images of the call end in DEADLINE_EXCEEDED. After the caller
-        has half-closed and every answer is sent, the server sends one message without a state and ends the stream. The
-        images stay submitted, as speculative work until a Fetch asks for them. If the call is cancelled or its caller
-        dies, the server withdraws its images unless another caller wants them.
+        """Submits images. The first message has `open`, and may have everything else: the names of all images, and the files
+        of those that the caller believes to be new, if they are small. The server answers each name with exactly one
+        `ImageState`, in as few messages as possible. A name whose file came along is answered QUEUED or CACHED, with the
+        confirmed grid, or FAILED. Any other name may be answered NEEDS_BYTES: only then does the caller send the file, in
+        pieces, and the server answers once more. Names and pieces of different images may be interleaved. The incomplete
+        images of a call may have at most `max_image_bytes` together. If there is no space to upload an image, the server
+        answers its name FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes do not arrive, or arrive too
+        slowly, the incomplete images of the call end in DEADLINE_EXCEEDED.
+
+        A message with `last` says that no more names follow. The server then ends the call with the last answer, and the
+        images stay submitted, as speculative work until a Fetch asks for them. If the caller half-closes after `last`, it
+        sends no more bytes: the incomplete images end in INVALID_ARGUMENT, and the others stay submitted. If the call is
+        cancelled, its caller dies, or it half-closes without `last`, the server withdraws the images of the call unless
+        another caller wants them.
 
         A video is an album of pairs of frames: each pair is an image, with an address and rows of its own. A caller names
         the file first, as a `video`. The server answers NEEDS_BYTES if it lacks the file, and then PROBED with what the
@@ -89,8 +94,9 @@ class EncoderServiceServicer(object):
 
     def Fetch(self, request, context):
         """Fetches rows. Images come in the order in which they become ready. Each has exactly one outcome: its rows, or one
-        `ImageError`. Rows are an `ImageReady`, followed by `Rows` messages until `row_bytes` are sent, or by none if it
-        carries a `Handle`. Messages of different images may be interleaved. A handle is valid while the stream is open:
+        `ImageError`. What is known at one moment comes in one message. Rows are an `ImageReady`, followed by `Rows`
+        messages until `row_bytes` are sent, or by none if it carries a `Handle`. Rows of different images may be
+        interleaved. A handle is valid while the stream is open:
         the server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

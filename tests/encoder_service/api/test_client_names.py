@@ -15,7 +15,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from testing.device_thread import DeviceThread
 from testing.photos import photo, with_comment
-from tests.calls import naming
+from tests.calls import finish, naming, next_state
 from tests.gate import Gate
 from tests.tcp_proxy import TcpProxy
 
@@ -51,13 +51,11 @@ async def submitted(endpoint: str, client_id: str, file: bytes) -> bool:
         call: Any = EncoderServiceStub(channel).Submit(timeout=60)
         await call.write(pb.SubmitRequest(open=pb.Caller(client_id=client_id)))
         await call.write(naming(pb.ImageName(index=0, digest=content_digest(file))))
-        state = (await call.read()).state
+        state = await next_state(call)
         if state.state == pb.STATE_NEEDS_BYTES:
-            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=0, data=file, last=True)))
-            state = (await call.read()).state
-        await call.done_writing()
-        while await call.read() is not grpc.aio.EOF:
-            pass
+            await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=0, data=file, last=True)]))
+            state = await next_state(call)
+        await finish(call)
         assert state.state in (pb.STATE_QUEUED, pb.STATE_FAILED)
         return bool(state.state == pb.STATE_QUEUED)
 

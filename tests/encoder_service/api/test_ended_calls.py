@@ -21,6 +21,7 @@ from encoder_service.app import Server
 from encoder_service.limits import Budget, Budgets
 from testing.attacks import FETCH, SUBMIT
 from testing.raw_http2 import RawConnection, framed
+from tests.calls import LAST
 from tests.processes import running
 from tests.waiting import soon
 
@@ -78,12 +79,19 @@ UNKNOWN_MODEL = pb.Caller(model_fingerprint=bytes(32))
 IMAGE = pb.FetchImage(digest=bytes(32))
 NAME = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(digest=b"no digest")]))
 OPEN = pb.SubmitRequest(open=pb.Caller(request_id="r"))
+WHOLE = pb.SubmitRequest(
+    open=pb.Caller(request_id="r"),
+    names=pb.ImageNames(names=[pb.ImageName(digest=bytes(32))]),
+    bytes=[pb.ImageBytes(data=bytes(MIB), last=True)],
+    last=True,
+)
 ENDINGS: dict[str, tuple[str, list[Any]]] = {
     "refused after it is parsed": (FETCH, [pb.FetchRequest(caller=UNKNOWN_MODEL, images=[IMAGE])]),
     "answered": (FETCH, [pb.FetchRequest(images=[IMAGE])]),
     "refused at the first message of a stream": (SUBMIT, [NAME]),
     "refused in the middle of a stream": (SUBMIT, [OPEN, NAME, OPEN]),
-    "answered, a stream": (SUBMIT, [OPEN, NAME]),
+    "answered, a stream": (SUBMIT, [OPEN, NAME, LAST]),
+    "answered, in one message": (SUBMIT, [WHOLE]),
 }
 
 

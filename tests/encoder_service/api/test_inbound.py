@@ -14,6 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from encoder_contract.errors import InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages
@@ -95,27 +96,37 @@ async def test_an_oversized_or_malformed_request_is_invalid(
 async def test_a_message_larger_than_a_piece_is_not_received(server: Server) -> None:
     raw = await RawConnection.open(server.endpoint)
     stream = await raw.call(OURS + "Submit")
-    await raw.send(stream, framed(bytes(4 << 20))[:5])  # the length prefix is enough
+    await raw.send(stream, framed(bytes(8 << 20))[:5])  # the length prefix is enough
     assert await status(raw, stream) == RESOURCE_EXHAUSTED
     await raw.close()
 
 
-def test_only_a_message_with_a_single_piece_may_exceed_the_names_limit() -> None:
-    piece = pb.SubmitRequest(bytes=pb.ImageBytes(index=7, data=bytes(messages.PIECE_BYTES), last=True))
-    assert messages.parse_submit(piece.SerializeToString(), 1).bytes.last
+def test_only_files_may_exceed_the_names_limit() -> None:
+    piece = pb.SubmitRequest(bytes=[pb.ImageBytes(index=7, data=bytes(messages.PIECE_BYTES), last=True)])
+    assert messages.parse_submit(piece.SerializeToString(), 1).parsed() == piece
     for size in (0, 1, 100, 200, 20_000, 200_000):
-        small = pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=bytes(size)))
-        assert messages.parse_submit(small.SerializeToString(), 1) == small
-    names = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(index=9, digest=bytes(32))] * 100))
-    for raw in (
-        names.SerializeToString(),
-        piece.SerializeToString() + b"\x12\x00",
-        b"\x1a\x00" + names.SerializeToString(),
-        b"",
-    ):
-        if len(raw) > messages.names_bytes(1):
-            with pytest.raises(Exception, match="the limit is"):
-                messages.parse_submit(raw, 1)
+        small = pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=bytes(size))])
+        assert messages.parse_submit(small.SerializeToString(), 1).parsed() == small
+    names = pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(index=9, digest=bytes(32))] * 500))
+    large = pb.SubmitRequest(bytes=[pb.ImageBytes(index=7, data=bytes(messages.PIECE_BYTES + 100))])
+    halves = [pb.ImageBytes(index=n, data=bytes(messages.PIECE_BYTES // 2 + 100)) for n in range(2)]
+    for submit, most in ((names, 1), (large, 1), (pb.SubmitRequest(bytes=halves), 2)):
+        with pytest.raises(InvalidRequestError, match=r"the limit is|more fields than"):
+            messages.parse_submit(submit.SerializeToString(), most)
+
+
+def test_files_are_counted_and_left_out_before_a_message_is_parsed() -> None:
+    caller = pb.Caller(request_id="r", client_id="c")
+    files = [pb.ImageBytes(index=n, data=bytes(1000), last=True) for n in range(3)]
+    names = pb.ImageNames(names=[pb.ImageName(index=n, digest=bytes(32)) for n in range(3)], kept=True)
+    whole = pb.SubmitRequest(open=caller, names=names, bytes=files, last=True)
+    raw = messages.parse_submit(whole.SerializeToString(), 4)
+    assert raw.caller() == caller
+    assert 3000 <= raw.file_bytes <= 3000 + 3 * messages.PIECE_FIELDS_BYTES
+    assert raw.parsed() == whole
+    assert raw.parsed(with_files=False) == pb.SubmitRequest(open=caller, names=names, last=True)
+    with pytest.raises(InvalidRequestError, match="more fields than a call of 2 images"):
+        messages.parse_submit(whole.SerializeToString(), 2)
 
 
 def test_the_largest_names_of_a_call_fit() -> None:
@@ -202,7 +213,7 @@ async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: C
     async with server_of(config, model) as server:
         connections = [await RawConnection.open(server.endpoint) for _ in range(4)]
         before = psutil.Process().memory_info().rss
-        for size, calls in ((4 << 20, 8), (250 << 10, 40)):
+        for size, calls in ((8 << 20, 8), (250 << 10, 40)):
             unfinished = framed(bytes(size))[:-1]
             for connection in connections:
                 for _ in range(calls):

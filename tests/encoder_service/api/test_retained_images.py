@@ -20,7 +20,7 @@ from encoder_service.scheduler import Claim
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.callers import caller
-from tests.calls import collect, named, stub
+from tests.calls import collect, named, next_state, stub
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
@@ -41,13 +41,13 @@ async def retaining_call(client: EncoderClient, image: bytes = PHOTO, *, retain:
 
 
 async def state_of(call: Any) -> int:
-    state = (await call.read()).state
+    state = await next_state(call)
     assert state.index == 3
     return int(state.state)
 
 
 async def send(call: Any, image: bytes) -> None:
-    await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=3, data=image, last=True)))
+    await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=3, data=image, last=True)]))
 
 
 def lose(server: Server) -> None:
@@ -129,7 +129,7 @@ async def test_a_drain_ends_a_call_that_starts_to_retain_images(config: Config, 
             await soon(lambda: server.draining)
             name, _ = named(4, PHOTO)
             await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=True)))
-            assert (await call.read()).state.index == 4
+            assert (await next_state(call)).index == 4
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
             await draining
 

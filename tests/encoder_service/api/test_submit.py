@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
-import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
@@ -20,7 +19,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.photos import photo
-from tests.calls import naming, stub
+from tests.calls import finish, naming, next_state, stub
 from tests.gate import Gate
 from tests.operator_view import numbers, settled
 from tests.servers import server_of
@@ -38,13 +37,13 @@ async def name(call: object, index: int, size_bytes: int = 0, digest: bytes | No
     """Name a new image and return the answer."""
     digest = digest or content_digest(f"{id(call)} {index}".encode())
     await call.write(naming(pb.ImageName(index=index, digest=digest, size_bytes=size_bytes)))  # type: ignore[attr-defined]
-    return (await call.read()).state  # type: ignore[attr-defined]
+    return await next_state(call)  # type: ignore[attr-defined]
 
 
 async def send(call: object, index: int, data: bytes) -> None:
     for begin in range(0, len(data), 200_000):
         piece = pb.ImageBytes(index=index, data=data[begin : begin + 200_000])
-        await call.write(pb.SubmitRequest(bytes=piece))  # type: ignore[attr-defined]
+        await call.write(pb.SubmitRequest(bytes=[piece]))  # type: ignore[attr-defined]
 
 
 async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: Config, model: Model) -> None:
@@ -56,7 +55,7 @@ async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: 
                 assert (await name(call, index)).state == pb.STATE_NEEDS_BYTES
             for index in range(3):
                 await send(call, index, bytes(3 * MIB))  # never the last piece
-            assert (await call.read()).state.error.code == 3, "a call holds one image's worth of pieces"
+            assert (await next_state(call)).error.code == 3, "a call holds one image's worth of pieces"
             assert server.budgets.upload_bytes.held <= 8 * MIB
             for n in range(4):
                 (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=60)
@@ -78,11 +77,11 @@ async def test_a_stalled_upload_ends_alone_and_frees_its_space(
 
             async def dripping() -> None:
                 while True:
-                    await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=b"x")))
+                    await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=b"x")]))
                     await asyncio.sleep(0.05)
 
             dripper = asyncio.create_task(dripping()) if drip else None
-            state = (await call.read()).state
+            state = await next_state(call)
             assert (state.index, state.error.code) == (1, DEADLINE_EXCEEDED)
             assert server.budgets.upload_bytes.held == 0
             if dripper is not None:
@@ -93,14 +92,12 @@ async def test_a_stalled_upload_ends_alone_and_frees_its_space(
                 assert (
                     await name(call, index, len(image), content_digest(image))
                 ).state == pb.STATE_NEEDS_BYTES
-                await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=image, last=True)))
-                if (state := (await call.read()).state).state == pb.STATE_QUEUED:
+                await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=index, data=image, last=True)]))
+                if (state := (await next_state(call))).state == pb.STATE_QUEUED:
                     break
                 assert state.error.code == DEADLINE_EXCEEDED
             assert state.state == pb.STATE_QUEUED
-            await call.done_writing()
-            assert not (await call.read()).HasField("state")
-            assert await call.read() is grpc.aio.EOF
+            await finish(call)
 
 
 async def test_a_name_without_upload_space_is_refused_with_a_retry_hint(config: Config, model: Model) -> None:
@@ -173,8 +170,8 @@ async def main():
             await call.write(pb.SubmitRequest(names=pb.ImageNames(
                 names=[pb.ImageName(index=index, digest=content_digest(data), size_bytes=len(data))])))
             await call.read()
-            await call.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=index, data=data, last=True)))
-            assert (await call.read()).state.state == pb.STATE_QUEUED
+            await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=index, data=data, last=True)]))
+            assert (await call.read()).states[0].state == pb.STATE_QUEUED
         print("submitted", flush=True)
         await asyncio.sleep(600)
 
@@ -204,7 +201,7 @@ async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model
             async with await EncoderClient.connect(server.endpoint) as client:
                 (first,) = await client.submit([photo(64, 64, 1)])  # occupies the decoder
                 assert first.error is None
-                digests: dict[str, list[bytes]] = {"cancelled": [], "half-closed": []}
+                digests: dict[str, list[bytes]] = {"cancelled": [], "complete": []}
 
                 async def submit(number: int, *, cancel: bool) -> None:
                     data = photo(64 + number % 40, 64 + number // 40, number)
@@ -213,17 +210,15 @@ async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model
                     assert (
                         await name(ours, 1, len(data), content_digest(data))
                     ).state == pb.STATE_NEEDS_BYTES
-                    await ours.write(pb.SubmitRequest(bytes=pb.ImageBytes(index=1, data=data, last=True)))
-                    assert (await ours.read()).state.state == pb.STATE_QUEUED
+                    await ours.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=data, last=True)]))
+                    assert (await next_state(ours)).state == pb.STATE_QUEUED
                     if cancel:
                         ours.cancel()
                         with suppress(asyncio.CancelledError):
                             await ours.read()
                     else:
-                        await ours.done_writing()
-                        while await ours.read() is not grpc.aio.EOF:
-                            pass
-                    digests["cancelled" if cancel else "half-closed"].append(content_digest(data))
+                        await finish(ours)
+                    digests["cancelled" if cancel else "complete"].append(content_digest(data))
 
                 for begin in range(0, 2 * rounds, 10):
                     await asyncio.gather(

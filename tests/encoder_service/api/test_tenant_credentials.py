@@ -22,7 +22,7 @@ from encoder_service.engine.model import Model
 from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.calls import fetched, naming, refused
+from tests.calls import fetched, naming, next_state, refused
 from tests.servers import server_of
 from tests.tenants import TOKENS, As, table
 
@@ -76,7 +76,7 @@ async def test_removing_a_token_ends_open_submits(guarded: Config, model: Model,
             submit = calls.Submit(metadata=metadata, timeout=60)
             await submit.write(pb.SubmitRequest(open=pb.Caller()))
             await submit.write(naming(name))
-            assert (await submit.read()).state.state == pb.STATE_FAILED  # but the call was admitted
+            assert (await next_state(submit)).state == pb.STATE_FAILED  # but the call was admitted
             tenants_file.write_text(after)
             await submit.write(naming(pb.ImageName(index=1, digest=bytes(32))))
             code, _ = await refused(submit)

@@ -26,7 +26,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
-from tests.calls import connection, fetched, naming, refused, stub
+from tests.calls import connection, fetched, naming, next_state, refused, stub
 from tests.cluster_replica import starting
 from tests.tenants import TOKENS, As
 from tests.waiting import soon
@@ -118,7 +118,7 @@ async def state_of(client: EncoderClient, token: str, digest: bytes, salt: bytes
     call = (await stub(client)).Submit(metadata=(("authorization", f"Bearer {token}"),), timeout=30)
     await call.write(pb.SubmitRequest(open=pb.Caller(tenant_salt=salt, client_id="chat")))
     await call.write(naming(pb.ImageName(index=0, digest=digest)))
-    state = (await call.read()).state
+    state = await next_state(call)
     call.cancel()
     return state
 

@@ -22,7 +22,8 @@ def test_pieces_are_joined_in_order_and_their_space_is_released() -> None:
     call = uploads(budget)
     call.reserve(1, 13)
     for piece in (b"one ", b"two ", b"three"):
-        upload = call.add(1, piece)
+        call.add(1, piece)
+    upload = call.of(1)
     assert (upload.joined(), upload.size, budget.held) == (b"one two three", 13, 13)
     call.release(1)
     assert budget.held == 0
@@ -107,10 +108,28 @@ def test_a_call_sends_one_video_at_a_time_within_the_video_limit() -> None:
     call.add(1, bytes(100))
     with pytest.raises(ImageLimitError, match="one after another"):
         call.add(2, bytes(1))
-    upload = call.add(1, bytes(50))
-    assert upload.video is not None
-    assert upload.video.size == 150
+    call.add(1, bytes(50))
+    video = call.of(1).video
+    assert video is not None
+    assert video.size == 150
     call.release(1)
     call.add(2, bytes(150))
     with pytest.raises(ImageLimitError, match="size_bytes of its name"):
         call.add(2, bytes(1))
+
+
+def test_files_in_a_message_take_space_until_it_is_answered() -> None:
+    budget = budget_of(100)
+    call, other = uploads(budget, "a"), uploads(budget, "b")
+    call.admit(60)
+    with pytest.raises(OverloadedError):
+        other.admit(41)
+    assert budget.held == 60
+    call.reserve(1, 20)
+    call.add(1, bytes(20))
+    call.release(1)
+    call.reserve(2, 30)
+    call.settle()
+    assert budget.held == 30, "only the space of the incomplete file"
+    other.admit(41)
+    assert budget.held == 71

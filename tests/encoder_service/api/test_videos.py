@@ -29,7 +29,7 @@ from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip, true_frames, with_index_first
 from testing.photos import photo
-from tests.calls import collect, stub
+from tests.calls import collect, finish, stub
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import soon
@@ -100,11 +100,12 @@ async def conversation(
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
     answers: list[pb.ImageState] = []
     while sum(answer.state != pb.STATE_NEEDS_BYTES for answer in answers) < len(names):
-        answers.append((await call.read()).state)
-        if answers[-1].state == pb.STATE_NEEDS_BYTES:
-            piece = pb.ImageBytes(index=answers[-1].index, data=data, last=True)
-            await call.write(pb.SubmitRequest(bytes=piece))
-    await call.done_writing()
+        for state in (await call.read()).states:
+            answers.append(state)
+            if state.state == pb.STATE_NEEDS_BYTES:
+                piece = pb.ImageBytes(index=state.index, data=data, last=True)
+                await call.write(pb.SubmitRequest(bytes=[piece]))
+    await finish(call)
     return answers
 
 

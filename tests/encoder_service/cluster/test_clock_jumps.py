@@ -18,7 +18,7 @@ from testing.jumping_clock import HOUR_S
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
-from tests.calls import collect, naming, stub
+from tests.calls import collect, naming, next_state, stub
 from tests.cluster_load import alone, encodes, joined, traffic
 from tests.pages import ROOT
 from tests.waiting import soon
@@ -76,7 +76,7 @@ async def answered(client: EncoderClient, name: pb.ImageName) -> pb.ImageState:
     call = (await stub(client)).Submit(timeout=60)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(name))
-    state: pb.ImageState = (await call.read()).state
+    state: pb.ImageState = await next_state(call)
     call.cancel()
     return state
 

@@ -22,6 +22,7 @@ from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
 from testing.photos import photo
+from tests.calls import next_state
 from tests.cluster_replica import PROMPTLY, Replica, Start
 from tests.index_replicas import grids
 from tests.waiting import PATIENCE_S, soon
@@ -271,8 +272,7 @@ async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
     await call.write(
         pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(index=0, digest=image.digest)]))
     )
-    answer = await call.read()
-    assert answer.state.state == pb.STATE_NEEDS_BYTES
+    assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
     return cast("asyncio.Future[None]", call)
 
 
@@ -283,7 +283,7 @@ async def test_many_waiting_fetches_cost_the_index_few_calls(start: Start) -> No
     images = [pb.FetchImage(index=n, digest=n.to_bytes(32, "big")) for n in range(200)]
     async with grpc.aio.insecure_channel(a.server.endpoint) as channel:
         call = EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images, grace_ms=1500))
-        outcomes = [message.error.code async for message in call]
+        outcomes = [error.code async for message in call for error in message.errors]
     assert outcomes == [Status.NOT_FOUND.value] * 200
     # Two for the Fetch and two for each lookup of all images; one lookup per image would need a thousand calls.
     assert await _index_calls(a) - before < 50

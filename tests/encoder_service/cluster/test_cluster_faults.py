@@ -22,6 +22,7 @@ from testing.processes import StartError
 from testing.redis_servers import RedisServer, redis_server
 from testing.replicas import ReplicaProcess, fleet_of, start_all
 from testing.traffic import Supply, Traffic
+from tests.calls import next_states
 from tests.cluster_load import alone, encodes, joined, seeds, steady, traffic
 from tests.waiting import soon
 
@@ -114,8 +115,7 @@ async def test_leases_of_a_killed_replica_expire(
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     names = [pb.ImageName(index=n, digest=image.digest) for n, image in enumerate(named)]
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
-    for _ in names:
-        assert (await call.read()).state.state == pb.STATE_NEEDS_BYTES
+    assert {state.state for state in await next_states(call, len(names))} == {pb.STATE_NEEDS_BYTES}
     before = await encodes(others)
     async with await EncoderClient.connect([r.endpoint for r in others], timeout_s=30) as client:
         images = await client.submit(files)

@@ -14,7 +14,7 @@ from encoder_service.engine.model import Model
 from encoder_service.vision import Tower
 from prefill_client import EncoderClient, read_images
 from testing.photos import photo
-from tests.calls import named, naming, raw_submit, stub
+from tests.calls import named, naming, next_states, raw_submit, stub
 from tests.cluster_replica import Replica, Start, starting
 from tests.engines import Changed
 from tests.waiting import soon
@@ -52,7 +52,7 @@ async def first_answers(client: EncoderClient, *names: pb.ImageName) -> dict[int
     call = (await stub(client)).Submit(timeout=30)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(*names))
-    states = [(await call.read()).state for _ in names]
+    states = await next_states(call, len(names))
     call.cancel()
     return {state.index: state for state in states}
 

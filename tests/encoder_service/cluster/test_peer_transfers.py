@@ -49,7 +49,7 @@ def ready(**changes: Any) -> bytes:
         "row_bytes": BYTES,
         "checksum": checksum([memoryview(bytes(BYTES))]),
     }
-    return pb.FetchResponse(ready=pb.ImageReady(**fields | changes)).SerializeToString()  # type: ignore[arg-type]
+    return pb.FetchResponse(ready=[pb.ImageReady(**fields | changes)]).SerializeToString()  # type: ignore[arg-type]
 
 
 async def sound() -> AsyncIterator[bytes]:

@@ -95,7 +95,7 @@ async def forger(victim: Replica, sign: Sign) -> AsyncIterator[Forger]:
             checksum=checksum([memoryview(rows)]),
             signature=sign(address, location.grid, rows),
         )
-        yield pb.FetchResponse(ready=ready).SerializeToString()
+        yield pb.FetchResponse(ready=[ready]).SerializeToString()
         for message in frame_rows(0, [memoryview(rows)]):
             yield message
 
@@ -198,7 +198,7 @@ async def test_a_replayed_signature_is_refused_elsewhere_and_later(start: Start)
             call = fetch(request, metadata=((SIGNATURE_METADATA, signed),))
             answer = await call.read()
             call.cancel()
-            return bytes(answer.ready.signature)
+            return bytes(answer.ready[0].signature)
 
         raw, now = request.SerializeToString(), time.time()
         assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now)) != b""

@@ -63,7 +63,11 @@ async def test_a_single_node_takes_no_lease_and_starts_no_cluster_task(
     assert [outcome.error for outcome in outcomes.values()] == [None] * 3
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         unknown = pb.FetchRequest(images=[pb.FetchImage(digest=bytes(32))], grace_ms=600)
-        answers = [message.error.code async for message in EncoderServiceStub(channel).Fetch(unknown)]
+        answers = [
+            error.code
+            async for message in EncoderServiceStub(channel).Fetch(unknown)
+            for error in message.errors
+        ]
     assert answers == [Status.NOT_FOUND.value]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("cluster")]
     await server.drain()

@@ -1,7 +1,6 @@
 """Validation: one caller's many or bad uploads do not delay those of another."""
 
 import asyncio
-from contextlib import suppress
 
 import pytest
 
@@ -9,6 +8,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import DigestMismatchError
 from encoder_contract.geometry import Geometry
 from encoder_service.image import sources
+from encoder_service.image.source import Source
 from encoder_service.image.sources import THREADS, Validator, VideoLimits
 from encoder_service.keys import ImageKey
 from testing.decoding import pillow_decoder
@@ -38,8 +38,8 @@ async def test_uploads_with_wrong_digests_do_not_delay_another_caller(
     order: list[str] = []
 
     async def take(caller: str, data: bytes, digest: bytes) -> None:
-        with suppress(DigestMismatchError):
-            await validator.validate(ImageKey(bytes(32), digest), data, caller)
+        (checked,) = await validator.validate([(ImageKey(bytes(32), digest), data)], caller)
+        assert isinstance(checked, Source if caller == "victim" else DigestMismatchError)
         order.append(caller)
 
     wrong = [take("attacker", bytes(1 << 20), bytes(32)) for _ in range(UPLOADS)]
@@ -52,9 +52,9 @@ async def test_uploads_with_wrong_digests_do_not_delay_another_caller(
 async def test_a_cancelled_upload_leaves_its_turn_to_the_next() -> None:
     validator, image = new_validator(), photo(300, 200, 1)
     key = ImageKey(bytes(32), content_digest(image))
-    takes = [asyncio.create_task(validator.validate(key, image, "a")) for _ in range(4 * THREADS)]
+    takes = [asyncio.create_task(validator.validate([(key, image)], "a")) for _ in range(4 * THREADS)]
     await asyncio.sleep(0)
     for each in takes[:-1]:
         each.cancel()
-    assert (await takes[-1]).data == image
-    assert (await validator.validate(key, image, "b")).data == image
+    for checked in (await takes[-1], await validator.validate([(key, image)], "b")):
+        assert [source.data for source in checked if isinstance(source, Source)] == [image]

@@ -181,5 +181,5 @@ async def test_the_device_is_for_callers_who_can_read_the_segment(
             shm_proof=shown,
         )
         call = (await stub(reader)).Fetch(request, timeout=60)
-        assert bool((await call.read()).ready.handle.memory) == has_handle, shown
+        assert bool((await call.read()).ready[0].handle.memory) == has_handle, shown
         call.cancel()

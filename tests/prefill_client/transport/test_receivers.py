@@ -60,7 +60,7 @@ async def test_an_unknown_transport_is_refused_with_the_known_ones(
 async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClient) -> None:
     class Call:
         async def read(self) -> pb.FetchResponse:
-            return pb.FetchResponse(ready=pb.ImageReady(handle=pb.Handle(segment="/etc/passwd")))
+            return pb.FetchResponse(ready=[pb.ImageReady(handle=pb.Handle(segment="/etc/passwd"))])
 
     inline = {"inline": (await connection(client)).receivers["inline"]}
     stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0), PATIENCE_S)

@@ -17,6 +17,10 @@ log = logging.getLogger(__name__)
 
 # Most bytes of lines that wait to be written: minutes of a busy server's log, or one second of a server under attack.
 MAX_WAITING_BYTES = 4 << 20
+# Records that wait to be formatted by the thread that writes. A busy server logs fewer in `TOGETHER_S`.
+MAX_UNFORMATTED = 512
+# How long lines wait for others, to be written with them.
+TOGETHER_S = 0.05
 # How long a process that ends waits for its last lines to be written.
 FLUSH_S = 2.0
 
@@ -61,10 +65,10 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Writes lines on its own thread, so that a log that is not read blocks no other thread.
+    """Formats and writes lines on its own thread, so that a log that is not read blocks no other thread.
 
-    While `max_bytes` of lines wait, further lines are dropped and counted in `dropped`. A line that cannot be written
-    (full disk, closed pipe) is lost.
+    The thread is woken once for all lines of `TOGETHER_S`. While `max_bytes` of lines wait, further lines are dropped
+    and counted in `dropped`. A line that cannot be written (full disk, closed pipe) is lost.
     """
 
     def __init__(self, file: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -73,61 +77,87 @@ class QueuedHandler(logging.Handler):
         self.dropped = 0
         self._file = file
         self._max_bytes = max_bytes
-        self._lines: deque[bytes] = deque()
-        self._waiting_bytes = 0
+        self._waiting: deque[logging.LogRecord | bytes] = deque()
+        self._waiting_bytes = 0  # of formatted lines
         self._reported = 0
         self._closed = False
+        self._is_idle = False  # the thread waits to be woken
+        self._is_written = True
         self._changed = threading.Condition()
+        self._hurry = threading.Event()  # do not wait for more lines
         # A daemon thread, because it may wait for a reader forever.
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the line of `record`, or drop it."""
-        try:
+        """Queue `record`, or drop it.
+
+        A record with an exception is formatted at once, because its traceback keeps the frames of a call. So is one
+        that finds many others before it: the thread is waiting for a reader.
+        """
+        line: bytes | None = None
+        if record.exc_info or len(self._waiting) >= MAX_UNFORMATTED:
             line = self._line(record)
-        except Exception:  # noqa: BLE001 - a record that cannot be formatted; logging's own handler would write, and block
-            line = b""
         with self._changed:
-            if not line or self._waiting_bytes + len(line) > self._max_bytes:
+            if line is not None and (not line or self._waiting_bytes + len(line) > self._max_bytes):
                 self.dropped += 1
                 return
-            self._lines.append(line)
-            self._waiting_bytes += len(line)
-            self._changed.notify_all()
+            self._waiting.append(record if line is None else line)
+            self._waiting_bytes += len(line or b"")
+            self._is_written = False
+            if self._is_idle:
+                self._is_idle = False
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all lines are written, but at most `FLUSH_S`."""
+        self._hurry.set()
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_bytes, FLUSH_S)
+            self._changed.wait_for(lambda: self._is_written, FLUSH_S)
+        self._hurry.clear()
 
     def close(self) -> None:
         """End the thread once the waiting lines are written."""
+        self._hurry.set()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         super().close()
 
     def _line(self, record: logging.LogRecord) -> bytes:
-        return (self.format(record) + "\n").encode(errors="backslashreplace")
+        """Return the line; empty if it cannot be formatted: logging's own handler would then write, and block."""
+        try:
+            return (self.format(record) + "\n").encode(errors="backslashreplace")
+        except Exception:  # noqa: BLE001 - see above
+            return b""
 
     def _write_all(self) -> None:
-        while True:
+        while self._wait():
+            self._hurry.wait(TOGETHER_S)
             with self._changed:
-                self._changed.wait_for(lambda: self._lines or self._closed)
-                if not self._lines:
-                    return
-                line = self._lines.popleft()
+                waiting, self._waiting = self._waiting, deque()
+                written_bytes = self._waiting_bytes
+            lines = [each if isinstance(each, bytes) else self._line(each) for each in waiting]
             with suppress(OSError):
-                _write(self._file, line)
+                _write(self._file, b"".join(lines))
             with self._changed:
-                self._waiting_bytes -= len(line)
+                self.dropped += lines.count(b"")
+                self._waiting_bytes -= written_bytes
                 dropped = self.dropped - self._reported
-                if dropped and not self._lines:
+                if dropped and not self._waiting:
                     self._reported = self.dropped
                     text = "%d log lines were dropped: they were not read in time"
                     record = logging.LogRecord(__name__, logging.WARNING, "", 0, text, (dropped,), None)
-                    self.emit(record)
-                self._changed.notify_all()
+                    self._waiting.append(record)
+                if not self._waiting:
+                    self._is_written = True
+                    self._changed.notify_all()
+
+    def _wait(self) -> bool:
+        """Wait for records. Return False if there will be none."""
+        with self._changed:
+            self._is_idle = not self._waiting
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return bool(self._waiting)
 
 
 def _write(file: int, line: bytes) -> None:

@@ -15,7 +15,7 @@ from http.client import HTTPException
 from itertools import pairwise, product
 from math import inf
 from time import monotonic
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -93,7 +93,7 @@ DECODERS = ("dali", "pillow", "opencv")
 DEMAND = {True: "demanded", False: "speculative"}
 CLASSES = {"class": tuple(DEMAND.values())}
 
-_Labelled = TypeVar("_Labelled", Counter, Histogram)
+_Labelled = TypeVar("_Labelled", Counter, Gauge, Histogram)
 
 
 def reason(error: Exception | None) -> str:
@@ -115,6 +115,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._bound: dict[tuple[object, ...], object] = {}  # by metric and labels
         ProcessCollector(registry=self._registry)
         self._stage = self._histogram("stage_seconds", "Time that an image spends in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
@@ -185,7 +186,7 @@ class Metrics:
 
     def queued(self, seconds: float, *, demanded: bool) -> None:
         """Record how long an image waited for the decoder."""
-        self._queue_wait.labels(DEMAND[demanded]).observe(seconds)
+        self._series(self._queue_wait, DEMAND[demanded]).observe(seconds)
 
     def batch(
         self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float, *, devices: int = 1
@@ -199,7 +200,7 @@ class Metrics:
 
     def decoded(self, decoder: str, images: int) -> None:
         """Record images decoded by one of `DECODERS`."""
-        self._decoded.labels(decoder).inc(images)
+        self._series(self._decoded, decoder).inc(images)
 
     def starved(self, seconds: float) -> None:
         """Record time that the device was idle although images were queued."""
@@ -220,29 +221,29 @@ class Metrics:
         if error is None and not is_copied:
             self._encode.observe(seconds)
         outcome = "failed" if error else "copied" if is_copied else "kept"
-        self._encoded.labels(outcome, reason(error)).inc()
+        self._series(self._encoded, outcome, reason(error)).inc()
 
     def stage(self, stage: str, seconds: float) -> None:
         """Record the time that an image spent in one of `STAGES`."""
         assert stage in STAGES, stage
-        self._stage.labels(stage).observe(seconds)
+        self._series(self._stage, stage).observe(seconds)
 
     # Calls
 
     def call_began(self, call: str) -> None:
         """Count an open call."""
-        self._in_progress.labels(call).inc()
+        self._series(self._in_progress, call).inc()
 
     def call_ended(self, call: str, status: str) -> None:
         """Count a call that ended with a gRPC status."""
-        self._in_progress.labels(call).dec()
-        self._calls.labels(call, status).inc()
+        self._series(self._in_progress, call).dec()
+        self._series(self._calls, call, status).inc()
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: Exception | None = None
     ) -> None:
         """Count an image answered in Submit."""
-        self._submitted.labels(outcome, reason(error)).inc()
+        self._series(self._submitted, outcome, reason(error)).inc()
 
     def uploaded(self, size: int, seconds: float) -> None:
         """Count an image whose last byte arrived `seconds` after it was named."""
@@ -256,23 +257,23 @@ class Metrics:
         error: Exception | None = None,
     ) -> None:
         """Count an image answered in Fetch, by where its rows came from, and record how long the caller waited."""
-        self._fetched.labels(outcome, reason(error)).inc()
-        self._fetch_wait.labels(outcome).observe(wait_s)
+        self._series(self._fetched, outcome, reason(error)).inc()
+        self._series(self._fetch_wait, outcome).observe(wait_s)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""
-        self._transfer_bytes.labels(TRANSPORT_NAMES[transport]).inc(size)
-        self._transfer.labels(TRANSPORT_NAMES[transport]).observe(seconds)
+        self._series(self._transfer_bytes, TRANSPORT_NAMES[transport]).inc(size)
+        self._series(self._transfer, TRANSPORT_NAMES[transport]).observe(seconds)
 
     # The cluster and the event loop
 
     def index_call(self, call: str, seconds: float, ok: bool) -> None:
         """Count a call to the index."""
-        self._index_call.labels(call, TRIED[not ok]).observe(seconds)
+        self._series(self._index_call, call, TRIED[not ok]).observe(seconds)
 
     def peer_fetch(self, seconds: float, ok: bool) -> None:
         """Count an attempt to get rows from another replica."""
-        self._peer_fetch.labels(TRIED[not ok]).observe(seconds)
+        self._series(self._peer_fetch, TRIED[not ok]).observe(seconds)
 
     def loop_lag(self, seconds: float) -> None:
         """Record how late a sleeping task was woken."""
@@ -280,6 +281,13 @@ class Metrics:
 
     # Every series whose labels are known exists from the start. A counter that appeared with its first event would have
     # no rate for that event.
+
+    def _series(self, metric: _Labelled, *labels: str) -> _Labelled:
+        """Return the series with these labels, bound once: the library's own lookup takes a lock for each event."""
+        key = (metric, *labels)
+        if (series := self._bound.get(key)) is None:
+            series = self._bound[key] = metric.labels(*labels)
+        return cast(_Labelled, series)
 
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float] = SECONDS, **labels: Sequence[str]

@@ -29,8 +29,9 @@ OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
     # Bounds on the unread data of a call and on the calls of a connection. Together with the bounds on message size and
-    # open calls, they bound the memory that no budget counts. By default, the window would grow to megabytes.
-    ("grpc.http2.lookahead_bytes", 64 << 10),
+    # open calls, they bound the memory that no budget counts. By default, the window would grow to any size. A smaller
+    # window makes an upload from afar cost a round trip for each piece.
+    ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 512),
     # Each connection takes a file descriptor, so one without a call is closed after a minute. Clients reconnect by

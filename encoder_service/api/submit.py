@@ -191,14 +191,15 @@ class SubmitCall:
                 async for states in self._handle(message):
                     if states:
                         yield pb.SubmitResponse(states=states)
-            elif states := [*self._ask_for_retained(), *self._time_out_uploads()]:
+            if states := [*self._ask_for_retained(), *self._time_out_uploads()]:
                 yield pb.SubmitResponse(states=states)
             if self._is_last and not self._wanted and not self._retained:
                 return
+            message = None
             try:
                 message = await self._next_message()
             except TimeoutError:
-                message = None
+                continue
             except StopAsyncIteration:
                 break
         # The requests of a cancelled call end like these, just before the cancellation arrives. One more message tells

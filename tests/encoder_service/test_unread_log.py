@@ -5,6 +5,9 @@ import logging
 import os
 import re
 import subprocess
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -12,7 +15,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from encoder_service.logs import ConsoleFormatter, QueuedHandler
+from encoder_service.logs import FLUSH_S, MAX_UNFORMATTED, ConsoleFormatter, QueuedHandler
 from testing.attacks import FETCH
 from tests.processes import SCRIPTS
 from tests.small_store import STORE_GIB
@@ -42,10 +45,11 @@ async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
     reads, writes = pipe
     handler = QueuedHandler(os.dup(writes), max_bytes=2 * PIPE_BYTES)
     handler.setFormatter(ConsoleFormatter("%(message)s"))
-    for number in range(LINES):
+    count = MAX_UNFORMATTED + LINES
+    for number in range(count):
         handler.handle(record(f"{number:03} {'x' * 95}"))
-    kept = LINES - handler.dropped
-    assert 2 * PIPE_BYTES // 100 <= kept < LINES
+    kept = count - handler.dropped
+    assert MAX_UNFORMATTED <= kept < count
     written = b""
     with os.fdopen(os.dup(reads), "rb", buffering=0) as file:
         os.set_blocking(reads, False)
@@ -60,7 +64,7 @@ async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
     numbers = [int(line[:3]) for line in lines]
     assert len(numbers) == kept
     assert numbers == sorted(numbers)
-    assert notice.startswith(f"{LINES - kept} log lines were dropped")
+    assert notice.startswith(f"{count - kept} log lines were dropped")
     handler.close()
 
 
@@ -75,9 +79,56 @@ def test_a_process_that_ends_writes_its_waiting_lines(tmp_path: Path) -> None:
     handler.close()
 
 
+class FaultError(Exception):
+    """An exception to which weak references are possible."""
+
+
+def test_lines_are_formatted_and_written_together_on_the_logs_own_thread(tmp_path: Path) -> None:
+    threads: list[int] = []
+
+    class Formatter(ConsoleFormatter):
+        def format(self, record: logging.LogRecord) -> str:
+            threads.append(threading.get_ident())
+            return super().format(record)
+
+    path = tmp_path / "log"
+    handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
+    handler.setFormatter(Formatter("%(message)s"))
+    writes = 0
+    for number in range(LINES):
+        handler.handle(record(str(number)))
+        writes += handler._is_idle
+    handler.flush()
+    assert len(threads) == LINES
+    assert {*threads} & {threading.get_ident()} == set()
+    assert writes <= 2, "the thread is woken once for lines that come together"
+    handler.close()
+
+
+def test_a_line_with_an_exception_is_formatted_at_once_and_is_written_at_a_crash(tmp_path: Path) -> None:
+    path, kept = tmp_path / "log", []
+    handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
+    handler.setFormatter(ConsoleFormatter("%(message)s"))
+    try:
+        raise FaultError("the reason")
+    except FaultError as error:
+        failed = record("failed")
+        failed.exc_info = (type(error), error, error.__traceback__)
+        kept.append(weakref.ref(error))
+        handler.handle(failed)
+    del failed
+    assert kept[0]() is None, "the queue keeps no traceback"
+    began = time.monotonic()
+    handler.flush()  # as `logging.shutdown` does in a process that ends
+    assert time.monotonic() - began < FLUSH_S
+    assert "FaultError: the reason" in path.read_text()
+    handler.close()
+
+
 def test_a_record_that_cannot_be_formatted_is_counted(pipe: tuple[int, int]) -> None:
     handler = QueuedHandler(os.dup(pipe[1]))
     handler.handle(logging.LogRecord("test", logging.INFO, "", 0, "%d", ("no number",), None))
+    handler.flush()
     assert handler.dropped == 1
     handler.close()
 

@@ -14,11 +14,12 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
+from encoder_service.limits import Caller
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, stub
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 MIB = 1 << 20
 PHOTOS = [photo(1024, 800, n) for n in range(12)]
@@ -70,12 +71,15 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
     ):
         requests = await submitted(greedy, PHOTOS[:8])
         held: list[int] = []
+        transports: set[str] = set()
 
         async def hold_all() -> None:
             async with greedy.fetch(requests, timeout_s=60) as stream:
                 async for outcome in stream:
                     assert outcome.error is None
                     held.append(outcome.index)
+                    transports.add(outcome.transport)
+                await asyncio.Event().wait()
 
         holding = asyncio.create_task(hold_all())
         await soon(lambda: bool(held) and small.budgets.pinned_bytes.held > 0)
@@ -84,9 +88,10 @@ async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Se
             assert outcomes[0].error is None
             pinned, size = host_bytes(small)
             assert 0 < pinned <= 0.9 * size
+        await soon(lambda: len(held) == len(requests))
         holding.cancel()
         await asyncio.gather(holding, return_exceptions=True)
-        assert 0 < len(held) < len(requests)
+        assert transports == {"shm", "inline"}, "rows beyond its share are sent"
         await soon(lambda: host_bytes(small)[0] == 0)
 
 
@@ -138,3 +143,62 @@ async def test_a_fetch_over_the_clients_share_is_refused_as_a_whole(config: Conf
         outcomes = await collect(other, await submitted(other, PHOTOS[:2]), transports=("inline",))
         assert [outcomes[n].error for n in range(2)] == [None] * 2
         assert not waiting.done()
+
+
+async def test_fetches_that_hold_rows_never_wait_for_each_others_rows(small: Server) -> None:
+    """Together they want four times what the store holds. Each gets all its rows, those without a place inline."""
+    wanted = [PHOTOS[n : n + 8] for n in range(4)]
+    transports: set[str] = set()
+    everybody_has_rows = asyncio.Barrier(len(wanted))
+
+    async def fetch(client: EncoderClient, images: list[bytes]) -> int:
+        requests = await submitted(client, images)
+        got = 0
+        async with client.fetch(requests, timeout_s=PATIENCE_S) as stream:
+            async for outcome in stream:
+                assert outcome.error is None, outcome.error
+                transports.add(outcome.transport)
+                got += 1
+            await everybody_has_rows.wait()  # all calls are open, with what they hold
+        return got
+
+    clients = [await EncoderClient.connect(small.endpoint) for _ in wanted]
+    try:
+        assert await asyncio.gather(*map(fetch, clients, wanted)) == [8] * 4
+    finally:
+        for client in clients:
+            await client.close()
+    assert transports == {"shm", "inline"}
+    await soon(lambda: small.store.stats().pins == 0)
+    assert small.budgets.pinned_bytes.held == small.budgets.lent_bytes.held == 0
+
+
+async def test_rows_that_are_read_in_place_leave_room_for_rows_that_are_sent(small: Server) -> None:
+    size = small.budgets.pinned_bytes.size
+    assert small.budgets.lent_bytes.size < size
+    caller = Caller("host", ("host",))
+    with small.budgets.lent_bytes.hold(caller, small.budgets.lent_bytes.size):
+        assert small.budgets.pinned_bytes.held == small.budgets.lent_bytes.size
+        with small.budgets.pinned_bytes.hold(caller, size - small.budgets.lent_bytes.size):
+            assert small.budgets.pinned_bytes.held == size
+    assert small.budgets.pinned_bytes.held == 0
+
+
+async def test_a_caller_that_takes_rows_only_in_place_is_refused_when_its_share_is_used(
+    small: Server,
+) -> None:
+    async with await EncoderClient.connect(small.endpoint) as client:
+        requests = await submitted(client, PHOTOS[:8])
+        names = [pb.FetchImage(index=n, digest=each.digest) for n, each in enumerate(requests)]
+        fetch = pb.FetchRequest(
+            images=names, transports=[pb.TRANSPORT_SHM], shm_proof=small.store.segment.segment_id
+        )
+        call = (await stub(client)).Fetch(fetch)
+        ready, errors = 0, []
+        while ready + len(errors) < 8:
+            message = await call.read()
+            ready += len(message.ready)
+            errors += message.errors
+        assert 0 < ready < 8
+        assert {error.code for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
+        call.cancel()

@@ -84,8 +84,7 @@ async def test_a_refusing_server_gets_few_retries_per_second(server: Server) -> 
     async def refuse(requests: AsyncIterator[object], context: Context) -> None:
         nonlocal submits
         submits += 1
-        await anext(requests)  # who it is
-        await anext(requests)  # the names
+        await anext(requests)
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
 
     async with client_of(server, Submit=refuse) as client:

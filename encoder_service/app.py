@@ -323,7 +323,7 @@ class Server:
 
     async def _join_cluster(self) -> None:
         recipe = self._model.recipe
-        advertised = self._config.advertise or reachable(self.endpoint)
+        advertised = reachable(self.endpoint, self._config.advertise)
         self._identity.advertised = advertised
         replica = Replica(self.replica_id, time_ns(), advertised, recipe.model, recipe.processor)
         try:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from urllib.parse import unquote, urlsplit
 
 from encoder_contract.certificates import Certificates
-from encoder_contract.endpoint import is_local
+from encoder_contract.endpoint import is_ip, is_local
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.header import FORMATS, RARE_FORMATS
 from encoder_contract.settings import ConfigError, Settings, flag, knob
@@ -86,8 +86,8 @@ class Config(Settings):
     )
     advertise: str = knob(
         "",
-        help="host:port at which other replicas reach this one; empty: the address of --listen, or this host's address "
-        "if --listen names all interfaces",
+        help="host:port at which other replicas reach this one, or an IP address, with the port of --listen; empty: "
+        "the address of --listen, or this host's address if --listen names all interfaces",
     )
     index: str = knob(
         "memory",
@@ -204,7 +204,7 @@ class Config(Settings):
             bool(known), "formats", f"must be all, or a list of {', '.join((*FORMATS, *RARE_FORMATS))}"
         )
         self._require_endpoint("listen")
-        if self.advertise:
+        if self.advertise and not is_ip(self.advertise):
             self._require_endpoint("advertise")
         if self.metrics_listen:
             self._require_endpoint("metrics_listen", tcp=True)

@@ -82,6 +82,7 @@ class HttpPort:
             (host.strip("[]"), int(port)),
             family=socket.AF_INET6 if ":" in host else socket.AF_INET,
             backlog=MAX_CONNECTIONS,
+            dualstack_ipv6=host == "[::]" and socket.has_dualstack_ipv6(),  # as gRPC does
         )
         self._socket.setblocking(False)
         self.endpoint = f"{host}:{self._socket.getsockname()[1]}"

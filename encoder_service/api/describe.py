@@ -4,6 +4,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from encoder_contract.endpoint import is_ip
 from encoder_contract.errors import ModelMismatchError
 from encoder_contract.geometry import GridRule
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -103,9 +104,16 @@ def banner(facts: Mapping[str, str]) -> str:
     )
 
 
-def reachable(endpoint: str) -> str:
-    """Return `endpoint`, with this host's own address in place of the wildcard address."""
+def reachable(endpoint: str, advertise: str = "") -> str:
+    """Return where other replicas reach a server that listens at `endpoint`: at `advertise`, if that is set.
+
+    An IP address gets the port of `endpoint`. Without `advertise`, this host's address replaces the wildcard address.
+    """
     host, _, port = endpoint.rpartition(":")
+    if is_ip(advertise):
+        return f"[{advertise}]:{port}" if ":" in advertise else f"{advertise}:{port}"
+    if advertise:
+        return advertise
     if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
         return endpoint
     try:

@@ -38,6 +38,15 @@ def why_unconnected(details: str) -> str:
     return details.rpartition(": ")[2].removesuffix("])")
 
 
+def is_ip(text: str) -> bool:
+    """Whether this is an IP address without a port."""
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def is_local(text: str) -> bool:
     """Whether a direct connection to this address (without a proxy) always ends at this host. Asks no name server."""
     try:

@@ -174,6 +174,7 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
     for_top_and_queries = {
         "encsvc_model_info",
         "encsvc_foreign_rows_total",
+        "encsvc_index_never_joined",
         "encsvc_queue_requests",
         "encsvc_queue_claims",
         "encsvc_queue_clients",

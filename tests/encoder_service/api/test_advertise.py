@@ -1,0 +1,52 @@
+"""Where replicas say that they are reached, and ports that listen on both families."""
+
+import socket
+import urllib.request
+
+import pytest
+
+from encoder_service.api.describe import reachable
+from encoder_service.config import Config, ConfigError
+from encoder_service.http import HttpPort
+
+
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [
+        ("10.0.0.5", "10.0.0.5:50051"),
+        ("fd00::5", "[fd00::5]:50051"),
+        ("10.0.0.5:7", "10.0.0.5:7"),
+        ("[fd00::5]:7", "[fd00::5]:7"),
+        ("encoder-0.example:50051", "encoder-0.example:50051"),
+    ],
+)
+def test_an_advertised_address_gets_the_port_of_listen(advertise: str, expected: str) -> None:
+    required = {"model": "/model", "listen": "0.0.0.0:50051", "listen_unprotected": "yes"}
+    assert Config.read({**required, "advertise": advertise}, {}).advertise == advertise
+    assert reachable("[::]:50051", advertise) == expected
+    assert reachable("0.0.0.0:50051", advertise) == expected
+
+
+def test_a_host_name_needs_a_port() -> None:
+    with pytest.raises(ConfigError, match="--advertise"):
+        Config.read({"model": "/model", "advertise": "encoder-0.example"}, {})
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_the_http_port_on_all_interfaces_serves_both_families() -> None:
+    port = HttpPort(
+        "[::]:0",
+        title="",
+        facts={},
+        metrics=lambda: b"",
+        last_tick=lambda: float("inf"),
+        draining=lambda: False,
+    )
+    port.start()
+    try:
+        number = port.endpoint.rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]"):
+            with urllib.request.urlopen(f"http://{host}:{number}/healthz", timeout=30) as answer:
+                assert answer.status == 200
+    finally:
+        port.stop()

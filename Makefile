@@ -84,11 +84,11 @@ demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed)
 	@# Four workers on two cores: tests wait for processes to start and for time to pass.
-	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families'
+	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families'
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need no server and little computing (a minute)
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not families and not process and not slow'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families and not process and not slow'
 
 $(VENV)/.done-dali: $(VENV)/.done-$(GPU)
 	@echo "installing DALI into $(VENV) (476 MiB) ..."
@@ -104,6 +104,11 @@ test-dali: $(VENV)/.done-dali ## Test DALI, the GPU's decoder, on the CPU (insta
 .PHONY: test-fleet
 test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four minutes)
 	@$(PY) -m pytest -m fleet
+
+.PHONY: test-images
+test-images: setup ## Build the images with a Docker engine of its own and run the compose file (root, Debian 12; minutes)
+	@$(PY) -m testing.images.engine install start > /dev/null
+	@$(PY) -m pytest -s -m images tests/images
 
 .PHONY: test-families
 test-families: setup ## Compare a checkpoint of each family with transformers (minutes), and write docs/models.md's table

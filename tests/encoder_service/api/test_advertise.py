@@ -40,7 +40,7 @@ def test_the_http_port_on_all_interfaces_serves_both_families() -> None:
         facts={},
         metrics=lambda: b"",
         last_tick=lambda: float("inf"),
-        draining=lambda: False,
+        not_ready=lambda: "",
     )
     port.start()
     try:

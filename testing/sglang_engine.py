@@ -34,7 +34,7 @@ FLAGS = [
         "--enable-metrics",
     ),
     *("--attention-backend", "torch_native", "--mm-attention-backend", "sdpa"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--chunked-prefill-size", str(CHUNK_TOKENS)),
+    *("--disable-cuda-graph", "--chunked-prefill-size", str(CHUNK_TOKENS)),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--max-running-requests", "8"),
 ]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -76,6 +76,13 @@ class SglangEngine(EngineProcess):
             if httpx.post(f"{self.url}/flush_cache", params={"timeout": 10}, timeout=60).status_code == 200:
                 return
         raise AssertionError("SGLang does not empty its caches")
+
+    def load(self, model: Path) -> None:
+        """Load the weights of another checkpoint of the same shape into the running engine."""
+        response = httpx.post(
+            f"{self.url}/update_weights_from_disk", json={"model_path": str(model)}, timeout=600
+        )
+        assert response.status_code == 200, response.text
 
     def metrics(self) -> dict[str, float]:
         """Return our counters among its metrics; a key is the name with its labels."""

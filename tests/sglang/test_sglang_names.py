@@ -14,6 +14,7 @@ from testing.source_names import Names, Read, missing_names
 QWEN = "multimodal/processors/qwen_vl.py"
 BASE = "multimodal/processors/base_processor.py"
 BATCH = "managers/schedule_batch.py"
+UPDATER = "model_executor/model_runner_components/weight_updater.py"
 NAMES: list[Names] = [
     (QWEN, "QwenVLImageProcessor", "", "models process_mm_data_async compose_image_artifacts"),
     (QWEN, "QwenVLImageProcessor", "process_mm_data_async", "image_data input_text request_obj args kwargs"),
@@ -37,6 +38,11 @@ NAMES: list[Names] = [
     ("models/qwen3_vl_moe.py", "", "", "Qwen3VLMoeForConditionalGeneration"),
     ("models/qwen3_5.py", "", "", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration"),
     ("configs/model_config.py", "ModelConfig", "from_server_args", "server_args"),
+    (UPDATER, "WeightUpdater", "update_weights_from_disk", "self"),
+    (UPDATER, "WeightUpdater", "update_weights_from_tensor", "self"),
+    (UPDATER, "WeightUpdater", "update_weights_from_ipc", "self"),
+    (UPDATER, "WeightUpdater", "load_weights_from_distributed", "self"),
+    ("mem_cache/multimodal_cache.py", "MultiModalStaticCache", "clear", "self"),
     ("runtime_context.py", "", "", "get_disagg get_mm get_model get_parallel"),
     ("environ.py", "Envs", "", "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE SGLANG_EXTERNAL_MODEL_PACKAGE"),
     ("utils/common.py", "ImageData", "", "url"),
@@ -54,6 +60,8 @@ TEXTS = [
     # How requests end whose images have no rows.
     ("managers/mm_schedule.py", "embedding_cache.free(cache_key, None)"),
     ("managers/mm_schedule.py", "embedding_cache.get_single(item.hash)"),
+    # An updater knows its model.
+    (UPDATER, "self.get_model().load_weights("),
     ("managers/scheduler.py", "self._pending_chunked_abort_req = chunked_req"),
     ("managers/scheduler.py", "self.ipc_channels.send_to_tokenizer.send_output("),
     ("managers/schedule_batch.py", "decoding_reqs: List[Req]"),

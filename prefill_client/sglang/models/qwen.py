@@ -23,9 +23,10 @@ from encoder_contract.errors import InvalidImageError
 from prefill_client.sglang.counts import count
 from prefill_client.sglang.ending import ImagesWithoutRows
 from prefill_client.sglang.image_name import ImageName, file_of
-from prefill_client.sglang.rows import ChunkRows, agreed, counts_here
+from prefill_client.sglang.rows import ChunkRows, Found, agreed, counts_here
 from prefill_client.sglang.settings import Settings
 from prefill_client.sglang.start import check_packages, check_tower
+from prefill_client.sglang.tower import TowerWeights
 
 _log = logging.getLogger("sglang.encoder_service")
 
@@ -52,6 +53,8 @@ class EncoderServiceRows:
         self._rows = ChunkRows(Settings.from_environment())
         self._without_rows = ImagesWithoutRows()
         self._without_rows.watch_forwards()
+        self._tower_weights = TowerWeights(lambda: self.visual)
+        self._tower_weights.watch_updates(self)  # type: ignore[arg-type]  # one of SGLang's models
         # Load it now, because nothing may fail at the time when the service does.
         self._image_processor = AutoImageProcessor.from_pretrained(
             model.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -62,7 +65,7 @@ class EncoderServiceRows:
         names = {index: name for index, item in enumerate(items) if (name := ImageName.of_item(item))}
         if not names:
             return self._by_own_tower(items)
-        fetched = self._rows.fetch([(name, items[index]) for index, name in names.items()], self._weight)
+        fetched, reason = self._fetched([(name, items[index]) for index, name in names.items()])
         here = agreed([isinstance(rows, Tensor) for rows in fetched])
         found = {
             index: rows
@@ -73,20 +76,26 @@ class EncoderServiceRows:
         if missing:
             errors = zip(names, fetched, strict=True)
             invalid = {index: each.message for index, each in errors if isinstance(each, InvalidImageError)}
-            found |= self._encoded_here(missing, names, invalid)
+            found |= self._encoded_here(missing, names, invalid, reason)
         return [found[index] for index in range(len(items))]
+
+    def _fetched(self, images: Sequence[tuple[ImageName, MultimodalDataItem]]) -> tuple[list[Found], str]:
+        """Return what the service has for these images, and why this tower encodes those without rows."""
+        if not self._tower_weights.are_the_services:
+            return [None] * len(images), "weights"
+        return self._rows.fetch(images, self._weight), "rows"
 
     @property
     def _weight(self) -> Tensor:
         return next(self.visual.parameters())
 
     def _encoded_here(
-        self, items: Items, names: Mapping[int, ImageName], invalid: Mapping[int, str]
+        self, items: Items, names: Mapping[int, ImageName], invalid: Mapping[int, str], reason: str
     ) -> dict[int, Tensor]:
         """Return the rows of images from SGLang's own tower, and zeros for the images whose requests end.
 
         `invalid` has the service's reason for each image that it cannot decode: its request ends with 400. A request
-        ends with 503 if the service did not answer and its image cannot be read here.
+        ends with 503 if the service did not answer and its image cannot be read here. `reason` is counted.
         """
         pixels = {
             index: None if index in invalid else self._with_pixels(item, names[index])
@@ -99,7 +108,7 @@ class EncoderServiceRows:
         sizes = [int(item.image_grid_thw.prod(-1).sum()) // self._merged for item in encoded.values()]
         rows = torch.split(self._by_own_tower([*encoded.values()]), sizes) if encoded else ()
         if counts_here():
-            count("own_tower_images", "rows", len(pixels) - len(lost))
+            count("own_tower_images", reason, len(pixels) - len(lost))
             count("lost_images", "", len(lost - invalid.keys()))
         for index in lost:
             if index in invalid:

@@ -12,15 +12,12 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import transformers
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.calls import ms_of
-from bench.simulation.simulator import Load
-from bench.simulation.trials import FIRST, OURS, SKEWED, Trial, answer
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Replica
 from encoder_service.cluster.redis import RedisSettings, namespace
@@ -48,14 +45,6 @@ BENCHMARK = Benchmark(
         ),
         Figure("kill_worst_s", "one of three killed: longest wait above the p50 before", "s"),
         Figure("kill_latency_s", "one of three replicas killed under load: higher latency for", "s", "<= 3"),
-        Figure(
-            "mean_4",
-            "4 replicas, 80 % load, mean time to first token: first come by content / ours (simulated)",
-            target=">= 1.35",
-        ),
-        Figure("p99_4", "the same, p99: ours / first come by content", target="<= 1.07"),
-        Figure("mean_16", "16 replicas, mean: first come by content / ours (simulated)", target=">= 1.28"),
-        Figure("p99_16", "the same, p99: ours / first come by content", target="<= 0.92"),
         Figure("index_ms_32", "index cost of a Submit of 32 images, p50", "ms", "<= 2"),
         Figure("index_ms_32_cluster", "the same on a Redis Cluster of three", "ms"),
         Figure("index_acquire_ms", "acquire of 32 addresses: all of it that a Submit waits for, p50", "ms"),
@@ -63,7 +52,7 @@ BENCHMARK = Benchmark(
         Figure("index_locate_ms", "locate of 32 addresses, p50", "ms"),
         Figure("index_hint_ms", "from publish to waiters on another replica knowing, p50", "ms"),
     ),
-    limit_s=480,
+    limit_s=240,
     quick=("--index-only", "--rounds", "20"),
 )
 
@@ -168,44 +157,6 @@ async def _encodes(replicas: Sequence[ReplicaProcess]) -> int:
     return sum([await asyncio.to_thread(replica.encodes) for replica in replicas])
 
 
-# Placement, simulated
-
-
-def placement_figures(seeds: int) -> dict[str, float]:
-    """Compare orders and placements on the same requests of distinct images, on fleets of two sizes."""
-    compared = {
-        "first come, by content": (FIRST, "hash"),
-        "first come, even": (FIRST, "even"),
-        "ours, by content": (OURS, "hash"),
-        "ours, even": (OURS, "even"),
-    }
-    figures: dict[str, float] = {}
-    for replicas, requests in ((4, 2000), (16, 4000)):
-        load = Load(SKEWED, replicas=replicas)
-        found = answer(
-            [
-                Trial(order, load, requests, seeds, machine_of(replicas, placement))
-                for order, placement in compared.values()
-            ]
-        )
-        base, ours = found[0], found[-1]
-        table(
-            f"{replicas} replicas, load 0.8 (simulated; unit: one image; {seeds} × {requests} requests)",
-            ["order and placement", "mean TTFT", "first come / it", "p99", "p99 / first come"],
-            [
-                [name, each.mean, base.mean / each.mean, each.p99, each.p99 / base.p99]
-                for name, each in zip(compared, found, strict=True)
-            ],
-        )
-        figures |= {f"mean_{replicas}": base.mean / ours.mean, f"p99_{replicas}": ours.p99 / base.p99}
-    return figures
-
-
-def machine_of(replicas: int, placement: str) -> dict[str, Any]:
-    """Return the simulated deployment: a prefill engine for each replica."""
-    return {"replicas": replicas, "prefill_engines": replicas, "placement": placement}
-
-
 # The index
 
 MODEL = b"m" * 32
@@ -274,17 +225,13 @@ def index_figures(rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--index-only", action="store_true", help="leave out what needs replicas")
-    parser.add_argument("--placement-only", action="store_true", help="only the simulation")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds of the simulation")
     parser.add_argument("--rounds", type=int, default=300, help="batches of 32 addresses timed")
     parser.add_argument(
         "--prompts", type=int, default=6, help="prompts of 32 images of each of three clients"
     )
     args = parser.parse_args()
-    figures = index_figures(args.rounds) if not args.placement_only else {}
+    figures = index_figures(args.rounds)
     if not args.index_only:
-        figures |= placement_figures(args.seeds)
-    if not args.index_only and not args.placement_only:
         with three_replicas() as replicas:
             figures |= asyncio.run(count_encodes(replicas, args.prompts))
             figures |= asyncio.run(kill_one(replicas))

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -125,6 +126,21 @@ def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
     patches = {labels: snapshot.patches.get(place, 0) for labels, place in places.items()}
     yield gauge("queue_images", "Images admitted and not finished.", images, "state", "class")
     yield gauge("queue_patches", "Patches of the images in the queue.", patches, "state", "class")
+    rate = snapshot.patches_per_s
+    backlogs: Counter[str] = Counter(dict.fromkeys(DEMAND.values(), 0))
+    for (_, label), count in patches.items():
+        backlogs[label] += count
+    yield gauge(
+        "backlog_seconds",
+        "Time that the queue takes at the measured rate, seconds; 0 until a batch was measured.",
+        {label: count / rate if rate else 0.0 for label, count in backlogs.items()},
+        "class",
+    )
+    yield gauge(
+        "patches_per_second",
+        "Measured rate of encoding, over all devices; 0 until a batch was measured.",
+        rate,
+    )
     yield gauge("queue_source_bytes", "Bytes of the image files in the queue.", snapshot.source_bytes)
     yield gauge("queue_requests", "Requests with an image in the queue.", snapshot.requests)
     yield gauge("queue_claims", "Claims of callers on images in the queue.", snapshot.claims)

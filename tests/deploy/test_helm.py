@@ -181,6 +181,26 @@ def test_an_autoscaler_alone_sets_the_number_of_replicas() -> None:
         assert [each for each, _ in rendered if each in ("HorizontalPodAutoscaler", "ScaledObject")] == [kind]
 
 
+def test_autoscalers_follow_the_seconds_of_the_demanded_backlog() -> None:
+    values = {"enabled": True, "seconds": "0.5", "prometheus": "http://prometheus:9090"}
+    scaler = charts.render("encoder-service", {"autoscale": {**values, "by": "metrics"}})[
+        "HorizontalPodAutoscaler", "encoder"
+    ]
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["pods"] == {
+        "metric": {"name": "encsvc_backlog_seconds", "selector": {"matchLabels": {"class": "demanded"}}},
+        "target": {"type": "AverageValue", "averageValue": "0.5"},
+    }
+    scaler = charts.render("encoder-service", {"autoscale": {**values, "by": "keda"}})[
+        "ScaledObject", "encoder"
+    ]
+    (trigger,) = scaler["spec"]["triggers"]
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "0.5")
+    query = trigger["metadata"]["query"]
+    assert query.startswith("sum(encsvc_backlog_seconds{namespace=")
+    assert query.endswith(", class='demanded'})")
+
+
 def test_a_changed_setting_rolls_the_pods() -> None:
     def annotations(values: dict[str, Any]) -> Any:
         return charts.render("encoder-service", values)["Deployment", "encoder"]["spec"]["template"][

@@ -91,7 +91,7 @@ def host_name(text: str) -> str:
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-PUBLIC = "public"
+PUBLIC, PROXY = "public", "proxy"
 
 # Addresses that Python calls global although they lead into internal networks: addresses that contain or translate to
 # others, and services that clouds offer to their own machines.
@@ -124,8 +124,11 @@ class Destinations:
         - `public` allows every host, at public addresses and the default ports of http and https.
         - An address (`10.1.2.3:8000`, `[fd00::1]`) allows itself, public or not.
         - A network (`10.1.0.0/16`) allows no host by itself; hosts that other rules allow may have its addresses.
+        - `proxy` allows no host by itself; it sends requests through the proxies that the environment names. A proxy
+          resolves names itself, so the addresses of names are then the proxy's to check.
         """
         self._public = False
+        self.uses_proxy = False
         self._hosts: set[tuple[str, int | None]] = set()
         self._networks: list[Network] = []
         for rule in rules:
@@ -142,6 +145,15 @@ class Destinations:
                 return
         raise ForbiddenError(f"images from {url.authority} are not allowed here")
 
+    def check_written(self, url: ImageUrl) -> None:
+        """Raise `ForbiddenError` if the host is written as an address that is not allowed."""
+        try:
+            addresses = [str(ipaddress.ip_address(url.host))]
+        except ValueError:
+            return  # a name
+        if not self.permitted(addresses):
+            raise ForbiddenError(f"images from {url.authority} are not allowed here")
+
     def permitted(self, addresses: Iterable[str]) -> list[str]:
         """Return those of a host's addresses to which connections are allowed."""
         return [address for address in addresses if self._permits(ipaddress.ip_address(address))]
@@ -152,6 +164,8 @@ class Destinations:
     def _add(self, rule: str) -> None:
         if rule == PUBLIC:
             self._public = True
+        elif rule == PROXY:
+            self.uses_proxy = True
         elif "/" in rule:
             self._networks.append(ipaddress.ip_network(rule))
         else:

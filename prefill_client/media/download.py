@@ -16,6 +16,7 @@ from aiohappyeyeballs import AddrInfoType, start_connection
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.version import __version__
 from prefill_client.media.destinations import ImageUrl
+from prefill_client.media.proxy import Proxy, open_tunnel
 
 # A lookup blocks its thread until the system's resolver gives up: after 10 s by default if the name server is down.
 THREADS = 32
@@ -140,11 +141,12 @@ async def get(
     *,
     max_bytes: int,
     tls: ssl.SSLContext,
+    proxy: Proxy | None = None,
 ) -> Response:
     """GET a URL from the first of its addresses that answers. The body is read only if the status is a success.
 
-    It uses no proxy, follows no redirect and reuses no connection. It sets no time limit, and never blocks the event
-    loop for more than a few milliseconds.
+    With a `proxy`, the addresses are the proxy's. It follows no redirect and reuses no connection. It sets no time
+    limit, and never blocks the event loop for more than a few milliseconds.
 
     Raises `ImageLimitError` for a body over `max_bytes`, `ImageHostError` for a compressed body or one in tiny pieces,
     `OSError` if no address answers, and `h11.RemoteProtocolError` for invalid HTTP.
@@ -152,9 +154,12 @@ async def get(
     http = h11.Connection(h11.CLIENT)
     sent = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "image/*")]
     sent += [("Accept-Encoding", "identity"), ("Connection", "close")]
-    head = h11.Request(method="GET", target=url.target.encode(), headers=sent)
+    target = url.target
+    if proxy is not None and url.scheme == "http":  # the proxy answers; for https it only passes bytes on
+        target, sent = str(url), [*sent, *proxy.credentials]
+    head = h11.Request(method="GET", target=target.encode(), headers=sent)
     data, response = bytearray(), Response(0, {}, b"")
-    async with _connection(url, addresses, tls) as (reader, writer):
+    async with _connection(url, addresses, tls, proxy) as (reader, writer):
         writer.write((http.send(head) or b"") + (http.send(h11.EndOfMessage()) or b""))
         async for event in _events(url, http, reader):
             if isinstance(event, h11.Response):
@@ -217,18 +222,21 @@ def _too_large(url: ImageUrl, max_bytes: int) -> ImageLimitError:
 
 @asynccontextmanager
 async def _connection(
-    url: ImageUrl, addresses: Sequence[str], tls: ssl.SSLContext
+    url: ImageUrl, addresses: Sequence[str], tls: ssl.SSLContext, proxy: Proxy | None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect to the first address that answers, which need not be the first. The connection is aborted at the end."""
     if not addresses:
         raise OSError("the name has no address")
-    found = [_address(each, url.port) for each in addresses[:_ADDRESSES]]
+    found = [_address(each, proxy.port if proxy else url.port) for each in addresses[:_ADDRESSES]]
     connected = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
-    is_https = url.scheme == "https"
+    at_once = url.scheme == "https" and proxy is None
     reader, writer = await asyncio.open_connection(
-        sock=connected, ssl=tls if is_https else None, server_hostname=url.host if is_https else None
+        sock=connected, ssl=tls if at_once else None, server_hostname=url.host if at_once else None
     )
     try:
+        if url.scheme == "https" and proxy is not None:
+            await open_tunnel(url, proxy, reader, writer)
+            await writer.start_tls(tls, server_hostname=url.host)
         yield reader, writer
     finally:
         writer.transport.abort()

@@ -33,6 +33,7 @@ from prefill_client.media.download import (
     fresh_s,
     get,
 )
+from prefill_client.media.proxy import Proxy, proxy_for
 
 log = logging.getLogger(__name__)
 
@@ -214,9 +215,14 @@ class ImageLoader:
         Connections go to these addresses and not to the name, so a name that resolves differently the second time has
         no effect. No download slot is held here.
         """
+        proxy = self._proxy(url)
+        host, port = (proxy.host, proxy.port) if proxy else (url.host, url.port)
         late = ImageHostError(f"{url}: its host name was not resolved within {self._timeout_s:g} s")
         async with _until(until, late), lookups:
-            found = await self._resolve(url.host, url.port)
+            found = await self._resolve(host, port)
+        if proxy:
+            self._destinations.check_written(url)
+            return found
         addresses = self._destinations.permitted(found)
         if found and not addresses:
             log.info(
@@ -225,6 +231,9 @@ class ImageLoader:
             )
             raise ForbiddenError(f"the addresses of {url.host} are not allowed here")
         return addresses
+
+    def _proxy(self, url: ImageUrl) -> Proxy | None:
+        return proxy_for(url) if self._destinations.uses_proxy else None
 
     async def _get(self, url: ImageUrl, addresses: list[str], until: float) -> Response:
         """GET a URL once a download slot is free."""
@@ -240,7 +249,9 @@ class ImageLoader:
             async with _until(until, busy):
                 await stack.enter_async_context(self._slots)
             async with _until(until, slow):
-                return await get(url, addresses, max_bytes=self._max_bytes, tls=self._tls)
+                return await get(
+                    url, addresses, max_bytes=self._max_bytes, tls=self._tls, proxy=self._proxy(url)
+                )
         raise AssertionError("unreachable")
 
     def _decode(self, url: str) -> bytes:

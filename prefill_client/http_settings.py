@@ -36,7 +36,8 @@ class HttpSettings(Settings):
     image_hosts: str = knob(
         "",
         help="hosts from which images and videos may be downloaded, comma-separated: host names, addresses, networks, "
-        "`public` for every public host, `proxy` to use the environment's proxies; empty: only files sent in the request are accepted",
+        "`public` for every public host, `proxy` to use the environment's proxies; empty: only files "
+        "sent in the request are accepted",
     )
     image_s: float = knob(10.0, help="seconds that the download of one image or video may take")
 

@@ -8,7 +8,7 @@ import pytest
 
 from encoder_contract.command_line import BAD_USAGE, FAILED
 from encoder_service.engine import EXIT_LOST
-from tests.pages import PAGES, ROOT, lines_in, name_of, named
+from tests.pages import OF_NOW, PAGES, ROOT, lines_in, name_of, named
 from tests.processes import run
 
 FLAG = r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w-])"
@@ -72,10 +72,6 @@ def programs_in(line: str) -> list[str]:
     return ["bench.store" if program == "bench.NAME" else program for program in found]
 
 
-# The changelog also names commands and flags that are gone.
-OF_NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]
-
-
 @pytest.mark.parametrize("page", OF_NOW, ids=name_of)
 def test_every_command_on_a_page_exists(page: Path, commands: Commands) -> None:
     for line in lines_in(page):
@@ -124,7 +120,7 @@ def test_make_targets_and_variables_on_pages_exist_and_are_described() -> None:
     targets = named(r"(?m)^\.PHONY: ([a-z-]+)$", makefile)
     variables = named(r"(?m)^([A-Z]+) +\?=", makefile)
     assert targets == named(r"(?m)^([a-z-]+):.*## \w", makefile)
-    for page in PAGES:
+    for page in OF_NOW:
         for line in lines_in(page):
             for target, rest in re.findall(r"(?:^|[;&(] *)make ([a-z-]+)(.*)", line.strip()):
                 assert target in targets, f"{page.name}: {line}"

@@ -4,6 +4,7 @@ The server is forked from a process that has imported torch already, so a start 
 its device process, which runs the stage; `LOSING` names it.
 """
 
+import asyncio
 import multiprocessing
 import os
 import threading
@@ -164,6 +165,11 @@ def die(*_: Any) -> NoReturn:
     raise LookupError("a bug of ours")
 
 
+async def _hang(_: app.Server) -> None:
+    """Never end."""
+    await asyncio.Event().wait()
+
+
 def main(descriptors: list[int], *, parent: int) -> None:
     """Run a failing device process."""
     stages, _, folder = os.environ[LOSING].partition(":")
@@ -197,6 +203,8 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     dispatcher.MOST_FAILURES = 3  # each takes seconds
     if what in DEATHS:
         setattr(*DEATHS[what], die)
+    elif what == "drain hangs":
+        app.Server._stop_engine = _hang  # type: ignore[method-assign]
     elif what in TIERS:
         tensor_over = storing.tensor_over
         storing.tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)

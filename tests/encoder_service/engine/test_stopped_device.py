@@ -1,0 +1,86 @@
+"""A device's process that hangs as a whole is noticed and replaced, and does not keep the server from ending."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from encoder_service.config import Config
+from encoder_service.engine import EXIT_STUCK, dispatcher, link
+from testing.photos import photo
+from tests.encoder_service.engine.test_devices import fetched, serving
+from tests.encoder_service.engine.test_lost_device import listening, started
+from tests.processes import running
+from tests.waiting import PATIENCE_S, START_S, soon
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a device count as silent after four seconds."""
+    monkeypatch.setattr(dispatcher, "TICK_S", 0.2)
+
+
+async def test_a_stopped_process_is_replaced_and_its_images_are_encoded(config: Config, quick: None) -> None:
+    async with serving(config, "cpu") as (server, client, [device]):
+        known = [photo(96, 96, 1)]
+        before = await fetched(client, known)
+        stopped = device.process
+        os.kill(stopped.pid, signal.SIGSTOP)
+        new = asyncio.create_task(fetched(client, [photo(96, 96, n) for n in range(2, 6)]))
+        await soon(lambda: server._not_ready() == "no device answers")
+        assert await fetched(client, known) == before, "rows that are held need no device"
+        await new
+        assert device.restarts["stuck"] == 1
+        assert stopped.returncode == -signal.SIGKILL
+        await soon(lambda: server._not_ready() == "")
+
+
+async def test_images_of_a_stopped_process_go_to_another_device(
+    config: Config, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(config, "cpu,cpu") as (server, client, [first, second]):
+        os.kill(first.process.pid, signal.SIGSTOP)
+        await fetched(client, [photo(96, 96, n) for n in range(8)])
+        assert server._not_ready() == "", "one device answers"
+        await soon(lambda: first.restarts["stuck"] == 1, START_S)
+        assert not second.restarts["stuck"]
+
+
+def test_a_server_with_a_stopped_device_ends_when_it_is_told_to(checkpoint: Path, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with running(checkpoint, devices="cpu", drain_s=1, log=log) as server:
+        [device] = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if any("engine.process" in argument for argument in child.cmdline())
+        ]
+        device.send_signal(signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        try:
+            # The drain, then the time in which devices may finish their batches; on a busy machine ten times that.
+            assert server.process.wait(10 * (1 + dispatcher.STOP_S)) == 0
+        except subprocess.TimeoutExpired:
+            pytest.fail(log.read_text())
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                device.kill()
+    assert not list(Path("/dev/shm").glob(f"*{server.process.pid}*"))
+
+
+async def test_whatever_hangs_while_draining_the_process_ends(checkpoint: Path, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with started("drain hangs", checkpoint, tmp_path, "--drain-s", "1") as process:
+        await listening(log)
+        os.kill(process.pid, signal.SIGTERM)
+        await asyncio.to_thread(process.join, PATIENCE_S)
+        assert process.exitcode == EXIT_STUCK, log.read_text()
+    assert "the server has not ended within" in log.read_text()
+
+
+def test_a_device_is_not_ready_before_it_is_killed() -> None:
+    assert 1 < link.QUIET_TICKS < link.SILENT_TICKS

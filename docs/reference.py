@@ -93,7 +93,7 @@ def _recorded(server: Server) -> Iterator[tuple[str, tuple[str, str, str]]]:
 
 def _read(server: Server) -> Iterator[tuple[str, tuple[str, str, str]]]:
     for family in server.readings():
-        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
+        labels = getattr(family, "_labelnames", ())  # of metrics that have no sample yet, too
         yield _named(family.name, family.type), (family.type, _labels(labels), family.documentation)
 
 

@@ -14,7 +14,8 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, RowRequest, read_images
-from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, producer_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
+from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.request_images import blank_url, size_of
 from testing.answers import Answer as Answer
 from testing.answers import Part as Part
@@ -71,7 +72,7 @@ class Engine:
         if self.config.parallel_config.world_size > 1:
             self._leave_cores()
         self.client = BlockingClient.connect(endpoint)
-        self.signer = NameSigner(self.config.ec_transfer_config.engine_id)
+        self.signer = NameSigner(read_name_key(""))
         self.producer = producer_of(self.client.description, "")
         self._stored: set[bytes] = (
             set()
@@ -101,7 +102,7 @@ class Engine:
         return image
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
-        """Return the part with which the middleware replaces an image, without submitting the image.
+        """Return the part with which the middleware replaces an image, with its `proof`, without submitting the image.
 
         If only the server can count the rows, the image must have been submitted before.
         """
@@ -112,8 +113,12 @@ class Engine:
         else:
             grid = grid_of(self.image(data))
             part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": list(grid)}}
-        name = ImageName(digest, grid, self.producer)
-        return {**part, "uuid": self.signer.identifier(name), **changes}
+        return {**part, **self.proven(ImageName(digest, grid, self.producer)), **changes}
+
+    def proven(self, name: ImageName) -> dict[str, str]:
+        """Return the `uuid` of a named part, and its proof, which `start` sends beside the part."""
+        identifier = identifier_of(name)
+        return {"uuid": identifier, "proof": self.signer.proof(identifier)}
 
     def submit(self, *images: bytes) -> None:
         """Submit images."""
@@ -134,7 +139,8 @@ class Engine:
         content = [self._part(part, own=own) for part in parts]
         images = [content_digest(part) for part in parts if isinstance(part, bytes) and not own]
         info = RequestInfo(
-            stored=tuple(index for index, digest in enumerate(images) if digest in self._stored)
+            stored=tuple(index for index, digest in enumerate(images) if digest in self._stored),
+            proofs=tuple(part.pop("proof") for part in content if "proof" in part),
         )
         parameters = sampling(tokens)
         parameters.extra_args = {}
@@ -224,7 +230,7 @@ class Engine:
 
     def _part(self, part: Part | dict[str, Any], *, own: bool) -> dict[str, Any]:
         if isinstance(part, dict):
-            return part
+            return {**part}
         if isinstance(part, str):
             return {"type": "text", "text": part}
         return raw(part) if own else self.named(part)

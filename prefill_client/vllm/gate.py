@@ -186,6 +186,7 @@ class PrefillGate:
         description = self._description()
         producer = producer_of(description, salt) if description else None
         info = RequestInfo.read(request.ec_transfer_params, request.request_id)
+        proofs = frozenset(info.proofs)
         prompt = Prompt(
             features=len(request.mm_features),
             info=info,
@@ -195,7 +196,7 @@ class PrefillGate:
         try:
             for index, feature in enumerate(request.mm_features):
                 if is_image_name(feature.identifier):
-                    prompt.spans.append(self._span(index, feature, description, producer))
+                    prompt.spans.append(self._span(index, feature, description, producer, proofs))
                 else:
                     self._tower.check(index, feature)
             prompt.needs_rows = self._most_rows(prompt)
@@ -211,18 +212,26 @@ class PrefillGate:
         return all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
 
     def _span(
-        self, index: int, feature: Feature, description: Description | None, producer: bytes | None
+        self,
+        index: int,
+        feature: Feature,
+        description: Description | None,
+        producer: bytes | None,
+        proofs: frozenset[str],
     ) -> ImageSpan:
         """Return the span of a named image, after checking everything that the engine would rely on."""
-        name = self._signer.name(feature.identifier)
+        name = self._signer.name(feature.identifier, proofs)
         if description is None or name is None or name.producer != producer:
-            raise InvalidRequestError(f"image {index} has a name that this engine's middleware did not sign")
+            raise InvalidRequestError(
+                f"image {index}: unknown or forged image name. If this is so for all images, the API server and this "
+                "engine have different keys: set name_key_file"
+            )
         span, rows = ImageSpan.of(index, feature, name), rows_of_grid(name.grid, description.geometry)
         grid: Grid | None = name.grid
         if description.geometry is None:  # a stand-in, or another image from a caller who knows the name
             self._tower.check(index, feature)
         elif feature.data is None or set(feature.data) != {"image_grid_thw"}:
-            raise InvalidRequestError(f"image {index} has a signed name and also data")
+            raise InvalidRequestError(f"image {index} has a name of the service and also data")
         else:
             grid = grid_of(feature, "image_grid_thw")
         if grid != name.grid or span.rows != rows:

@@ -1,12 +1,14 @@
-"""What the middleware tells the connector: a signed name for each image, and facts about the request.
+"""What the middleware tells the connector: a name for each image, proofs of the names, and facts about the request.
 
 vLLM uses the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
 without a check. A name therefore covers the file, the grid, the model, the processor and the tenant, and for a video
-also the two frames. Any client can send such a part, so the connector fetches only names with our signature.
+also the two frames. It covers nothing else, so engines that share KV blocks find those of each other, also after a
+restart. Any client can send such a part, so the connector fetches only names with a proof of the middleware. The proof
+travels beside the names.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hmac import compare_digest
 from typing import Any, ClassVar, Self
@@ -20,7 +22,7 @@ from prefill_client.transport.connection import Description
 
 _PREFIX = "encsvc1-"
 _IDENTIFIER = re.compile(
-    r"encsvc1-([0-9a-f]{64})(?:-f(\d{1,8})-(\d{1,8}))?-(\d{1,6})x(\d{1,6})-([0-9a-f]{32})-([0-9a-f]{32})"
+    r"(encsvc1-([0-9a-f]{64})(?:-f(\d{1,8})-(\d{1,8}))?-(\d{1,6})x(\d{1,6})-([0-9a-f]{32}))(?:-([0-9a-f]{32}))?"
 )
 _TAG_BYTES = 16
 MAX_PRIORITY = 8
@@ -40,38 +42,47 @@ class ImageName:
     frames: Frames | None = None
 
 
+def identifier_of(name: ImageName) -> str:
+    """Return the identifier of a name, for vLLM's `uuid`."""
+    frames = f"-f{name.frames.first}-{name.frames.second}" if name.frames else ""
+    return f"{_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
+
+
 class NameSigner:
-    """Turns names into identifiers and back. Middleware and connector make one from the `engine_id` that they share."""
+    """Proves identifiers and checks the proofs. Middleware and connector make one from the key that they share."""
 
-    def __init__(self, engine_id: str) -> None:
-        self._key = blake3.blake3(
-            engine_id.encode(), derive_key_context="encoder-service vllm names"
-        ).digest()
+    def __init__(self, key: bytes) -> None:
+        """`key` has 32 bytes."""
+        self._key = key
 
-    def identifier(self, name: ImageName) -> str:
-        """Return the identifier of a name, for vLLM's `uuid`."""
-        frames = f"-f{name.frames.first}-{name.frames.second}" if name.frames else ""
-        signed = f"{_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
-        return f"{signed}-{self._tag(signed)}"
+    def proof(self, identifier: str) -> str:
+        """Return the proof that an identifier comes from a process with this key."""
+        return blake3.blake3(identifier.encode(), key=self._key).hexdigest(length=_TAG_BYTES)
 
-    def name(self, identifier: str) -> ImageName | None:
-        """Return the name in an identifier; None if it has another form or a wrong signature."""
+    def sealed(self, identifier: str) -> str:
+        """Return an identifier that contains its proof, for requests that vLLM strips of everything else.
+
+        vLLM hashes the proof with it, so only engines with this key find the KV blocks of each other.
+        """
+        return f"{identifier}-{self.proof(identifier)}"
+
+    def name(self, identifier: str, proofs: Container[str] = ()) -> ImageName | None:
+        """Return the name in an identifier; None if it has another form, or no proof in itself or among `proofs`."""
         match = _IDENTIFIER.fullmatch(identifier)
-        if match is None:
+        if match is None or not self._is_proven(match[1], match[8], proofs):
             return None
-        digest, first, second, height, width, producer, tag = match.groups()
-        if not compare_digest(tag, self._tag(identifier.rpartition("-")[0])):
-            return None
+        _, digest, first, second, height, width, producer, _ = match.groups()
         grid = Grid(1, int(height), int(width))
         frames = Frames(int(first), int(second), grid) if first else None
         return ImageName(bytes.fromhex(digest), grid, bytes.fromhex(producer), frames)
 
-    def _tag(self, signed: str) -> str:
-        return blake3.blake3(signed.encode(), key=self._key).hexdigest(length=_TAG_BYTES)
+    def _is_proven(self, identifier: str, inside: str | None, proofs: Container[str]) -> bool:
+        proof = self.proof(identifier)
+        return proof in proofs if inside is None else compare_digest(inside, proof)
 
 
 def is_image_name(identifier: str) -> bool:
-    """Whether an identifier has the form of a signed name; only `NameSigner.name` checks the signature."""
+    """Whether an identifier has the form of a name of ours; only `NameSigner.name` checks its proof."""
     return identifier.startswith(_PREFIX)
 
 
@@ -103,8 +114,8 @@ def producer_of(description: Description, tenant_salt: str) -> bytes:
 class RequestInfo:
     """What the middleware tells the connector about a request, in the body's `ec_transfer_params`.
 
-    Any client can write there too. `read` therefore sanitises all values, and the connector uses them only to order
-    work and to decide how long to wait.
+    Any client can write there too. `read` therefore sanitises all values. The connector uses them only to order work
+    and to decide how long to wait, and it checks `proofs`.
     """
 
     request_id: str = ""
@@ -114,6 +125,9 @@ class RequestInfo:
     """The indexes of the images that were already encoded when the middleware submitted them."""
     submitted_to: tuple[str, ...] = ()
     """The server to which each image was submitted. The client asks it only if it knows that server."""
+
+    proofs: tuple[str, ...] = ()
+    """A proof of each name, in any order."""
 
     KEY: ClassVar[str] = "encoder_service"
     """The key of these values in `ec_transfer_params`."""
@@ -134,6 +148,7 @@ class RequestInfo:
             traceparent=valid_traceparent(values.get("traceparent")),
             stored=tuple(each for each in _list(values.get("stored")) if isinstance(each, int)),
             submitted_to=tuple(map(str, _list(values.get("submitted_to")))),
+            proofs=tuple(map(str, _list(values.get("proofs")))),
         )
 
 

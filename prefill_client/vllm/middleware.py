@@ -51,10 +51,12 @@ from prefill_client.vllm.image_name import (
     ImageName,
     NameSigner,
     RequestInfo,
+    identifier_of,
     producer_of,
     salt_of,
     valid_traceparent,
 )
+from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.request_images import (
     CHAT,
     RESPONSES,
@@ -182,9 +184,10 @@ class _Medium:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """The images of a conversation up to a response, in the order of its prompt, by their digests."""
+    """The images of a conversation up to a response, in the order of its prompt: their digests and names."""
 
     digests: tuple[bytes, ...] = ()
+    identifiers: tuple[str, ...] = ()
     tenant_salt: str = ""
 
 
@@ -224,7 +227,7 @@ class _Service:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
         self.settings = Settings.read(config.ec_connector_extra_config)
         self._config = vllm_config
-        self._signer = NameSigner(config.engine_id)
+        self._signer = NameSigner(read_name_key(self.settings.name_key_file))
         self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
         self._content_format = getattr(args, "chat_template_content_format", "auto")
         self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
@@ -270,12 +273,16 @@ class _Service:
             raise_first([answer.error for answer in answers], names)
             producer = producer_of(client.description, salt)
             new = iter(answers[len(earlier.digests) :])
+            parts = [self._parts(medium, new, producer, seal=images.loses_parameters) for medium in media]
+            named = (part for each in parts for part in each if isinstance(part, NamedImage))
+            identifiers = (*earlier.identifiers, *(part.identifier for part in named))
             images.replace(
-                [self._replacement(medium, new, producer) for medium in media],
+                parts,
                 replace(
                     info,
                     stored=tuple(index for index, answer in enumerate(answers) if answer.cached),
                     submitted_to=tuple(answer.endpoint for answer in answers),
+                    proofs=tuple(map(self._signer.proof, identifiers)),
                 ),
             )
         except BaseException:  # else the images would stay submitted
@@ -283,7 +290,7 @@ class _Service:
             raise
         if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
             digests = tuple(answer.digest for answer in answers)
-            self._responses.add(response_id, _Conversation(digests, salt), files)
+            self._responses.add(response_id, _Conversation(digests, identifiers, salt), files)
         timeout_s = self.settings.submit_timeout_s
         return kept, partial(
             failed_image, client, answers, names, request_id=info.request_id, timeout_s=timeout_s
@@ -384,15 +391,21 @@ class _Service:
             )
         return await self._loaders[what].load_all(urls)
 
-    def _replacement(
-        self, medium: _Medium, answers: Iterator[Submitted], producer: bytes
+    def _parts(
+        self, medium: _Medium, answers: Iterator[Submitted], producer: bytes, *, seal: bool
     ) -> list[str | NamedImage]:
-        """Return the parts that vLLM gets instead of an image or a video. Consumes the answers to its files."""
+        """Return the parts that vLLM gets instead of an image or a video. Consumes the answers to its files.
+
+        With `seal`, names contain their proofs.
+        """
         named: list[NamedImage] = []
         for answer in islice(answers, len(medium.files)):
             assert answer.grid is not None, "an answer without an error has a grid"
             name = ImageName(answer.digest, answer.grid, producer, answer.frames)
-            named.append(NamedImage(self._signer.identifier(name), list(answer.grid), medium.stand_in))
+            identifier = identifier_of(name)
+            if seal:
+                identifier = self._signer.sealed(identifier)
+            named.append(NamedImage(identifier, list(answer.grid), medium.stand_in))
         return [*named] if medium.clip is None else prompt_parts(medium.clip, named)
 
 

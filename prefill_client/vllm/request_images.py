@@ -98,6 +98,11 @@ class RequestImages:
         """Whether vLLM answers at once and generates the response later."""
         return bool(self._response_field("background"))
 
+    @property
+    def loses_parameters(self) -> bool:
+        """Whether vLLM makes requests of its own for this one, without `ec_transfer_params`."""
+        return isinstance(self.body, dict) and bool(self.body.get("use_beam_search"))
+
     def stored_as(self) -> str:
         """Return the id of the response, and set one if there is none; empty if the response will not be stored."""
         if self._form is not RESPONSES or self.body.get("store") is False:

@@ -13,6 +13,7 @@ from prefill_client.vllm.features import Feature, TowerInput
 from prefill_client.vllm.gate import PrefillGate
 from prefill_client.vllm.host_memory import HostMemory, Load
 from prefill_client.vllm.image_name import NameSigner, is_image_name
+from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowSlot, RowTable
 from prefill_client.vllm.service_check import check_description, row_kind
@@ -77,7 +78,7 @@ class SchedulerSide:
         self.table = RowTable(self._memory, self._fetcher, size, self.counts)
         self.gate = gates[config.ec_transfer_config.engine_id] = PrefillGate(
             self.table,
-            NameSigner(config.ec_transfer_config.engine_id),
+            NameSigner(read_name_key(settings.name_key_file)),
             self.counts,
             description=lambda: self._fetcher.description,
             tenant_salt=settings.tenant_salt,

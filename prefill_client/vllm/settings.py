@@ -32,6 +32,9 @@ class Settings(ServiceSettings):
     """
     gating: Gating = "window"
     """Which images a request waits for: those of its next prefill step, or all of them."""
+    name_key_file: str = ""
+    """File with the key of image names; the API server and all its engines need the same. Empty: the variable
+    `ENCODER_SERVICE_NAME_KEY`, else a file of this user on this host, which is created."""
     without_service: WithoutService = "refuse"
     """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded."""
 

@@ -16,7 +16,7 @@ from prefill_client.vllm.counts import IMAGES, Counts
 from prefill_client.vllm.features import TowerInput
 from prefill_client.vllm.gate import PrefillGate
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.settings import Settings
@@ -73,7 +73,7 @@ class Prefill:
     def __init__(self, fetcher: RowFetcher, memory: HostMemory, row_bytes: int) -> None:
         self._fetcher, self._memory = fetcher, memory
         self.counts = Counts()
-        self.signer = NameSigner("an engine")
+        self.signer = NameSigner(bytes(32))
         self.table = RowTable(memory, fetcher, row_bytes, self.counts)
         self.gate = PrefillGate(
             self.table,
@@ -89,16 +89,18 @@ class Prefill:
 
     def request(self, request_id: str, layout: str, images: Sequence[Submitted]) -> tuple[FakeRequest, int]:
         """Return a request of this layout, and its number of tokens."""
-        request, tokens, left = FakeRequest(request_id), 0, iter(images)
+        request, tokens, left, proofs = FakeRequest(request_id), 0, iter(images), []
         producer = producer_of(self._fetcher.description, "")
         for part in layout:
             if part == "I":
                 image = next(left)
                 assert image.grid
-                name = self.signer.identifier(ImageName(image.digest, image.grid, producer))
+                name = identifier_of(ImageName(image.digest, image.grid, producer))
+                proofs.append(self.signer.proof(name))
                 grid = SimpleNamespace(data=torch.tensor(image.grid))
                 request.mm_features.append(FakeFeature(name, {"image_grid_thw": grid}, FakePosition(tokens)))
             tokens += TEXT.get(part, ROWS)
+        request.ec_transfer_params = {RequestInfo.KEY: {"proofs": proofs}}
         return request, tokens
 
     async def run(self, request: FakeRequest, begin: int, end: int) -> None:

@@ -1,16 +1,16 @@
 """An unmodified `vllm serve` in its own process, with or without our three flags."""
 
 import json
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 
-from testing.processes import EngineProcess
+from testing.processes import EngineProcess, free_port
 from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
 
 
@@ -18,12 +18,16 @@ class HttpEngine(EngineProcess):
     """One engine behind HTTP; its output is in `log`."""
 
     def __init__(
-        self, model: Path, endpoint: str | list[str], *flags: str, exact: bool = True, **extra: Any
+        self,
+        model: Path,
+        endpoint: str | list[str],
+        *flags: str,
+        exact: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **extra: Any,
     ) -> None:
         """Without an `endpoint`, the engine gets none of our flags, and its own tower encodes."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         settings = {"endpoints": endpoint, "host_gib": 0.05, "grace_s": 5.0, **extra}
         our_flags = [
             "--middleware", "prefill_client.vllm.middleware.EncoderServiceMiddleware",
@@ -37,8 +41,8 @@ class HttpEngine(EngineProcess):
             "--limit-mm-per-prompt", '{"image": 16, "video": 0}',
             *(our_flags if endpoint else []), *flags,
         ]  # fmt: skip
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        super().__init__(f"http://127.0.0.1:{port}", command, environment)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+        super().__init__(f"http://127.0.0.1:{port}", command, variables)
 
     def chat(self, content: list[dict[str, Any]], **body: Any) -> httpx.Response:
         """Send a chat; return the response, whatever its status."""

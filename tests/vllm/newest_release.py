@@ -35,7 +35,8 @@ from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from encoder_contract.digest import content_digest
 from prefill_client import BlockingClient, Image, RowRequest, read_images
-from prefill_client.vllm.image_name import ImageName, NameSigner, producer_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
+from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.row_fetcher import Outcome
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
@@ -51,7 +52,7 @@ class Parts:
     def __init__(self, config: VllmConfig, endpoint: str) -> None:
         self.config = config
         self.client = BlockingClient.connect(endpoint)
-        self.signer = NameSigner(config.ec_transfer_config.engine_id)
+        self.signer = NameSigner(read_name_key(""))
         self.inputs = InputProcessor(config, renderer_from_config(config))
         spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -61,7 +62,10 @@ class Parts:
         """Render a chat and hand it to the scheduler."""
         messages: list[Any] = [{"role": "user", "content": content}]
         _, (rendered,) = self.inputs.renderer.render_chat([messages], ChatParams())
-        sampling = SamplingParams(max_tokens=1, temperature=0)
+        sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={})
+        RequestInfo(
+            proofs=tuple(self.signer.proof(part["uuid"]) for part in content if "uuid" in part)
+        ).write(sampling.extra_args)
         made = self.inputs.process_inputs(request_id, rendered, sampling, ("generate",))
         hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         request = Request.from_engine_core_request(made, hasher)
@@ -74,7 +78,7 @@ class Parts:
         assert isinstance(image, Image)
         name = ImageName(content_digest(data), image.grid, producer_of(self.client.description, ""))
         embeds = {"image_grid_thw": list(image.grid)}
-        part = {"type": "image_embeds", "image_embeds": embeds, "uuid": self.signer.identifier(name)}
+        part = {"type": "image_embeds", "image_embeds": embeds, "uuid": identifier_of(name)}
         return {**part, **changes}
 
     def step(self, wrapper: Wrapper) -> None:

@@ -22,18 +22,31 @@ def grid_of(engine: Engine, height: int, width: int) -> dict[str, Any]:
     return engine.named(IMAGE, image_embeds={"image_grid_thw": [1, height, width]})
 
 
+def unproven(engine: Engine) -> dict[str, Any]:
+    """Return the right name, which any caller who has the file can make."""
+    part = engine.named(IMAGE)
+    del part["proof"]
+    return part
+
+
 def forged(engine: Engine) -> dict[str, Any]:
-    identifier = engine.named(IMAGE)["uuid"]
-    flipped = "0" if identifier[-1] != "0" else "1"
-    return engine.named(IMAGE, uuid=identifier[:-1] + flipped)
+    return engine.named(IMAGE, proof="0" * 32)
 
 
-def of_another_engine(engine: Engine) -> dict[str, Any]:
-    from prefill_client.vllm.image_name import ImageName, NameSigner
+def forged_inside(engine: Engine) -> dict[str, Any]:
+    part = engine.named(IMAGE)
+    return {**part, "uuid": f"{part['uuid']}-{'0' * 32}"}
 
-    image = engine.image(IMAGE)
-    name = ImageName(image.digest, image.grid, engine.producer)
-    return engine.named(IMAGE, uuid=NameSigner("another").identifier(name))
+
+def of_another_key(engine: Engine) -> dict[str, Any]:
+    from prefill_client.vllm.image_name import NameSigner
+
+    part = engine.named(IMAGE)
+    return {**part, "proof": NameSigner(bytes(32)).proof(part["uuid"])}
+
+
+def of_another_image(engine: Engine) -> dict[str, Any]:
+    return engine.named(IMAGE, proof=engine.named(OTHER)["proof"])
 
 
 def of_another_tenant(engine: Engine) -> dict[str, Any]:
@@ -42,20 +55,17 @@ def of_another_tenant(engine: Engine) -> dict[str, Any]:
 
     image = engine.image(IMAGE)
     producer = producer_of(engine.client.description, salt_of("", "another"))
-    name = ImageName(image.digest, image.grid, producer)
-    return engine.named(IMAGE, uuid=engine.signer.identifier(name))
+    return engine.named(IMAGE, **engine.proven(ImageName(image.digest, image.grid, producer)))
 
 
-def signed_with_another_grid(engine: Engine) -> dict[str, Any]:
-    """Return what a broken middleware would send: a signed name with a grid that the service does not have."""
+def proven_with_another_grid(engine: Engine) -> dict[str, Any]:
+    """Return what a broken middleware would send: a proven name with a grid that the service does not have."""
     from prefill_client.vllm.image_name import ImageName
 
     image = engine.image(IMAGE)
     other = Grid(1, image.grid.w, image.grid.h)
     name = ImageName(image.digest, other, engine.producer)
-    return engine.named(
-        IMAGE, uuid=engine.signer.identifier(name), image_embeds={"image_grid_thw": list(other)}
-    )
+    return engine.named(IMAGE, **engine.proven(name), image_embeds={"image_grid_thw": list(other)})
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> str:
@@ -106,14 +116,21 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "no name": lambda engine: engine.named(IMAGE, uuid=None),
     "an unknown name": lambda engine: engine.named(IMAGE, uuid="my-image"),
-    "a forged name": forged,
-    "the name of another engine": of_another_engine,
+    "a name without a proof": unproven,
+    "a forged proof": forged,
+    "a forged proof in the name": forged_inside,
+    "a proof by another key": of_another_key,
+    "the proof of another image": of_another_image,
     "the name of another tenant": of_another_tenant,
     "a larger grid": lambda engine: grid_of(engine, 12, 16),
     "a smaller grid": lambda engine: grid_of(engine, 4, 4),
     "a transposed grid": lambda engine: grid_of(engine, *engine.image(IMAGE).grid[:0:-1]),
-    "a grid that the service does not confirm": signed_with_another_grid,
-    "pixels with a signed name": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
+    "a grid that the service does not confirm": proven_with_another_grid,
+    "pixels with a name of ours": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
+    "pixels with a proven name": lambda engine: {
+        **raw(OTHER),
+        **{key: engine.named(IMAGE)[key] for key in ("uuid", "proof")},
+    },
 }
 
 
@@ -150,18 +167,13 @@ def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: Engine) -> N
     assert engine.ask([text, IMAGE, text]).distance(engine.ask([text, IMAGE, text], own=True)) <= TOLERANCE
 
 
-def test_names_cover_digest_grid_and_producer(engine: Engine) -> None:
-    image = engine.image(IMAGE)
-    from prefill_client.vllm.image_name import ImageName, producer_of
-
-    name = ImageName(image.digest, image.grid, engine.producer)
-    salted = producer_of(engine.client.description, "tenant")
-    others = [
-        replace(name, digest=bytes(32)), replace(name, grid=Grid(1, 2, 2)), replace(name, producer=salted)
-    ]  # fmt: skip
-    identifiers = {engine.signer.identifier(each) for each in (name, *others)}
-    assert len(identifiers) == 4
-    assert engine.signer.name(engine.signer.identifier(name)) == name
+def test_a_name_that_contains_its_proof_is_served(engine: Engine) -> None:
+    engine.submit(IMAGE)
+    engine.forget()
+    part = unproven(engine)
+    sealed = engine.start(["x", {**part, "uuid": engine.signer.sealed(part["uuid"])}])
+    right = engine.ask(["x", IMAGE], own=True)
+    assert engine.run(sealed)[sealed].distance(right) <= TOLERANCE
 
 
 def test_a_failure_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,9 @@ def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
 
 def test_a_forged_or_reused_name_fails_only_its_request(engine: Engine) -> None:
     engine.submit(WIDE, SQUARE)
-    name = engine.named(WIDE)["uuid"]
-    for hostile in ({**raw(SQUARE), "uuid": name}, {**raw(WIDE), "uuid": name[:-1] + "x"}):
+    named = engine.named(WIDE)
+    proven = {key: named[key] for key in ("uuid", "proof")}
+    for hostile in ({**raw(SQUARE), **proven}, {**raw(WIDE), "uuid": named["uuid"]}):
         request_id = engine.start(["hostile", hostile])
         assert engine.run(request_id)[request_id].reason == "error"
         assert engine.ask(["x", SQUARE]).reason == "length"

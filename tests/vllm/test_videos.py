@@ -267,7 +267,7 @@ def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: Engine,
             {
                 "type": "image_embeds",
                 "image_embeds": {"image_grid_thw": list(pair.grid)},
-                "uuid": counting.signer.identifier(name),
+                **counting.proven(name),
             }
         )
     content = [text(each) if isinstance(each, str) else each for each in prompt_parts(chosen, parts)]

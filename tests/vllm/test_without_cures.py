@@ -15,9 +15,10 @@ import pytest
 from encoder_contract.geometry import rows_of_grid
 from prefill_client import Description
 from prefill_client.engine import model
-from prefill_client.vllm import deepstack, image_name
+from prefill_client.vllm import deepstack
 from prefill_client.vllm.features import Feature, Request
 from prefill_client.vllm.gate import ImageSpan, PrefillGate, Prompt
+from prefill_client.vllm.image_name import NameSigner
 from prefill_client.vllm.row_table import RowSlot, RowTable
 from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.checkpoints import write_checkpoint
@@ -44,10 +45,15 @@ def dying() -> AbstractContextManager[object]:
 
 
 def trusting(
-    gate: PrefillGate, index: int, feature: Feature, description: Description, _: bytes
+    gate: PrefillGate,
+    index: int,
+    feature: Feature,
+    description: Description,
+    _: bytes,
+    proofs: frozenset[str],
 ) -> ImageSpan:
     """Believe a name without comparing it with the grid of the part."""
-    name = gate._signer.name(feature.identifier)
+    name = gate._signer.name(feature.identifier, proofs)
     assert name is not None
     rows = rows_of_grid(name.grid, description.geometry)
     return replace(ImageSpan.of(index, feature, name), rows=rows)
@@ -123,10 +129,8 @@ def test_without_the_check_a_grid_poisons_the_prefix_cache(
 # 3. Embeddings that callers name themselves. More on this, and 4, in test_without_middleware_cures.py.
 
 
-def test_without_signatures_a_forged_name_gets_the_rows(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_name, "compare_digest", lambda *_: True)
+def test_without_proofs_a_forged_name_gets_the_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NameSigner, "_is_proven", lambda *_: True)
     engine.submit(IMAGE)
     right = engine.ask(["y", IMAGE], own=True)
     request_id = engine.start(["y", forged(engine)])

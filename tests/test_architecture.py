@@ -85,6 +85,7 @@ ENVIRONMENT = {
     "prefill_client/sglang_gateway/cli": "reads settings",
     "prefill_reference/cli": "reads settings",
     "prefill_client/sglang/settings": "reads settings, which SGLang has no flag for",
+    "prefill_client/vllm/name_key": "reads a secret, which vLLM has no flag for",
     "encoder_service/engine/environment": "chooses what a device's process gets",
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_pool": "sets how its children keep memory",

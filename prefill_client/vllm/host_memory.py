@@ -38,22 +38,23 @@ class HostMemory:
         self.size_bytes = size_bytes
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes = np.frombuffer(mmap.mmap(self._file, size_bytes), np.uint8)
-        self._free: list[Extent] = [(0, size_bytes)]  # sorted by offset, never adjacent
-
-    @property
-    def free_bytes(self) -> int:
+        # Free extents, never adjacent: length by begin, begin by end. All operations take the same time at any size.
+        self._free = {0: size_bytes}
+        self._ends = {size_bytes: 0}
+        self.free_bytes = size_bytes
         """Bytes that are not allocated."""
-        return sum(length for _, length in self._free)
 
     def allocate(self, size: int) -> tuple[Extent, ...] | None:
         """Return extents of `size` bytes in total; None if there is not enough free memory."""
         if size > self.free_bytes:
             return None
+        self.free_bytes -= size
         extents: list[Extent] = []
         while size:
-            offset, length = self._free.pop()
+            offset, length = self._free.popitem()
+            del self._ends[offset + length]
             if length > size:
-                self._free.append((offset, length - size))
+                self._add(offset, length - size)
                 offset, length = offset + length - size, size
             extents.append((offset, length))
             size -= length
@@ -61,13 +62,19 @@ class HostMemory:
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Free extents."""
-        merged: list[Extent] = []
-        for offset, length in sorted([*self._free, *extents]):
-            if merged and sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((offset, length))
-        self._free = merged
+        for offset, length in extents:
+            self.free_bytes += length
+            if (before := self._ends.pop(offset, None)) is not None:
+                length += self._free.pop(before)
+                offset = before
+            if (after := self._free.pop(offset + length, None)) is not None:
+                del self._ends[offset + length + after]
+                length += after
+            self._add(offset, length)
+
+    def _add(self, offset: int, length: int) -> None:
+        self._free[offset] = length
+        self._ends[offset + length] = offset
 
     def write(self, extents: Sequence[Extent], content: NDArray[np.uint8]) -> None:
         """Copy `content`, uint8 [bytes], into extents of the same total length. Thread-safe."""

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import Literal
 
@@ -16,14 +17,14 @@ from encoder_contract.errors import (
     DeadlineError,
     EncoderError,
     InternalError,
-    StaleHandleError,
     UnavailableError,
 )
 from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
-from prefill_client.images import FetchedRows, RowRequest, refetch_lost, use_in_place
+from prefill_client.fleet.fetch_stream import FetchStream
+from prefill_client.images import FetchedRows, RowRequest, read
 from prefill_client.transport import BY_DEFAULT, DEVICE, INLINE
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
@@ -32,6 +33,8 @@ from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import Staging
 
 _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
+HOLD_S = 0.05  # how long a server holds rows that are copied, while others of the same call have not arrived
+_COPY_THREADS = 2
 JOIN_S = 1.0  # how often an engine that works without the service tries to join it
 
 
@@ -50,6 +53,17 @@ class FetchQuery:
     staged: int = 0
     """The number of the copies that all workers have made of its rows; 0: the rows are in the extents."""
 
+    @property
+    def request(self) -> RowRequest:
+        """What a Fetch asks for."""
+        return RowRequest(
+            self.name.digest,
+            chunk=self.chunk,
+            needed_in_ms=self.needed_in_ms,
+            submitted_to=self.submitted_to,
+            frames=self.name.frames,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -65,6 +79,67 @@ class Outcome:
     source: str = ""
     transport: str = ""
     took_s: float = 0.0
+
+
+class FetchCall:
+    """Images of one request that are fetched together. For one event loop.
+
+    A server holds the rows of a Fetch until the Fetch ends. A call that has copied rows and waits for others is
+    therefore renewed after `HOLD_S`: it ends, and another asks for the others. Rows would else stay held while the
+    server has no memory for those that the call waits for.
+    """
+
+    def __init__(self, waiting: dict[FetchQuery, None], *, on_device: bool) -> None:
+        self.waiting = waiting
+        """Queries whose rows have not arrived."""
+        self.on_device = on_device
+        self.began_s = monotonic()
+        self.is_renewed = False
+        self._is_copying = False
+        self._holds = False
+        self._stream: FetchStream | None = None
+        self._renewal: asyncio.TimerHandle | None = None
+
+    def renew(self) -> None:
+        """End the Fetch, after a copy that runs; those that still wait are fetched again."""
+        self.is_renewed = True
+        if self._stream is not None and not self._is_copying:
+            self._stream.close()
+
+    @contextmanager
+    def running(self, stream: FetchStream) -> Iterator[None]:
+        """Let `renew` end the stream during this block."""
+        self._stream, self.is_renewed, self._holds = stream, False, False
+        try:
+            yield
+        finally:
+            self._stop_timer()
+            self._stream = None
+
+    @contextmanager
+    def copying(self, query: FetchQuery, *, holds: bool) -> Iterator[None]:
+        """Take a query out while its rows are copied, and put it back if that is cancelled.
+
+        `holds`: the server holds these rows until the Fetch ends.
+        """
+        del self.waiting[query]
+        self._stop_timer()
+        self._holds |= holds
+        self._is_copying = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.waiting[query] = None
+            raise
+        finally:
+            self._is_copying = False
+        if self._holds:
+            self._renewal = asyncio.get_running_loop().call_later(HOLD_S, self.renew)
+
+    def _stop_timer(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
 
 
 class RowFetcher:
@@ -94,7 +169,9 @@ class RowFetcher:
         self._joining: asyncio.Task[None] | None = None
         self._client: EncoderClient | None = None
         self._memory = memory
-        self._running: dict[FetchQuery, asyncio.Task[Outcome]] = {}  # used only by the loop's thread
+        self._calls: dict[FetchQuery, FetchCall] = {}  # used only by the loop's thread
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._copies = ThreadPoolExecutor(_COPY_THREADS, "encoder-rows-copy")
         self._outcomes: deque[Outcome] = deque()
         self._any_outcome = threading.Event()
         self._loop = LoopThread("encoder-rows")
@@ -109,9 +186,9 @@ class RowFetcher:
         """The service's description; None while an engine with its own tower has not joined it."""
         return self._client.description if self._client else None
 
-    def start(self, query: FetchQuery) -> None:
-        """Begin a query. Its extents are in use until its outcome."""
-        self._loop.call(self._start, query)
+    def start(self, queries: Sequence[FetchQuery]) -> None:
+        """Begin queries, those of one request in one call. Their extents are in use until their outcomes."""
+        self._loop.call(self._start, queries)
 
     def cancel(self, query: FetchQuery) -> None:
         """Cancel a query. It still has an outcome."""
@@ -158,82 +235,125 @@ class RowFetcher:
             raise
         self._client = client
 
-    def _start(self, query: FetchQuery) -> None:
-        task = asyncio.create_task(self._run(query))
-        self._running[query] = task
-        task.add_done_callback(partial(self._ended, query))
+    def _start(self, queries: Sequence[FetchQuery]) -> None:
+        groups: defaultdict[tuple[bool, object], list[FetchQuery]] = defaultdict(list)
+        room = self._staging.free_bytes
+        for query in queries:
+            size = sum(length for _, length in query.extents)
+            on_device = size <= room
+            room -= size if on_device else 0
+            info = query.info
+            caller = info.request_id, info.priority, info.traceparent, query.tenant_salt
+            groups[on_device, (caller, bool(query.submitted_to))].append(query)
+        for (on_device, _), group in groups.items():
+            self._begin(group, on_device=on_device)
+
+    def _begin(self, queries: Sequence[FetchQuery], *, on_device: bool) -> None:
+        call = FetchCall(dict.fromkeys(queries), on_device=on_device)
+        self._calls.update(dict.fromkeys(queries, call))
+        task = asyncio.create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _cancel(self, query: FetchQuery) -> None:
-        if task := self._running.get(query):
-            task.cancel()
+        call = self._calls.get(query)
+        if call is not None and query in call.waiting:  # else its rows are being copied
+            del call.waiting[query]
+            self._ended(Outcome(query, "cancelled"))
+            call.renew()  # the server must not encode the image for us
 
-    def _ended(self, query: FetchQuery, task: "asyncio.Task[Outcome]") -> None:
-        del self._running[query]
-        self._outcomes.append(Outcome(query, "cancelled") if task.cancelled() else task.result())
+    def _ended(self, outcome: Outcome) -> None:
+        del self._calls[outcome.query]
+        self._outcomes.append(outcome)
         self._any_outcome.set()
 
-    async def _run(self, query: FetchQuery) -> Outcome:
-        try:
-            return await self._fetch(query)
-        except EncoderError as error:
-            return Outcome(query, "failed", error)
-        except Exception as error:  # noqa: BLE001 - only the image fails, not the engine
-            _log.error("a fetch failed unexpectedly", exc_info=error)
-            return Outcome(query, "failed", InternalError(f"{type(error).__name__}: {error}"))
-
-    async def _fetch(self, query: FetchQuery) -> Outcome:
-        traceparent.set(query.info.traceparent)  # only in this task
-        start_s, timeout_s = monotonic(), self._settings.timeout_s
+    async def _run(self, call: "FetchCall") -> None:
+        """Fetch the rows of a call's images. Every query ends in an outcome."""
+        timeout_s = self._settings.timeout_s
+        error: EncoderError | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                for transports in self._transports(query):
-                    if rows := await self._fetch_by(transports, query):
-                        took_s = monotonic() - start_s
-                        return Outcome(
-                            query, "here", source=rows.source, transport=rows.transport, took_s=took_s
-                        )
+                while call.waiting:
+                    await self._fetch(call)
         except TimeoutError:
-            raise DeadlineError(f"the rows did not arrive within {timeout_s:g} s") from None
-        raise InternalError("the client ended a fetch without an outcome")
+            error = DeadlineError(f"the rows did not arrive within {timeout_s:g} s")
+        except EncoderError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 - only the images fail, not the engine
+            _log.error("a fetch failed unexpectedly", exc_info=raised)
+            error = InternalError(f"{type(raised).__name__}: {raised}")
+        finally:
+            for query in call.waiting:
+                self._ended(Outcome(query, "failed", error) if error else Outcome(query, "cancelled"))
 
-    def _transports(self, query: FetchQuery) -> Iterator[Sequence[str]]:
-        """Yield the transports to try, one after the other."""
-        if self._staging.has_room(sum(length for _, length in query.extents)):
-            yield [DEVICE]
-        yield BY_DEFAULT if self._settings.shared_memory else [INLINE]
-
-    async def _fetch_by(self, transports: Sequence[str], query: FetchQuery) -> FetchedRows | None:
-        """Return the rows once they are copied; None if workers could not copy them from the server's GPU."""
+    async def _fetch(self, call: "FetchCall") -> None:
+        """Fetch the rows of the images that a call waits for, or of those that arrive before it is renewed."""
         assert self._client is not None, "images have names only after the service is joined"
-        request = RowRequest(
-            query.name.digest,
-            chunk=query.chunk,
-            needed_in_ms=query.needed_in_ms,
-            submitted_to=query.submitted_to,
-            frames=query.name.frames,
-        )
-        shape = Shape(query.name.grid, query.rows, self._width, self._dtype)
-        async with self._client.for_tenant(query.tenant_salt.encode()).fetch(
-            [request],
-            request_id=query.info.request_id,
-            priority=query.info.priority,
+        queries = list(call.waiting)
+        info, salt = queries[0].info, queries[0].tenant_salt
+        traceparent.set(info.traceparent)  # only in this task
+        host = BY_DEFAULT if self._settings.shared_memory else [INLINE]
+        async with self._client.for_tenant(salt.encode()).fetch(
+            [query.request for query in queries],
+            request_id=info.request_id,
+            priority=info.priority,
             grace_ms=int(1000 * self._settings.grace_s),
-            transports=transports,
+            transports=[DEVICE] if call.on_device else host,
             timeout_s=self._settings.timeout_s,
-            kept=bool(query.submitted_to),  # the middleware keeps it submitted
+            kept=bool(queries[0].submitted_to),  # the middleware keeps it submitted
         ) as stream:
-            async for rows in stream:
-                if rows.transport != DEVICE:
-                    await copy_rows(rows, self._memory, query.extents, shape)
-                    return rows
+            with call.running(stream):
+                async for rows in stream:
+                    query = queries[rows.index]
+                    if query in call.waiting:
+                        with call.copying(query, holds=rows.handle is not None):
+                            await self._take(query, rows, call.began_s)
+                    if call.is_renewed or not call.waiting:
+                        return
+
+    async def _take(self, query: FetchQuery, rows: FetchedRows, began_s: float) -> None:
+        """Copy the rows of an image, and end its query; or begin it again if workers could not copy them."""
+        try:
+            shape = Shape(query.name.grid, query.rows, self._width, self._dtype)
+            if rows.transport == DEVICE:
                 shape.check(rows)
                 assert rows.handle is not None
                 query.staged = await self._staging.copy(rows.handle)
-                return rows if query.staged else None
-        return None
+                if not query.staged:
+                    self._begin([query], on_device=False)
+                    return
+            else:
+                await self._copy(rows, query.extents, shape)
+            outcome = Outcome(
+                query, "here", source=rows.source, transport=rows.transport, took_s=monotonic() - began_s
+            )
+        except EncoderError as error:
+            outcome = Outcome(query, "failed", error)
+        except Exception as error:  # noqa: BLE001 - only the image fails, not the engine
+            _log.error("rows could not be copied", exc_info=error)
+            outcome = Outcome(query, "failed", InternalError(f"{type(error).__name__}: {error}"))
+        self._ended(outcome)
+
+    async def _copy(self, rows: FetchedRows, extents: Sequence[Extent], shape: "Shape") -> None:
+        """Copy rows into `extents`, on a thread. Ends with the copy, even if it is cancelled.
+
+        Raises the image's error, and `InternalError` for rows of another shape.
+        """
+
+        def write(fetched: Sequence[FetchedRows]) -> None:
+            (rows,) = fetched
+            shape.check(rows)
+            self._memory.write(extents, rows.array.reshape(-1).view(np.uint8))
+
+        copy = asyncio.ensure_future(read([rows], write, self._copies))
+        try:
+            await asyncio.shield(copy)
+        except asyncio.CancelledError:
+            await asyncio.wait([copy])  # else it could write into memory of another image
+            raise
 
     async def _end(self) -> None:
-        tasks = list(self._running.values())
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -243,6 +363,7 @@ class RowFetcher:
         if self._client is not None:
             await self._client.close()
         await self._staging.close()
+        self._copies.shutdown()
 
 
 async def retry_join(join: Callable[[], Awaitable[None]], settings: Settings) -> None:
@@ -281,21 +402,3 @@ class Shape:
             raise InternalError(
                 f"the service has grid {rows.grid} and rows {rows.shape} of {rows.dtype}, not {self}"
             )
-
-
-async def copy_rows(rows: FetchedRows, memory: HostMemory, extents: Sequence[Extent], shape: Shape) -> None:
-    """Copy rows into `extents`, on this thread: a copy on another thread could outlive a cancelled fetch.
-
-    Raises the image's error, and `InternalError` for rows of another shape.
-    """
-
-    def write(fetched: Sequence[FetchedRows]) -> None:
-        (rows,) = fetched
-        shape.check(rows)
-        memory.write(extents, rows.array.reshape(-1).view(np.uint8))
-
-    while True:
-        try:
-            return use_in_place([rows], write)
-        except StaleHandleError as error:
-            (rows,) = await asyncio.gather(*refetch_lost([rows], error))

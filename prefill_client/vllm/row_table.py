@@ -65,12 +65,11 @@ class RowTable:
         return slot is not None and slot.here
 
     def hold(self, identifier: str, holder: Holder, query: FetchQuery) -> None:
-        """Keep an image's rows for `holder`; begin `query` unless the table has the image already."""
+        """Keep an image's rows for `holder`. If the table does not have the image, the next `fetch` begins `query`."""
         slot = self._slots.get(identifier)
         if slot is None:
             slot = self._slots[identifier] = RowSlot(identifier, query)
             self._waiting.append(slot)
-            self._start_waiting()
         slot.holders.add(holder)
 
     def release(self, identifier: str, holder: Holder) -> None:
@@ -79,6 +78,20 @@ class RowTable:
         if slot is not None:
             slot.holders.discard(holder)
             self._remove_unheld(slot)
+
+    def fetch(self) -> None:
+        """Begin all waiting queries at once, as far as memory is free. The scheduler calls this once a step."""
+        started: list[FetchQuery] = []
+        while self._waiting:
+            query = self._waiting[0].query
+            extents = self._memory.allocate(query.rows * self._row_bytes)
+            if extents is None:
+                break
+            query.extents = extents
+            self._running[query] = self._waiting.popleft()
+            started.append(query)
+        if started:
+            self._fetcher.start(started)
 
     def begin_load(self, identifier: str) -> RowSlot:
         """Keep the rows of an image that has arrived until `end_load`, even if no request holds them."""
@@ -106,17 +119,6 @@ class RowTable:
             self._end(slot, outcome)
         return failed
 
-    def _start_waiting(self) -> None:
-        """Begin waiting queries as far as memory is free."""
-        while self._waiting:
-            extents = self._memory.allocate(self._waiting[0].query.rows * self._row_bytes)
-            if extents is None:
-                return
-            slot = self._waiting.popleft()
-            slot.query.extents = extents
-            self._running[slot.query] = slot
-            self._fetcher.start(slot.query)
-
     def _end(self, slot: RowSlot, outcome: Outcome) -> None:
         """Update a slot whose query has ended."""
         if outcome.state == "here" and slot.holders:
@@ -140,7 +142,6 @@ class RowTable:
         self._remove(slot)
         self._memory.release(slot.extents)
         self._fetcher.release(slot.query)
-        self._start_waiting()
 
     def _remove(self, slot: RowSlot) -> None:
         """Remove a slot: a request that needs the image later queries it again."""

@@ -106,6 +106,7 @@ class SchedulerSide:
         Some of vLLM's model runners do not load in such a step.
         """
         self._step += 1
+        self.table.fetch()
         self._pause_if_idle(scheduled_tokens)
         plan = LoadPlan(self._step, self._memory.path, self._staging.address)
         if self._to_load and scheduled_tokens:

@@ -70,13 +70,14 @@ class Staging:
         """Whether all workers are connected."""
         return len(self._workers) == self._expected
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether `size_bytes` more of rows may be copied."""
-        return sum(self._staged.values()) + size_bytes <= self._limit_bytes
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of rows that may be copied now."""
+        return self._limit_bytes - sum(self._staged.values())
 
     async def copy(self, handle: Handle) -> int:
         """Return the number of a copy that every worker has made and checked; 0 if one could not."""
-        if not self.has_room(handle.row_bytes):
+        if handle.row_bytes > self.free_bytes:
             return 0
         number = next(self._numbers)
         self._staged[number] = handle.row_bytes

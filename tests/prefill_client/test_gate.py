@@ -108,6 +108,7 @@ class Prefill:
         for computed in range(begin, end, STEP):
             while not self.gate.may_prefill(request, computed):
                 assert not self.gate.failed()
+                self.table.fetch()  # as each step does
                 assert self.table.has_running, f"parked at token {computed}, and no query runs"
                 await asyncio.to_thread(self._fetcher.wait, PATIENCE_S)
             for index, image in enumerate(request.mm_features):

@@ -72,7 +72,7 @@ class Engine:
         size = image.tokens * self.client.description.row_bytes
         name = ImageName(image.digest, image.grid, b"")
         query = FetchQuery(name, image.tokens, RequestInfo(), extents=self.memory.allocate(size) or ())
-        self.fetcher.start(query)
+        self.fetcher.start([query])
         outcome = await self.outcome()
         assert (outcome.query, outcome.error) == (query, None)
         right = (await fetched(self.client, image.digest)).array.tobytes()
@@ -143,7 +143,7 @@ async def test_rows_are_copied_once_all_workers_are_connected(server: Server, wo
         await soon(lambda: server.store.stats().pins == 0)  # the call has ended
         engine.fetcher.release(query)
         await soon(lambda: engine.copies() == [0] * workers)
-        assert engine.staging.has_room(LIMIT * TOKENS * engine.client.description.row_bytes)
+        assert engine.staging.free_bytes == LIMIT * TOKENS * engine.client.description.row_bytes
 
 
 async def test_rows_that_one_worker_cannot_copy_come_through_host_memory(server: Server) -> None:
@@ -154,7 +154,7 @@ async def test_rows_that_one_worker_cannot_copy_come_through_host_memory(server:
         for _ in range(20):
             assert await engine.transport(image) == "shm"
         await soon(lambda: engine.copies() == [0, 0])
-        assert engine.staging.has_room(LIMIT * TOKENS * engine.client.description.row_bytes)
+        assert engine.staging.free_bytes == LIMIT * TOKENS * engine.client.description.row_bytes
 
 
 async def test_staged_copies_are_bounded(server: Server) -> None:

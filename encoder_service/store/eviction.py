@@ -97,6 +97,7 @@ class EvictionOrder(Generic[AnyItem]):
         self.shares: dict[str, Share[AnyItem]] = {
             "": Share("", len(limits))
         }  # by holder; "" is the common one
+        self._idle = {""}  # the holders that have nothing
         self._limits = limits
         self._clock = 0.0
 
@@ -109,6 +110,7 @@ class EvictionOrder(Generic[AnyItem]):
         """Count a new item against the share of `holder`. It is not evictable until `add`."""
         share = self._share(holder)
         item.share, item.reuse = share, share.classes[0]
+        self._idle.discard(share.name)
         for limit, amount in enumerate(item.amounts):
             share.held[limit] += amount
 
@@ -116,6 +118,8 @@ class EvictionOrder(Generic[AnyItem]):
         """Undo `admit`: the item is not evictable and has left the cache."""
         for limit, amount in enumerate(item.amounts):
             item.share.held[limit] -= amount
+        if not any(item.share.held):
+            self._idle.add(item.share.name)
 
     def use(self, item: AnyItem, now: float) -> None:
         """Count a use of an item that is not in the order. `now` is in seconds.
@@ -151,35 +155,38 @@ class EvictionOrder(Generic[AnyItem]):
         `limit` is the number of the limit that is short: shares are shares of that one. `now` is as in `use`.
         """
         writer = None if holder is None else self._share(holder)
-        holders = [share for share in self.shares.values() if share.held[limit] or share is writer]
-        even = self._limits[limit] / max(1, len(holders))
+        holders = len(self.shares) - len(self._idle) + (writer is not None and writer.name in self._idle)
+        even = self._limits[limit] / max(1, holders)
         turnovers = SPREAD * self._limits[0]
         far = 2 * (self._clock + turnovers)  # more than any difference of two ranks
         victim: AnyItem | None = None
         lowest = inf
-        for share in holders:
+        for share in self.shares.values():
             held = share.held[limit] + (new if share is writer else 0)
             # A writer without a claim, or with more than its share, may always evict its own items.
             is_open = held > even or (share is writer and share.classes[0].chance < CLAIM)
             for each in share.classes:
-                for oldest in each.items:
-                    rank = oldest.used_at + turnovers * each.chance
-                    if each.chance < SELDOM:
-                        rank -= far
-                    elif not is_open and each.chance >= CLAIM and now - oldest.counted_s <= UNUSED_S:
-                        rank += far
-                    if rank < lowest:
-                        victim, lowest = oldest, rank
-                    break
+                if not each.items:
+                    continue
+                oldest = next(iter(each.items))
+                rank = oldest.used_at + turnovers * each.chance
+                if each.chance < SELDOM:
+                    rank -= far
+                elif not is_open and each.chance >= CLAIM and now - oldest.counted_s <= UNUSED_S:
+                    rank += far
+                if rank < lowest:
+                    victim, lowest = oldest, rank
         return victim
 
     def _share(self, holder: str) -> Share[AnyItem]:
         """Return the share of `holder`, or the common one. Holders that have nothing make room for another."""
         share = self.shares.get(holder)
-        if share is None and len(self.shares) > MAX_HOLDERS:
-            self.shares = {name: each for name, each in self.shares.items() if not name or any(each.held)}
+        if share is None and len(self.shares) > MAX_HOLDERS and (left := next(iter(self._idle - {""}), None)):
+            self._idle.discard(left)
+            del self.shares[left]
         if share is None and len(self.shares) > MAX_HOLDERS:
             share = self.shares[""]
         if share is None:
             share = self.shares[holder] = Share(holder, len(self._limits))
+            self._idle.add(holder)
         return share

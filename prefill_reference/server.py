@@ -1,15 +1,19 @@
 """The process of the reference prefill service: constructs the components, connects them, and serves."""
 
+import asyncio
 import socket
 from contextlib import closing
+from pathlib import Path
 
 import torch
 import transformers
 import uvicorn
 
+from encoder_contract.errors import ModelMismatchError
 from encoder_contract.version import __version__
 from encoder_contract.video import VideoSettings
-from prefill_client import EncoderClient
+from prefill_client import Description, EncoderClient
+from prefill_client.engine.model import checkpoint_differences
 from prefill_client.http_server import HttpServer
 from prefill_client.media.image_loader import ImageLoader
 from prefill_reference.chat import Chat
@@ -39,6 +43,7 @@ async def serve(config: ServiceConfig, listener: socket.socket) -> None:
     except (OSError, ValueError) as error:
         videos, refused = None, f", no videos: {error}"
     async with await EncoderClient.connect(config.encoder, credentials=config.credentials) as client:
+        await asyncio.to_thread(_check_model, folder, client.description)
         engine, prefixes = (
             Engine(language_model, row_width=client.description.width),
             PrefixCache(config.prefix_tokens),
@@ -63,3 +68,10 @@ async def serve(config: ServiceConfig, listener: socket.socket) -> None:
         http = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S)
         with closing(chat):
             await HttpServer(http, banner).serve(sockets=[listener])
+
+
+def _check_model(folder: Path, description: Description) -> None:
+    """Raise `ModelMismatchError` if the encoder has other vision weights, or another image processor, than a folder."""
+    if found := [*checkpoint_differences(folder, description)]:
+        listed = "; ".join(f"{what}: {ours}, the encoder has {theirs}" for what, ours, theirs in found)
+        raise ModelMismatchError(f"the encoder serves another model: {listed}")

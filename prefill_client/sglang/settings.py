@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, Self, get_args
 
 from prefill_client.engine.settings import ServiceSettings
@@ -24,6 +25,9 @@ class Settings(ServiceSettings):
     fetch_timeout_s: float = 5.0
     """How long a prefill chunk, and with it the engine, may wait for its rows. Then SGLang's own tower encodes them."""
 
+    image_folder: str = ""
+    """Folder from which requests may name images by path, for SGLang's offline engine; empty: none is read."""
+
     gating: Gating = "request"
     """When a request reaches the scheduler. "request": once all its images are encoded. "chunk": once the service has
     accepted them; a prefill chunk, and with it the engine, then waits up to `timeout_s` for its images."""
@@ -38,6 +42,8 @@ class Settings(ServiceSettings):
             raise ValueError(
                 f"{self.location}: gating must be one of {get_args(Gating)}, got {self.gating!r}"
             )
+        if self.image_folder and not Path(self.image_folder).is_dir():
+            raise ValueError(f"{self.location}: image_folder: {self.image_folder} is not a folder")
         ServiceSettings._check(self)
 
     @classmethod

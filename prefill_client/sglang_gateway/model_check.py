@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from encoder_contract.checkpoint import configuration_fingerprint, model_fingerprint, read_config
+from encoder_contract.checkpoint import model_fingerprint, read_config
 from encoder_contract.errors import ModelMismatchError
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
@@ -69,7 +69,4 @@ def _compared(folder: Path, description: Description) -> Iterator[tuple[str, obj
         for name in ("patch_size", "merge_size", "min_pixels", "max_pixels"):
             yield name, getattr(processor.geometry, name), getattr(description.geometry, name)
         yield "image processor", processor.fingerprint.hex(), description.processor_fingerprint.hex()
-    # A service that only stores has no weights: its fingerprint is that of its configuration.
-    reported = description.model_fingerprint
-    accepted = [model_fingerprint(folder), configuration_fingerprint(folder)]
-    yield weights, (reported if reported in accepted else accepted[0]).hex(), reported.hex()
+    yield weights, model_fingerprint(folder).hex(), description.model_fingerprint.hex()

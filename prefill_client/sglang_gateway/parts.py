@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidRequestError
+from prefill_client.media.bare_image import as_url
 from prefill_client.sglang_gateway.frames import Modality
 
 # Options that SGLang's own encoders of these families ignore. `content_hash` is not the service's content digest.
@@ -178,11 +179,4 @@ def _url_of(index: int, item: object) -> str:
     url = options.get("url")
     if not isinstance(url, str) or not url:
         raise InvalidRequestError(f"item {index} has no url")
-    scheme, colon, _ = url[:16].partition(":")
-    if not colon:
-        return f"data:;base64,{url}"
-    if scheme.lower() == "file":
-        raise ForbiddenError(
-            f"item {index}: the gateway does not read files; send the image itself or an http URL"
-        )
-    return url
+    return as_url(url, f"item {index}")

@@ -32,8 +32,8 @@ REFUSED = {
     "cut short": (data_url(JPEG[: len(JPEG) // 2]), "image 1: "),
     "no base64": ("data:image/png;base64,=!=", "image 1: the data URL is not base64"),
     "a host that is not allowed": ("http://169.254.169.254/latest", "image 1: images from 169.254.169.254"),
-    "a file of this machine": ("/etc/hostname", "image 1: "),
-    "a URL of a file": ("file:///etc/hostname", "image 1: an image URL must be a data:, http: or https: URL"),
+    "a file of this machine": ("/etc/hostname", "image 1 is a path, and no files are read"),
+    "a URL of a file": ("file:///etc/hostname", "image 1 is a path, and no files are read"),
 }
 PATIENCE_S = 300.0
 

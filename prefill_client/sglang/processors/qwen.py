@@ -6,9 +6,11 @@ with `gating` "chunk", once the service has accepted them. If the service does n
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
@@ -20,6 +22,7 @@ from sglang.srt.runtime_context import get_mm
 from sglang.srt.utils import ImageData
 
 from encoder_contract.errors import (
+    DeadlineError,
     EncoderError,
     ForbiddenError,
     InvalidImageError,
@@ -30,6 +33,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.engine.model import check_description
 from prefill_client.engine.service import WatchedClient, connect
 from prefill_client.images import RowRequest, Submitted, raise_first
+from prefill_client.media.bare_image import as_url, is_path
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang.counts import count
@@ -38,6 +42,8 @@ from prefill_client.sglang.settings import Settings
 from prefill_client.sglang.start import check_configuration, check_packages, check_service, engine_model
 
 _log = logging.getLogger("sglang.encoder_service")
+
+Result = TypeVar("Result")
 
 # Errors of the request itself: SGLang's own tower could not encode its images either.
 _REQUEST_ERRORS = (InvalidImageError, InvalidRequestError, ForbiddenError)
@@ -96,28 +102,40 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         """Return the images of a request once the request may reach the scheduler."""
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
+        began_s = monotonic()
         try:
-            client = await self._client.get()
+            client = await self._in_time(self._client.get(), began_s)
         except EncoderError as error:
             self._client.note(error)
             raise
+        connected_s = monotonic() - began_s
         files = await self._files(sources, client)
         try:
-            answers = await self._submitted(client, files, request_id)
+            answers = await self._submitted(client, files, request_id, monotonic() - connected_s)
         except EncoderError as error:
             self._client.note(error)
             raise
         return [_artifact(answer, file) for answer, file in zip(answers, files, strict=True)]
 
     async def _submitted(
-        self, client: EncoderClient, files: Sequence[bytes], request_id: str
+        self, client: EncoderClient, files: Sequence[bytes], request_id: str, began_s: float
     ) -> list[Submitted]:
-        timeout_s = self._settings.submit_timeout_s
-        answers = await client.submit(files, request_id=request_id, timeout_s=timeout_s)
+        left_s = max(began_s + self._settings.submit_timeout_s - monotonic(), 0.001)
+        submitting = client.submit(files, request_id=request_id, timeout_s=left_s)
+        answers = await self._in_time(submitting, began_s)
         raise_first(answer.error for answer in answers)
         if self._settings.gating == "request":
             await self._wait(client, answers, request_id)
         return answers
+
+    async def _in_time(self, call: Awaitable[Result], began_s: float) -> Result:
+        """Await a call to the service. Raises `DeadlineError` once `submit_timeout_s` have passed since `began_s`."""
+        limit_s = self._settings.submit_timeout_s
+        try:
+            async with asyncio.timeout(max(began_s + limit_s - monotonic(), 0)):
+                return await call
+        except TimeoutError:
+            raise DeadlineError(f"the encoder service did not answer within {limit_s:g} s") from None
 
     async def _wait(self, client: EncoderClient, answers: Sequence[Submitted], request_id: str) -> None:
         """Wait until all images are encoded. Raises the error of the first image that fails."""
@@ -139,8 +157,24 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
                 max_bytes=client.description.max_image_bytes,
                 timeout_s=self._settings.submit_timeout_s,
             )
-        loaded = iter(await self._loader.load_all([_url(each) for each in sources if isinstance(each, str)]))
-        return [each if isinstance(each, bytes) else next(loaded) for each in sources]
+        found = {index: each for index, each in enumerate(sources) if isinstance(each, bytes)}
+        urls = {}
+        for index, source in enumerate(sources):
+            if isinstance(source, str):
+                if self._settings.image_folder and is_path(source):
+                    found[index] = await asyncio.to_thread(self._read, source, f"image {index}")
+                else:
+                    urls[index] = as_url(source, f"image {index}")
+        found |= zip(urls, await self._loader.load_all([*urls.values()]), strict=True)
+        return [found[index] for index in range(len(sources))]
+
+    def _read(self, source: str, name: str) -> bytes:
+        """Read a file of the image folder. Raises `ForbiddenError` for any other file."""
+        folder = Path(self._settings.image_folder).resolve()
+        path = Path(folder, source.removeprefix("file://")).resolve()
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise ForbiddenError(f"{name} is not a file of image_folder")
+        return path.read_bytes()
 
     async def _open(self) -> EncoderClient:
         """Connect. Raises `ModelMismatchError` if the service has another model than this engine."""
@@ -151,11 +185,6 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
             await client.close()
             raise ModelMismatchError(str(error)) from error
         return client
-
-
-def _url(source: str) -> str:
-    """Return an image source as a URL. SGLang also accepts plain base64. Paths are never read."""
-    return source if ":" in source[:16] else f"data:image;base64,{source}"
 
 
 def _artifact(answer: Submitted, file: bytes) -> QwenVLImagePreprocessArtifact:

@@ -1,0 +1,26 @@
+"""An image that a caller of SGLang sends as a text without a scheme: base64, or the path of a file."""
+
+from encoder_contract.errors import ForbiddenError
+
+_LONGEST_PATH = 4096
+_JPEG = "/9j/"  # how base64 of a JPEG begins
+_PATHS = ("/", "./", "../", "~")
+
+
+def is_path(source: str) -> bool:
+    """Return whether a text names a file: a file URL, or a text that is not base64 but may be a path."""
+    if source[:5].lower() == "file:":
+        return True
+    if ":" in source[:16] or len(source) > _LONGEST_PATH or source.startswith(_JPEG):
+        return False
+    return source.startswith(_PATHS) or "." in source
+
+
+def as_url(source: str, name: str) -> str:
+    """Return an image as a URL; bare base64 becomes a data URL. Raises `ForbiddenError` for a path.
+
+    `name` is that of the image in the error.
+    """
+    if is_path(source):
+        raise ForbiddenError(f"{name} is a path, and no files are read: send the image itself or an http URL")
+    return source if ":" in source[:16] else f"data:;base64,{source}"

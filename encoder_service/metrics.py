@@ -365,10 +365,9 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples[sample.name.removeprefix(f"{PREFIX}_")].append((sample.labels, sample.value))
-    except (HTTPException, ConnectionResetError) as error:
-        hint = "" if url.startswith("https://") else ", or it uses TLS (write https://)"
+    except HTTPException as error:
         raise ScrapeError(
-            f"{endpoint}: the server does not speak HTTP: this is not a --metrics-listen address{hint}"
+            f"{endpoint}: the server does not speak HTTP: this is not a --metrics-listen address"
         ) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib wraps

@@ -56,14 +56,17 @@ from prefill_client.vllm.image_name import (
     salt_of,
     valid_traceparent,
 )
+from prefill_client.vllm.local_files import read_local
 from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.request_images import (
+    BATCH,
     CHAT,
     RESPONSES,
     Form,
     NamedImage,
     RequestImages,
     blank_url,
+    check_other_route,
     size_of,
 )
 from prefill_client.vllm.service_check import check_description, check_limits, video_settings
@@ -71,13 +74,33 @@ from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, prompt_parts
 
 _log = logging.getLogger("vllm.encoder_service")
-FORMS = {"/v1/chat/completions": CHAT, "/invocations": CHAT, "/v1/responses": RESPONSES}
+FORMS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": BATCH,
+    "/invocations": CHAT,
+    "/v1/responses": RESPONSES,
+}
 """The routes whose images are replaced, and how their requests carry images."""
+OTHER_ROUTES = frozenset(
+    (
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render", "/v1/chat/completions/render",
+        "/v1/responses/render", "/tokenize", "/inference/v1/generate", "/v1/embeddings", "/v2/embed", "/pooling",
+        "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring",
+        "/cohere/v2/chat", "/v1/systemone",
+    )
+)  # fmt: skip
+"""The routes that take images for the engine's own tower, or for no tower."""
+WEIGHT_ROUTES = frozenset(("/update_weights", "/finish_weight_update"))
+"""The routes that change the weights of a running engine."""
 # Bytes of a body that the event loop parses within a millisecond. Bodies with images in them have megabytes.
 _SHORT = 1 << 16
 # Bytes of the files of stored responses, which are kept in case the service loses them. The least recently used are
 # dropped first.
 MAX_STORED_BYTES = 256 << 20
+_NEW_WEIGHTS = (
+    "the engine's weights were updated, and may no longer be those of the encoder service: images are not encoded by "
+    'the service until the engine restarts. If the vision weights never change, set "model_fingerprint": "any"'
+)
 MAX_RESPONSES = 65536  # vLLM itself keeps every response for the life of its process
 
 
@@ -96,10 +119,39 @@ class EncoderServiceMiddleware:
             finally:
                 if self._service is not None:
                     await self._service.close()
-        elif scope["type"] == "http" and (form := _form(scope)) is not None and _is_authorized(scope):
-            await self._handle(form, scope, receive, send)
-        else:
+            return
+        route = _route(scope)
+        if not route or not _is_authorized(scope):
             await self._app(scope, receive, send)
+        elif (form := FORMS.get(route)) is not None:
+            await self._handle(form, scope, receive, send)
+        elif route in OTHER_ROUTES:
+            await self._handle_other(route, scope, receive, send)
+        else:
+            await self._app(
+                scope, receive, self._noting_weights(scope, send) if route in WEIGHT_ROUTES else send
+            )
+
+    async def _handle_other(
+        self, route: str, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
+        body = await read_body(receive)
+        if body is None:  # the caller has left
+            return
+        try:
+            check_other_route(await _parsed(body), route, has_tower=self._service_of(scope).has_tower)
+        except EncoderError as error:
+            await send_error(send, error)
+            return
+        await self._app(scope, replay(body, receive), send)
+
+    def _noting_weights(self, scope: MutableMapping[str, Any], send: Send) -> Send:
+        async def noting(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 300:
+                self._service_of(scope).weights_changed()
+            await send(message)
+
+        return noting
 
     async def _handle(
         self, form: Form, scope: MutableMapping[str, Any], receive: Receive, send: Send
@@ -130,11 +182,7 @@ class EncoderServiceMiddleware:
 
     async def _images(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> RequestImages | None:
         """Return a request that has images, or continues a response with images; else None."""
-        try:
-            parsed = json.loads(body) if len(body) <= _SHORT else await asyncio.to_thread(json.loads, body)
-        except (ValueError, RecursionError):
-            return None  # vLLM answers invalid JSON
-        images = RequestImages(parsed, form)
+        images = RequestImages(await _parsed(body), form)
         if images.in_background:
             return None  # vLLM answers at once, and the end of the request would withdraw its images
         if len(images) or (images.previous_response and self._service_of(scope).earlier(images).digests):
@@ -229,12 +277,26 @@ class _Service:
         self._config = vllm_config
         self._signer = NameSigner(read_name_key(self.settings.name_key_file))
         self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
+        self._local_folder: str = getattr(args, "allowed_local_media_path", "") or ""
         self._content_format = getattr(args, "chat_template_content_format", "auto")
         self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
         self._client = WatchedClient(self._open, _log)
         self._loaders: dict[str, ImageLoader] = {}
         self._video_settings: VideoSettings | None = None
         self._responses = _StoredResponses()
+        self._by_uuid: LRUCache[tuple[str, str], bytes] = LRUCache(MAX_STORED_BYTES, getsizeof=len)
+        self._weights_changed = False
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the engine has loaded its own tower for images."""
+        return bool(self._config.model_config.multimodal_config.get_limit_per_prompt("image"))
+
+    def weights_changed(self) -> None:
+        """Note that the engine's weights are no longer those of its checkpoint, which were compared."""
+        if not self._weights_changed and not self.settings.takes_any_model:
+            _log.error("%s", _NEW_WEIGHTS)
+            self._weights_changed = True
 
     def earlier(self, images: RequestImages) -> _Conversation:
         """Return the images of the response that a request continues; they come first in its prompt."""
@@ -249,12 +311,14 @@ class _Service:
         salt = _salt(self.settings, images.body)
         earlier = self.earlier(images)
         self._check(images, earlier, salt)
+        if self._weights_changed:
+            raise ModelMismatchError(_NEW_WEIGHTS)
         if (down := self._client.down) is not None:
             raise type(down)(down.message)
         client = (await self._client.get()).for_tenant(salt.encode())
         token = traceparent.set(info.traceparent)
         try:
-            media = await self._media(images, client, info.request_id)
+            media = await self._media(images, client, info.request_id, salt)
             files: list[File | None] = [*map(self._responses.file, earlier.digests)]
             files += [file for medium in media for file in medium.files]
             kept = await client.keep(
@@ -304,7 +368,8 @@ class _Service:
         """
         if not self.settings.has_own_tower:
             return False
-        self._client.note(error)
+        if not self._weights_changed:
+            self._client.note(error)
         return images is None or not self.earlier(images).digests
 
     def _check(self, images: RequestImages, earlier: _Conversation, salt: str) -> None:
@@ -339,9 +404,11 @@ class _Service:
             raise ModelMismatchError(str(error)) from error
         return client
 
-    async def _media(self, images: RequestImages, client: EncoderClient, request_id: str) -> list[_Medium]:
+    async def _media(
+        self, images: RequestImages, client: EncoderClient, request_id: str, salt: str
+    ) -> list[_Medium]:
         """Load the images and videos of a request; return them in its order."""
-        stills = await self._stills(images.urls(), client.description)
+        stills = await self._stills(images.references(), client.description, salt)
         if not (urls := images.video_urls()):
             return stills
         check_limits(self._config, images=len(stills), videos=len(urls))
@@ -350,8 +417,21 @@ class _Service:
         check_limits(self._config, images=len(stills), videos=len(videos), pairs=pairs)
         return images.in_order(stills, videos)
 
-    async def _stills(self, urls: list[str], description: Description) -> list[_Medium]:
-        files = await self._load("image", urls, description.max_image_bytes)
+    async def _stills(
+        self, references: list[tuple[str, str]], description: Description, salt: str
+    ) -> list[_Medium]:
+        urls = [url for url, _ in references if url]
+        loaded_files = iter(await self._load("image", urls, description.max_image_bytes))
+        files = []
+        for index, (url, uuid) in enumerate(references):
+            file = next(loaded_files) if url else self._by_uuid.get((salt, uuid))
+            if file is None:
+                raise InvalidRequestError(
+                    f"image {index} has no image_url, and the image of its uuid is no longer kept: send it again"
+                )
+            if uuid and len(file) <= MAX_STORED_BYTES:
+                self._by_uuid[salt, uuid] = file
+            files.append(file)
         stand_ins = [""] * len(files)
         if description.geometry is None:
             stand_ins = await asyncio.to_thread(_stand_ins, files)
@@ -389,7 +469,13 @@ class _Service:
             self._loaders[what] = ImageLoader(
                 self._destinations, max_bytes=max_bytes, timeout_s=timeout_s, what=what
             )
-        return await self._loaders[what].load_all(urls)
+        remote = iter(await self._loaders[what].load_all([url for url in urls if not _is_path(url)]))
+        return [
+            await asyncio.to_thread(read_local, url, self._local_folder, max_bytes)
+            if _is_path(url)
+            else next(remote)
+            for url in urls
+        ]
 
     def _parts(
         self, medium: _Medium, answers: Iterator[Submitted], producer: bytes, *, seal: bool
@@ -407,6 +493,10 @@ class _Service:
                 identifier = self._signer.sealed(identifier)
             named.append(NamedImage(identifier, list(answer.grid), medium.stand_in))
         return [*named] if medium.clip is None else prompt_parts(medium.clip, named)
+
+
+def _is_path(url: str) -> bool:
+    return url[:7].lower() == "file://"
 
 
 def _stand_ins(files: Sequence[bytes]) -> list[str]:
@@ -457,10 +547,20 @@ def _salt(settings: Settings, body: dict[str, Any]) -> str:
     return salt_of(settings.tenant_salt, cache_salt if isinstance(cache_salt, str) else None)
 
 
-def _form(scope: MutableMapping[str, Any]) -> Form | None:
-    """Return how a request carries images; None for a route that is not handled."""
+async def _parsed(body: bytes) -> Any:
+    """Return the JSON of a body; None if it is invalid, which vLLM answers."""
+    try:
+        return json.loads(body) if len(body) <= _SHORT else await asyncio.to_thread(json.loads, body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _route(scope: MutableMapping[str, Any]) -> str:
+    """Return the path of a POST request; empty for all others."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return ""
     path: str = scope["path"]
-    return FORMS.get(path.removeprefix(scope.get("root_path", ""))) if scope["method"] == "POST" else None
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _is_authorized(scope: MutableMapping[str, Any]) -> bool:

@@ -10,14 +10,14 @@ import base64
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from encoder_contract.errors import ForbiddenError, InvalidImageError, InvalidRequestError
 from encoder_contract.header import FORMATS, format_of, read_header
-from prefill_client.vllm.image_name import RequestInfo
+from prefill_client.vllm.image_name import RequestInfo, is_image_name
 from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError
 
 Item = TypeVar("Item")
@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 _IMAGES = {"image_url", "input_image", "image_pil"}
 _VIDEO = "video_url"
 _FRAMES = "data:video/jpeg"  # a list of frames, which vLLM accepts as a video
+_OTHER_MEDIA = {*_IMAGES, _VIDEO, "image"}  # Anthropic's type is `image`
 _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
 
 
@@ -32,15 +33,18 @@ _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
 class Form:
     """How the requests of an API carry images: in lists of parts under these keys of each message.
 
-    `named` has the other keys of a named part without pixels, besides its name and grid.
+    `named` has the other keys of a named part without pixels, besides its name and grid. A `batched` request has a list
+    of conversations instead of messages.
     """
 
     messages: str
     parts: tuple[str, ...]
     named: tuple[tuple[str, str], ...]
+    batched: bool = False
 
 
 CHAT = Form("messages", ("content",), (("type", "image_embeds"),))
+BATCH = replace(CHAT, batched=True)
 # vLLM checks these with OpenAI's types, which lack `image_embeds`. It recognises a part with a `uuid` by its keys.
 RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("detail", "auto")))
 
@@ -76,8 +80,8 @@ class RequestImages:
         """Which frames of videos the model is shown."""
 
     def _check_videos(self) -> None:
-        if self._form is RESPONSES:
-            raise UnsupportedVideoError("responses take no videos: send them to /v1/chat/completions")
+        if self._form is RESPONSES or self._form.batched:
+            raise UnsupportedVideoError("send videos to /v1/chat/completions: this route takes images alone")
         template = self.body.get("chat_template_kwargs")
         if isinstance(template, dict) and template.get("add_vision_id"):
             raise UnsupportedVideoError(
@@ -101,7 +105,7 @@ class RequestImages:
     @property
     def loses_parameters(self) -> bool:
         """Whether vLLM makes requests of its own for this one, without `ec_transfer_params`."""
-        return isinstance(self.body, dict) and bool(self.body.get("use_beam_search"))
+        return self._form.batched or (isinstance(self.body, dict) and bool(self.body.get("use_beam_search")))
 
     def stored_as(self) -> str:
         """Return the id of the response, and set one if there is none; empty if the response will not be stored."""
@@ -115,9 +119,16 @@ class RequestImages:
         """Whether the request sets how its media are loaded or processed."""
         return any(self.body.get(option) for option in OPTIONS)
 
-    def urls(self) -> list[str]:
-        """Return the URL of each image, in the order of the request."""
-        return [_url(part, "image_url") for part in self._images]
+    def references(self) -> list[tuple[str, str]]:
+        """Return the URL of each image and its `uuid`, in the order of the request.
+
+        As in vLLM, an image that a caller has sent with its `uuid` needs no URL.
+        """
+        uuids = [part.get("uuid") for part in self._images]
+        return [
+            ("" if uuid and part.get("image_url") in (None, {}) else _url(part, "image_url"), str(uuid or ""))
+            for part, uuid in zip(self._images, uuids, strict=True)
+        ]
 
     def video_urls(self) -> list[str]:
         """Return the URL of each video, in the order of the request."""
@@ -169,7 +180,10 @@ class RequestImages:
 
 def _part_lists(body: Any, form: Form) -> Iterator[list[Any]]:
     messages = body.get(form.messages) if isinstance(body, dict) else None
-    for message in messages if isinstance(messages, list) else ():
+    messages = messages if isinstance(messages, list) else []
+    if form.batched:
+        messages = [message for each in messages if isinstance(each, list) for message in each]
+    for message in messages:
         for key in form.parts:
             parts = message.get(key) if isinstance(message, dict) else None
             if isinstance(parts, list):
@@ -188,6 +202,36 @@ def _url(part: dict[str, Any], key: str) -> str:
     if not isinstance(url, str):
         raise InvalidRequestError(f"a part of the message has no {key}")
     return url
+
+
+def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
+    """Check a request of a route whose images the engine's own tower encodes.
+
+    Raises `ForbiddenError` for embeddings and for names of ours, which callers could give another image, and
+    `InvalidRequestError` for an image that no tower can encode.
+    """
+    remaining = [body]
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, str) and is_image_name(value):
+            raise ForbiddenError("callers cannot use names of the encoder service: send images")
+        if isinstance(value, dict):
+            if embedded := _kinds(value) & _EMBEDDED:
+                raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
+            if not has_tower and _is_medium(value):
+                raise InvalidRequestError(
+                    f"images of {route} are not encoded by the encoder service, and this engine has no vision tower: "
+                    f"send them to /v1/chat/completions"
+                )
+        remaining += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _is_medium(value: dict[str, Any]) -> bool:
+    """Whether an object is an image or a video of any API; a schema may have a property with such a name."""
+    kind, urls = value.get("type"), [value.get("image_url"), value.get(_VIDEO)]
+    if isinstance(kind, str) and kind in _OTHER_MEDIA:
+        return True
+    return any(isinstance(url, str) or (isinstance(url, dict) and "url" in url) for url in urls)
 
 
 def size_of(image: bytes) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The scheduler's part of the connector: the gate with its table and row source, and plans for the workers."""
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from prefill_client.vllm.worker_side import row_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_log = logging.getLogger("vllm.encoder_service")
 # vLLM checks a waiting request nearly a thousand times a second. When nothing else runs, its loop pauses here until
 # rows arrive. A request that comes during the pause waits at most this long.
 PAUSE_S = 0.004
@@ -61,6 +63,10 @@ class SchedulerSide:
 
     def __init__(self, settings: Settings, config: "VllmConfig") -> None:
         """Allocate host memory and connect to the service. An engine with its own tower starts without it."""
+        _log.info(
+            "the engine's own tower encodes the images of requests that pass no middleware: those of the class LLM, of "
+            "run-batch, of --grpc and of the Rust front end"
+        )
         self.counts = Counts()
         self._memory = HostMemory(int(settings.host_gib * (1 << 30)))
         kind = row_kind(config)

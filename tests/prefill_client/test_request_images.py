@@ -6,7 +6,15 @@ import pytest
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
 from prefill_client.vllm.image_name import RequestInfo
-from prefill_client.vllm.request_images import CHAT, RESPONSES, Form, NamedImage, RequestImages
+from prefill_client.vllm.request_images import (
+    BATCH,
+    CHAT,
+    RESPONSES,
+    Form,
+    NamedImage,
+    RequestImages,
+    check_other_route,
+)
 
 
 def request(form: Form, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +33,7 @@ def test_embeddings_of_every_modality_are_refused(modality: str, form: Form, key
 
 def test_images_are_found_among_other_parts() -> None:
     parts = ({"type": "text", "text": "image_embeds"}, {"type": "image_url", "image_url": {"url": "data:x"}})
-    assert RequestImages(request(CHAT, "content", *parts), CHAT).urls() == ["data:x"]
+    assert RequestImages(request(CHAT, "content", *parts), CHAT).references() == [("data:x", "")]
 
 
 @pytest.mark.parametrize("parameters", ["x", [1], 7])
@@ -49,7 +57,7 @@ def test_a_video_is_replaced_by_text_and_pictures() -> None:
     body |= {"mm_processor_kwargs": {"num_frames": 4}, "media_io_kwargs": {"video": {"fps": 1}}}
     images = RequestImages(body, CHAT)
     assert len(images) == 3
-    assert (images.urls(), images.video_urls()) == (["a", "c"], ["b"])
+    assert (images.references(), images.video_urls()) == ([("a", ""), ("c", "")], ["b"])
     assert images.in_order(["a", "c"], ["b"]) == ["a", "b", "c"]
     still, pair = NamedImage("still", [1, 4, 4]), NamedImage("pair", [1, 2, 2])
     images.replace([[still], ["<0.5 seconds>", pair, "end"], [still]], RequestInfo())
@@ -63,6 +71,58 @@ def test_a_video_is_replaced_by_text_and_pictures() -> None:
         "uuid": "pair",
     }
     assert not {"mm_processor_kwargs", "media_io_kwargs"} & body.keys(), "vLLM would hash them into the names"
+
+
+def test_the_conversations_of_a_batch_are_replaced() -> None:
+    messages = [
+        [{"role": "user", "content": [image("a")]}],
+        [{"role": "user", "content": [image("b"), image("c")]}],
+    ]
+    images = RequestImages({"messages": messages}, BATCH)
+    assert [url for url, _ in images.references()] == ["a", "b", "c"]
+    assert images.loses_parameters, "vLLM makes a request for each conversation, without ec_transfer_params"
+    images.replace([[NamedImage(name, [1, 4, 4])] for name in "xyz"], RequestInfo())
+    parts = [part for conversation in messages for message in conversation for part in message["content"]]
+    assert [part["uuid"] for part in parts] == ["x", "y", "z"]
+    with pytest.raises(InvalidRequestError, match="/v1/chat/completions"):
+        RequestImages({"messages": [[{"role": "user", "content": [video("b")]}]]}, BATCH)
+
+
+@pytest.mark.parametrize("url", [None, {}])
+def test_an_image_that_was_sent_with_a_uuid_needs_no_url(url: object) -> None:
+    parts = ({"type": "image_url", "image_url": url, "uuid": "x"}, {"type": "image_url", "uuid": "y"})
+    body = request(CHAT, "content", *parts, {**image("a"), "uuid": "z"})
+    assert RequestImages(body, CHAT).references() == [("", "x"), ("", "y"), ("a", "z")]
+    with pytest.raises(InvalidRequestError, match="no image_url"):
+        RequestImages(request(CHAT, "content", {"type": "image_url", "image_url": url}), CHAT).references()
+
+
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "data": "AA"}}
+SCHEMA = {"type": "object", "properties": {"image": {"type": "string"}, "image_url": {"type": "string"}}}
+NAME = "encsvc1-" + "0" * 64 + "-4x4-" + "0" * 32
+
+
+@pytest.mark.parametrize("part", [image("data:x"), ANTHROPIC, {"image_url": "x"}, video("data:x")])
+def test_images_of_other_routes_need_the_engines_own_tower(part: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    check_other_route(body, "/v1/messages", has_tower=True)
+    with pytest.raises(InvalidRequestError, match=r"images of /v1/messages .* no vision tower"):
+        check_other_route(body, "/v1/messages", has_tower=False)
+
+
+def test_other_routes_take_no_embeddings_and_no_names_of_ours() -> None:
+    """A name that anybody can compute must not stand for another image in the caches of the API server."""
+    refused: list[Any] = [
+        {"messages": [{"content": [{**image("data:x"), "uuid": NAME}]}]},
+        {"features": {"mm_hashes": {"image": [NAME]}}},
+        [[{"image_embeds": {}}]],
+    ]
+    for body in refused:
+        with pytest.raises(ForbiddenError):
+            check_other_route(body, "/pooling", has_tower=True)
+    text = {"input": "an image in words", "type": "image_is_no_type"}
+    for body in (None, 3, "x", text, {"type": ["image"]}, SCHEMA):
+        check_other_route(body, "/pooling", has_tower=False)
 
 
 @pytest.mark.parametrize("part", [{"video_url": "b"}, {"type": "video_url", "video_url": "b"}, video("b")])

@@ -230,7 +230,7 @@ def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
         (raw(b"no image at all"), {}, 400, "image 0: "),
         (raw(photo(900, 4, 1, "PNG")), {}, 400, "aspect ratio"),
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, {}, 403, "not allowed"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {}, 400, "data:"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {}, 403, "allowed-local-media-path"),
         ({"type": "image_url", "uuid": "someone's"}, {}, 400, "has no image_url"),
         ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, {}, 403, "embeddings"),
         (raw(photo(90, 90, 1, "PNG")), {"mm_processor_kwargs": {"max_pixels": 1024}}, 400, "mm_processor_kwargs"),

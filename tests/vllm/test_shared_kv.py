@@ -35,12 +35,12 @@ def matches(engine: Engine) -> list[int]:
     return found
 
 
-def test_two_engines_and_a_restarted_one_share_the_kv_blocks_of_an_image(
+def test_two_engines_share_the_kv_blocks_of_an_image(
     checkpoint: Path, service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By vLLM's own example connector, which stores only what one step prefills: no cache manager cuts the step.
 
-    Each engine has an id of its own, and the second the key of another host.
+    The second engine has another id and another key, as an engine on another host or after a restart.
     """
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # as everybody who shares blocks: hashes begin with it
     storage = {"shared_storage_path": str(tmp_path / "kv")}
@@ -52,7 +52,7 @@ def test_two_engines_and_a_restarted_one_share_the_kv_blocks_of_an_image(
     image, other = photo(250, 250, 77, "PNG"), photo(250, 250, 78, "PNG")
     parts: list[Part] = ["a shared document ", image, " and words after it " * 20]
     answers, found, ids = [], [], set()
-    for host in ("one", "another", "one"):
+    for host in ("one", "another"):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / host))
         engine = Engine(
             checkpoint, service.endpoint, kv_transfer_config=transfer, max_num_batched_tokens=2048
@@ -68,10 +68,10 @@ def test_two_engines_and_a_restarted_one_share_the_kv_blocks_of_an_image(
                 assert max(matched) == 0, "another image is another prompt"
         finally:
             engine.close()
-    assert len(ids) == 3
+    assert len(ids) == 2
     assert found[0] == 0
-    assert found[1] == found[2] > 64, "the image's 64 tokens and the text beside it"
-    assert max(answers[0].distance(each) for each in answers[1:]) <= TOLERANCE
+    assert found[1] > 64, "the image's 64 tokens and the text beside it"
+    assert answers[0].distance(answers[1]) <= TOLERANCE
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from encoder_contract.geometry import GridRule
 from encoder_service.config import Config
 from encoder_service.engine.device import DeviceMemory
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads
-from encoder_service.families.model import CountedRows
+from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.keys import Recipe
 from encoder_service.vision import Tower
+from encoder_service.vision.ulysses import MIN_PATCHES
 
 TOWER_COUNTS = ("graph_batches", "eager_batches", "padding_patches")
 
@@ -21,8 +22,8 @@ class ModelFacts:
     """A loaded model, as the server needs to know it.
 
     `rule` is None if only the device's process can compute it. `decode_threads` images are decoded one by one at a
-    time. `overtakes`: the tower may encode an image in the middle of a batch. `groups`: it may encode one together with
-    all other devices.
+    time. `overtakes`: the tower may encode an image in the middle of a batch. An image of `group_patches` or more may
+    be encoded together with all other devices; 0: none.
     """
 
     model_type: str
@@ -44,7 +45,7 @@ class ModelFacts:
     plan: MemoryPlan
     decode_threads: int
     overtakes: bool
-    groups: bool
+    group_patches: int
 
     @classmethod
     def of(cls, model: Model, config: Config, devices: int) -> "ModelFacts":
@@ -67,11 +68,15 @@ class ModelFacts:
             device=model.device.name,
             decoder=model.decoder.name,
             jpegs=model.decoder.decodes_batches,
-            plan=MemoryPlan.of(model, model.device.memory(), config),
+            plan=MemoryPlan.of(model, model.device.memory(), config, devices),
             decode_threads=decode_threads(config, model.device),
             overtakes=model.device.kind == "cpu",
-            groups=devices > 1 and isinstance(tower, Tower) and tower.can_encode_in_group(devices),
+            group_patches=MIN_PATCHES[model.device.kind] if _is_group(tower, devices) else 0,
         )
+
+
+def _is_group(tower: VisionModel, devices: int) -> bool:
+    return devices > 1 and isinstance(tower, Tower) and tower.can_encode_in_group(devices)
 
 
 @dataclass(frozen=True, slots=True)

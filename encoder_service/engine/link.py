@@ -25,7 +25,6 @@ from encoder_service.image.source import VideoFile
 from encoder_service.metrics import Metrics
 from encoder_service.store import Obstacle, Pin, Store
 from encoder_service.store.arena import Entry
-from encoder_service.vision.ulysses import MIN_PATCHES
 
 log = logging.getLogger(__name__)
 
@@ -403,7 +402,8 @@ class Link(asyncio.Protocol):
     def _group(self, placed: list[tuple[Job, Entry]], others: Sequence["Link"], number: int) -> Group | None:
         """Return the group that encodes a batch, if it is one large image and all devices are idle."""
         [(job, _), *more] = placed
-        if more or not self.device.facts.groups or job.key.frames or job.grid.patches < MIN_PATCHES:
+        least = self.device.facts.group_patches
+        if more or not least or job.key.frames or job.grid.patches < least:
             return None
         # An image whose encoding was interrupted is encoded by one device.
         if job.task.interruptions or self.batches or not all(link.is_up and link.is_idle for link in others):

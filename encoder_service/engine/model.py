@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 DECODE_THREADS = {"cuda": 8, "cpu": 2}
 # Batches whose rows exist: one is copied out, one waits in the queue, one is encoded and waits to enter the queue.
 BATCHES_UNDER_WAY = 3
+# Estimates, not measured.
+CONTEXT_BYTES = 512 << 20
+NCCL_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ def load_model(config: Config, processes: int = 1) -> Model:
         raise ConfigError(
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )
+    Device(device).make_current()
     _check_memory(config, Device(device), processes)
     decoder = _decoder(config, device)
     try:
@@ -211,7 +215,8 @@ class MemoryPlan:
     memory of other processes. Memory used after the start is computed from shapes: `forward` is the activations of the
     largest batch or image; `under_way` the rows that wait to be copied out and the patches that wait for the tower;
     `decode` the pixels being decoded and resized, and the decoder's own buffers; `tables` those of the tower's grids.
-    `store` is the device tier.
+    `libraries` is what CUDA takes for the server's own process, if it has memory there, and NCCL for its buffers, if
+    devices encode images together: estimates. `store` is the device tier.
     """
 
     total: int
@@ -220,11 +225,12 @@ class MemoryPlan:
     under_way: int
     decode: int
     tables: int
+    libraries: int
     store: int
 
     @classmethod
-    def of(cls, model: Model, memory: DeviceMemory, config: Config) -> Self:
-        """Plan for a loaded model on a device with this memory."""
+    def of(cls, model: Model, memory: DeviceMemory, config: Config, devices: int = 1) -> Self:
+        """Plan for a loaded model on a device with this memory, one of several."""
         # A batch, single images and one large image are decoded at the same time.
         larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0
         pixels = 2 * DECODE_PIXELS + larger
@@ -236,6 +242,7 @@ class MemoryPlan:
             under_way=(BATCHES_UNDER_WAY - 1) * model.tower.batch_bytes,
             decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
             tables=model.tower.table_bytes,
+            libraries=CONTEXT_BYTES * (config.store_device_gib > 0) + NCCL_BYTES * (devices > 1),
             store=int(config.store_device_gib * GIB),
         )
 
@@ -275,5 +282,6 @@ class MemoryPlan:
             "batches under way": self.under_way,
             "decoding": self.decode,
             "tables": self.tables,
+            "libraries": self.libraries,
             "store": self.store,
         }

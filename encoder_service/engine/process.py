@@ -88,7 +88,7 @@ def run(
         begin: messages.Begin = messages.receive(connection)
     except OSError:
         end(0)  # the server has gone
-    encoder = _group_encoder(model.tower, begin.rendezvous, number, devices)
+    encoder = _group_encoder(inbox, model.tower, begin.rendezvous, number, devices)
     engine = Engine(
         inbox,
         model,
@@ -129,15 +129,20 @@ def _load(config: Config, processes: int) -> Model | ConfigError:
         return ConfigError(f"{flag('model')} {config.model}: {type(error).__name__}: {error}")
 
 
-def _group_encoder(tower: VisionModel, port: int, number: int, processes: int) -> GroupEncoder | None:
+def _group_encoder(
+    inbox: Inbox, tower: VisionModel, port: int, number: int, processes: int
+) -> GroupEncoder | None:
     """Return the tower's group encode, if there are other processes and the tower can encode in a group."""
     if processes == 1 or not isinstance(tower, Tower) or not tower.can_encode_in_group(processes):
         return None
-    return partial(tower.encode_in_group, Group(tower.device, port, number, processes))
+    group = Group(tower.device, port, number, processes)
+    inbox.leave_group = group.abort
+    return partial(tower.encode_in_group, group)
 
 
 def _report(model: Model, inbox: Inbox, done: threading.Event) -> None:
     """Tell the server regularly that this process lives, and its state when that has changed."""
+    model.device.make_current()
     sent = None
     while True:
         state = DeviceState.of(model)

@@ -60,6 +60,7 @@ class Engine:
         copy_out = CopyOut(inbox, model, memory, faults, self._watchdog)
         vit = Vit(inbox, model, copy_out, faults, self._watchdog, group_encoder)
         self._inbox = inbox
+        self._device = model.device
         # `join` does not wait for it.
         self._watching = [self._thread("watchdog", self._watchdog.run)] if model.device.can_hang else []
         self._threads = [
@@ -86,6 +87,7 @@ class Engine:
     def _run(self, work: Callable[[], None], after_death: Callable[[], None] = lambda: None) -> None:
         """Run a worker. An error that it does not handle ends the process, so that no stage stops silently."""
         try:
+            self._device.make_current()
             work()
         except BaseException as error:
             try:

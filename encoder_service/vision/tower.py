@@ -339,7 +339,10 @@ class Tower:
 
         With `image_by_image` they cannot, because on a GPU a group rounds differently.
         """
-        return processes <= min(self.spec.heads, MIN_PATCHES // CPU_TILE_PATCHES) and not self.image_by_image
+        return (
+            processes <= min(self.spec.heads, MIN_PATCHES["cpu"] // CPU_TILE_PATCHES)
+            and not self.image_by_image
+        )
 
     def encode_in_group(
         self,

@@ -192,6 +192,8 @@ class StagingWorker:
         return rows
 
     def _serve(self, address: bytes) -> None:
+        if self._stream is not None:  # else leaving a stream would create a context on the first GPU
+            torch.cuda.set_device(self._stream.device)
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # the engine ends
             connection.connect(address)
             with connection.makefile("rwb") as stream:

@@ -20,6 +20,8 @@ from encoder_service.engine import link, workers
 from encoder_service.engine.device import Device, DeviceMemory
 from encoder_service.engine.model import (
     BATCHES_UNDER_WAY,
+    CONTEXT_BYTES,
+    NCCL_BYTES,
     MemoryPlan,
     Model,
     decode_threads,
@@ -131,6 +133,10 @@ def test_the_plan_counts_what_grows_after_the_start(config: Config, model: Model
     dali = cast(Decoder, Changed(model.decoder, device_bytes=GIB))
     assert MemoryPlan.of(replace(model, decoder=dali), memory, config).left == plan.left - GIB
     assert plan.left == 78 * GIB - plan.forward - plan.under_way - plan.decode - plan.tables - plan.store
+    in_group = MemoryPlan.of(model, memory, config, devices=2)
+    assert in_group.left == plan.left - NCCL_BYTES
+    with_tier = MemoryPlan.of(model, memory, replace(config, store_device_gib=1.0))
+    assert with_tier.left == plan.left - GIB - CONTEXT_BYTES, "the server's process has memory on the device"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])

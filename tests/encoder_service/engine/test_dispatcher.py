@@ -262,7 +262,7 @@ async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_wa
 
 
 async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> None:
-    async with floor(model, devices=2, groups=True) as at:
+    async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
         small = at.submit(b"small", demanded("small"))
         await at.prepare(small)
@@ -291,7 +291,7 @@ async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> No
 
 @pytest.mark.parametrize("how", ["fails", "ends"])
 async def test_all_devices_leave_a_group_that_one_of_them_has_left(model: Model, how: str) -> None:
-    async with floor(model, devices=2, groups=True) as at:
+    async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
         large = at.submit(b"large", demanded("large"), grid=LARGE)
         await at.prepare(large)
@@ -315,7 +315,7 @@ async def test_all_devices_leave_a_group_that_one_of_them_has_left(model: Model,
 
 
 async def test_an_interrupted_image_forms_no_group(model: Model) -> None:
-    async with floor(model, devices=2, groups=True) as at:
+    async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
         large = at.submit(b"large", demanded("large"), grid=LARGE)
         await at.prepare(large)

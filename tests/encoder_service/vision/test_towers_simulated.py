@@ -11,6 +11,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.engine.device import CudaStream
 from encoder_service.vision import attention, load_tower
+from encoder_service.vision.tower import GridTables
 from encoder_service.vision.ulysses import Group, start_rendezvous
 from testing.reference_tower import random_patches, row_errors
 from tests.waiting import PATIENCE_S, soon
@@ -142,3 +143,15 @@ def test_an_abort_before_the_others_connect_ends_the_group(gpu):
     for number in (2, 3):
         with pytest.raises(RuntimeError, match="has failed"), group.joined(number):
             pass
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_tables_that_another_thread_made_are_waited_for(folders, gpu, monkeypatch, waits):
+    """The image's own event does not cover them: the tables of its grid were made for an image on another stream."""
+    tower, encode = loaded(folders["qwen3_vl"], graphs=False)
+    if not waits:
+        monkeypatch.setattr(GridTables, "on_current_stream", lambda tables: tables)
+    with CudaStream("cuda:1").use():
+        tower.prepare(GRIDS[2])
+    encode(random_patches([GRIDS[2]], tower.spec.patch_values), [GRIDS[2]])
+    assert any(finding.startswith("race") for finding in gpu.findings) != waits

@@ -1,0 +1,148 @@
+"""The engine on a simulated GPU: images pass four streams without a race, and a missing wait or record is found."""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from encoder_contract.processor import ProcessorSettings
+from encoder_service.engine import workers
+from encoder_service.engine.device import CudaStream, Device
+from encoder_service.engine.model import Model
+from encoder_service.image.dali import DaliJpegs
+from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.pillow import decode_file
+from encoder_service.vision import attention, load_tower
+from testing.decoding import source_of
+from testing.photos import photo
+from testing.reference_tower import row_errors
+from tests.engines import Bench, demanded, running
+from tests.simulated_gpu.device import SimulatedGpu
+
+pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
+
+from tests.simulated_gpu import simulated_gpu
+
+pytestmark = [pytest.mark.slow]
+
+GPU = "cuda:1"
+# JPEGs are decoded in batches, PNGs one by one. Two images have a grid that others had before.
+IMAGES = [
+    photo(256, 256, 0),
+    photo(300, 200, 1),
+    photo(256, 256, 2, "PNG"),
+    photo(320, 256, 3, "PNG"),
+    photo(300, 200, 4),
+    photo(256, 256, 5),
+]
+
+
+class SimulatedJpegs(DaliJpegs):
+    """DALI's decoder, whose pixels are Pillow's, on a stream of its own and in memory that it reuses."""
+
+    def __init__(self) -> None:
+        self.name = "simulated"
+        self._torch_device = torch.device(GPU)
+        self._stream = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+
+    def start(self, max_files: int) -> None:
+        """Do nothing."""
+
+    def _decode(self, files: Any) -> list[Tensor]:
+        with torch.cuda.stream(self._stream):
+            samples = [pixels_of(file).pin_memory().to(GPU, non_blocking=True) for file in files]
+        self._stream.synchronize()
+        return self._owned(samples)
+
+
+def pixels_of(file: bytes) -> Tensor:
+    """Return the pixels of a file on the CPU."""
+    decoded = decode_file(source_of(file))
+    assert not isinstance(decoded, Exception)
+    return torch.from_numpy(decoded)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+    """A simulated GPU for a test."""
+    monkeypatch.setattr(attention, "MAX_THIRD_CALL_MS", math.inf)  # the simulated device takes its time
+    monkeypatch.setattr("torch.utils.dlpack.from_dlpack", lambda sample: sample)
+    with simulated_gpu() as gpu:
+        yield gpu
+
+
+def model_on(folder: Path, device: str, **options: Any) -> Model:
+    """Return the model on a device."""
+    processor = ProcessorSettings.from_folder(folder)
+    tower = load_tower(folder, device=device, dtype="bfloat16", processor=processor, **options)
+    jpegs = SimulatedJpegs() if device != "cpu" else None
+    return Model(tower, tower.recipe, Decoder(torch.device(device), PillowDecoder(), jpegs), Device(device))
+
+
+async def encode(bench: Bench, count: int = len(IMAGES)) -> list[Tensor]:
+    """Queue images together; return the rows of each, on the host."""
+    requests = [bench.rows(image, demanded(str(number))) for number, image in enumerate(IMAGES[:count])]
+    found = []
+    for pin in await asyncio.gather(*requests):
+        with pin:
+            data = bytearray(b"".join(bytes(part) for part in pin.rows()))
+            rows = torch.frombuffer(data, dtype=torch.bfloat16)
+            found.append(rows.view(-1, bench.model.tower.width).float())
+    return found
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+async def test_images_pass_four_streams_without_a_finding(
+    gpu: SimulatedGpu, checkpoint: Path, graphs: bool
+) -> None:
+    model = model_on(checkpoint, GPU, graphs=graphs, batch_patches=512)
+    async with running(model, batch_patches=512) as bench:
+        rows = await encode(bench)
+    on_cpu = model_on(checkpoint, "cpu")
+    for image, ours in zip(IMAGES, rows, strict=True):
+        pixels = pixels_of(image)
+        grid = on_cpu.tower.geometry.grid(pixels.shape[1], pixels.shape[0])
+        [truth] = on_cpu.tower.encode(on_cpu.tower.inputs([pixels], [grid]), [grid])
+        assert row_errors(ours, truth.float()).max() <= 0.03
+    assert all(gpu.launched(name) for name in ("prepare", "prepare-single", "vit", "copy-out"))
+    assert (gpu.launched("vit", "graph") > 0) == graphs
+    assert not gpu.findings
+
+
+def receives_nothing(_stream: Any, _event: Any, _tensors: Any) -> None:
+    """Neither wait nor record."""
+
+
+def receives_without_recording(stream: Any, event: Any, _tensors: Any) -> None:
+    """Wait, and keep no memory."""
+    stream._stream.wait_event(event)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "kind"),
+    [
+        (CudaStream, "receive", receives_nothing, "race"),
+        (CudaStream, "receive", receives_without_recording, "freed"),
+        (workers.Batch, "device_s", lambda _batch: 0.001, "early"),
+    ],
+    ids=["receive", "record_stream", "event before the copy-out"],
+)
+async def test_a_missing_wait_or_record_is_found(
+    gpu: SimulatedGpu,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    mutant: Callable[..., Any],
+    kind: str,
+) -> None:
+    model = model_on(checkpoint, GPU, graphs=False, batch_patches=512)
+    monkeypatch.setattr(owner, name, mutant)
+    async with running(model, batch_patches=512) as bench:
+        await encode(bench, 4)
+    assert kind in {finding.partition(":")[0] for finding in gpu.findings}

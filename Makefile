@@ -208,8 +208,8 @@ fleet: setup ## Run N=3 replicas and a Redis until Ctrl-C (MODEL=folder for your
 	@$(PY) -m demo.local_cluster --replicas $(N) $(if $(MODEL),--model '$(MODEL)')
 
 .PHONY: certs
-certs: setup ## Write certificates for trying TLS into .certs (never for production)
-	@$(PY) -m testing.certificates .certs
+certs: setup ## Write certificates and tenants for trying TLS into .certs, never for production (GROUP=number of a group that may read them)
+	@$(PY) -m testing.certificates .certs $(if $(GROUP),--group $(GROUP))
 
 .PHONY: bench
 bench: setup ## Run the benchmarks that this machine can run, under 20 minutes (ONLY=names for some; DIRTY=1: uncommitted code)

@@ -7,7 +7,10 @@ Not for production: these certificates cannot be revoked.
 
 import argparse
 import datetime
+import hashlib
+import json
 import os
+import secrets
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -98,16 +101,35 @@ def _replace(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
+def write_tenants(folder: Path) -> None:
+    """Write a fleet's key, and a tenants file with the token of each tenant: one for chats, one for metrics."""
+    _replace(folder / "fleet.key", f"{secrets.token_hex(32)}\n".encode())
+    tables = []
+    for name, rights in (("chat", ["submit", "fetch"]), ("metrics", ["metrics"])):
+        token = secrets.token_urlsafe(32)
+        _replace(folder / f"{name}.token", f"{token}\n".encode())
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        tables.append(f'[{name}]\ntokens = ["{digest}"]\nrights = {json.dumps(rights)}\n')
+    _replace(folder / "tenants.toml", "\n".join(tables).encode())
+
+
 def main() -> None:
-    """Write a set of certificates and print how to use it."""
+    """Write a set of certificates, tenants with their tokens, and print how to use it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("--group", type=int, help="number of a group that may read the files, for containers")
+    given = parser.parse_args()
+    folder: Path = given.folder
     folder.mkdir(parents=True, exist_ok=True)
     authority = Authority()
     ca = authority.write(folder / "ca.pem")
     server = authority.issue(folder, "server", HOSTS)
     client = authority.issue(folder, "client")
+    write_tenants(folder)
+    if given.group is not None:
+        for path in folder.iterdir():
+            os.chown(path, -1, given.group)
+            path.chmod(0o640)
     print(
         f"valid for {DAYS} days, for a trial only:\n"
         f"  encoder-service serve … --tls-cert {server.cert} --tls-key {server.key} --tls-client-ca {ca}\n"

@@ -18,7 +18,7 @@ from testing.processes import free_port
 
 COMPOSE = build.DEPLOY / "docker-compose.yml"
 PROJECT = "encoder-service"
-UP_S = 600.0
+UP_S = 300.0
 CHECK_S = 1.0
 
 # torch spins while it waits, which takes a small machine's cores from the other containers.
@@ -40,7 +40,7 @@ def wait_until(holds: Callable[[], bool], what: str, within_s: float = UP_S) -> 
 
 
 class Stack:
-    """The compose file, unchanged but for what a small machine needs, with settings of its own."""
+    """A compose file with settings of its own. The main one gets what a small machine needs."""
 
     def __init__(self, model: Path, folder: Path, replicas: int = 3, *files: Path, **settings: str) -> None:
         """`files` are further compose files, `settings` replace variables of `.env`."""
@@ -128,7 +128,7 @@ class Stack:
         """Call all replicas from a container meanwhile; the dictionary then has the number of calls and the errors."""
         name = f"loop-{uuid4().hex[:8]}"
         command = ["run", "--interactive", "--rm", "--name", name, "--network", f"{PROJECT}_default"]
-        command += ["--entrypoint", "python", build.TARGETS["prefill"], "-"]
+        command += ["--entrypoint", "python", build.TARGETS["encoder"], "-"]
         with (build.ROOT / "testing/images/loop.py").open() as program:
             process = subprocess.Popen(
                 [engine.docker(), *command],

@@ -17,7 +17,10 @@ SERVICES = ("prefill-reference", "encoder-sglang-gateway")  # commands without s
 MAIN = 'if __name__ == "__main__"'
 BENCHMARK = "command_line(__doc__)"  # adds the flag that all benchmarks have
 # Programs that are not ours. Their flags are not checked.
-FOREIGN = r"\b(docker compose|docker|helm|kubectl|redis-cli|redis-server|pip|hf|curl|git|npm|pytest|up --(?:detach|wait))\b"
+FOREIGN = (
+    r"\b(docker compose|docker|helm|kubectl|redis-cli|redis-server|pip|hf|curl|git|npm|pytest|"
+    r"up --detach|up --wait)\b"
+)
 PACKAGES = ("bench", "demo", "testing")
 # Flags of vLLM on pages about it. tests/vllm checks that they exist.
 VLLM = {

@@ -9,7 +9,7 @@ Nothing here touches a pixel.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -291,6 +291,31 @@ class Images:
         self._cluster.note_request(key)
         pin = self._store.pin(key.address)
         return FetchResult(pin, pin.tier) if pin is not None else None
+
+    def watch(
+        self, key: ImageKey, claim: Claim, found: Callable[[FetchResult | EncoderError], None]
+    ) -> Callable[[], None] | None:
+        """Call `found` once, with the rows of an image that is being encoded here, or its error.
+
+        Return a function that undoes it and withdraws the claim; None if the image is not being encoded here. Raises as
+        `JobQueue.join` does.
+        """
+        if (job := self._jobs.join(key, claim)) is None:
+            return None
+
+        def ended(outcome: Pin | EncoderError) -> None:
+            self._jobs.withdraw(claim)
+            if isinstance(outcome, Pin):
+                found(FetchResult(outcome, "encoded", job.stage_ms, job.stage_began_s))
+            else:
+                found(outcome)
+
+        def leave() -> None:
+            self._jobs.unwatch(job, ended)
+            self._jobs.withdraw(claim)
+
+        self._jobs.watch(job, ended)
+        return leave
 
     async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
         """Return the rows of an image if they are held or being encoded here, else None."""

@@ -365,9 +365,10 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples[sample.name.removeprefix(f"{PREFIX}_")].append((sample.labels, sample.value))
-    except HTTPException as error:
+    except (HTTPException, ConnectionResetError) as error:
+        hint = "" if url.startswith("https://") else ", or it uses TLS (write https://)"
         raise ScrapeError(
-            f"{endpoint}: the server does not speak HTTP: this is not a --metrics-listen address"
+            f"{endpoint}: the server does not speak HTTP: this is not a --metrics-listen address{hint}"
         ) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib wraps

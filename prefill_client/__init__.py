@@ -46,9 +46,10 @@ from prefill_client.transport.device import DeviceRows
 from prefill_client.transport.shared_memory import SharedRows
 
 if TYPE_CHECKING:
-    from prefill_client.blocking import BlockingClient, BlockingFetch
+    from prefill_client.blocking import BlockingClient, BlockingFetch, BlockingKept
     from prefill_client.client import EncoderClient
     from prefill_client.fleet.fetch_stream import FetchStream
+    from prefill_client.fleet.submission import KeptImages
     from prefill_client.transport.connection import Description, traceparent
     from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
 else:
@@ -56,9 +57,11 @@ else:
     _WITH_GRPC = {
         "BlockingClient": "prefill_client.blocking",
         "BlockingFetch": "prefill_client.blocking",
+        "BlockingKept": "prefill_client.blocking",
         "Description": "prefill_client.transport.connection",
         "EncoderClient": "prefill_client.client",
         "FetchStream": "prefill_client.fleet.fetch_stream",
+        "KeptImages": "prefill_client.fleet.submission",
         "Video": "prefill_client.video",
         "VideoTokens": "prefill_client.video",
         "mark_pairs": "prefill_client.video",
@@ -77,6 +80,7 @@ __all__ = [
     "AbandonedError",
     "BlockingClient",
     "BlockingFetch",
+    "BlockingKept",
     "Chunk",
     "Credentials",
     "DeadlineError",
@@ -96,6 +100,7 @@ __all__ = [
     "InternalError",
     "InvalidImageError",
     "InvalidRequestError",
+    "KeptImages",
     "Layout",
     "ModelMismatchError",
     "OverloadedError",

@@ -8,9 +8,10 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar, TypeVarTuple
 
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
-from encoder_contract.errors import StaleHandleError, UnavailableError
+from encoder_contract.errors import EncoderError, StaleHandleError, UnavailableError
 from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.fleet.fetch_stream import FetchStream
+from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import (
     FetchedRows,
     File,
@@ -159,6 +160,23 @@ class BlockingClient:
             self._client.submit(files, request_id=request_id, priority=priority, timeout_s=timeout_s)
         )
 
+    def keep(
+        self,
+        files: Sequence[File],
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        again_s: float = DEFAULT_TIMEOUT_S,
+    ) -> "BlockingKept":
+        """Submit image files and keep them submitted until the result is closed, as `EncoderClient.keep` does."""
+        kept = self._loop.run(
+            self._client.keep(
+                files, request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
+            )
+        )
+        return BlockingKept(self._loop, kept)
+
     def fetch(
         self,
         requests: Sequence[RowRequest],
@@ -168,6 +186,7 @@ class BlockingClient:
         grace_ms: int = DEFAULT_GRACE_MS,
         transports: Sequence[str] = BY_DEFAULT,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        kept: bool = False,
     ) -> "BlockingFetch":
         """Request rows as `EncoderClient.fetch` does. Iterate the result for one outcome per request.
 
@@ -183,9 +202,39 @@ class BlockingClient:
                 grace_ms=grace_ms,
                 transports=transports,
                 timeout_s=timeout_s,
+                kept=kept,
             )
 
         return BlockingFetch(self._loop, self._loop.run(begin()))
+
+
+class BlockingKept:
+    """Images that stay submitted until `close`. Use it with `with`, and fetch them with `kept=True`."""
+
+    def __init__(self, loop: LoopThread, kept: KeptImages) -> None:
+        self._loop = loop
+        self._kept = kept
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def answers(self) -> list[Submitted]:
+        """The servers' first answer to each image, in order."""
+        return self._kept.answers
+
+    @property
+    def error(self) -> EncoderError | None:
+        """Why some of the images are not at any server now; None if all are."""
+        return self._kept.error
+
+    def close(self) -> None:
+        """Release the images: servers drop those that no other caller wants."""
+        with suppress(UnavailableError):  # the client was closed, which released them too
+            self._loop.run(self._kept.close())
 
 
 class BlockingFetch:

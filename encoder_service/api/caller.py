@@ -205,9 +205,16 @@ def _require_right(tenant: Tenant, right: Right) -> None:
 
 def _bearer(tenants: Tenants, authorization: str) -> Tenant:
     """Return the tenant whose token an `authorization` header has. Raises `UnauthenticatedError`."""
-    is_bearer = authorization.startswith(_BEARER)
-    tenant = tenants.by_token(authorization.removeprefix(_BEARER)) if is_bearer else None
+    token = authorization.removeprefix(_BEARER)
+    if token == authorization:
+        what = "an authorization that is not `Bearer TOKEN`" if authorization else "no token"
+        raise UnauthenticatedError(f"{what} was sent: send a tenant's token as `authorization: Bearer TOKEN`")
+    tenant = tenants.by_token(token)
     if tenant is None:
+        if tenants.is_hash(token):
+            raise UnauthenticatedError(
+                "unknown token: it is the hash in the tenants file; send the token of which it is the SHA-256"
+            )
         raise UnauthenticatedError("unknown token: it belongs to no tenant of this server")
     return tenant
 

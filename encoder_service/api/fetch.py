@@ -202,6 +202,9 @@ class FetchCall:
         self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
         self._pinned_ahead = 0
         self._changed = asyncio.Event()  # either list has grown
+        # How to leave the images that are being encoded here, by the request's identity, and tasks that find others.
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the messages of the call; rows are already framed, as bytes.
@@ -212,13 +215,12 @@ class FetchCall:
         """
         if not self._local_only:
             self._located = await self._images.locate([request.key for request in self._requests])
-        tasks: set[asyncio.Task[None]] = set()
         try:
             for some, units in name_turns(self._requests):
                 await self._turns.take(self._caller.holder, units)
                 for request in some:
-                    if not self._take_held(request):
-                        tasks.add(asyncio.create_task(self._resolve(request)))
+                    if not (self._take_held(request) or self._watch(request)):
+                        self._tasks.add(asyncio.create_task(self._resolve(request)))
             left = len(self._requests)
             while left:
                 if not (self._known or self._to_send):
@@ -241,7 +243,7 @@ class FetchCall:
                 # The caller reads the rows in place, and cancels when it is done.
                 await asyncio.Event().wait()
         finally:
-            await self._end(tasks)
+            await self._end()
 
     # Finding rows
 
@@ -254,6 +256,27 @@ class FetchCall:
             return False
         self._arrive(_Outcome(request, found, 0.0))
         return True
+
+    def _watch(self, request: RowRequest) -> bool:
+        """Return whether an image is being encoded here, or is known to fail. Its outcome arrives then."""
+        began = monotonic()
+
+        def ended(result: FetchResult | EncoderError) -> None:
+            del self._watched[id(request)]
+            if isinstance(result, FetchResult) and not self._sender.reaches(result.pin):
+                result.pin.release()
+                self._tasks.add(asyncio.create_task(self._resolve(request)))
+            else:
+                self._arrive(_Outcome(request, result, monotonic() - began))
+
+        try:
+            leave = self._images.watch(request.key, request.claim, ended)
+        except EncoderError as error:
+            self._arrive(_Outcome(request, error, 0.0))
+            return True
+        if leave is not None:
+            self._watched[id(request)] = leave
+        return leave is not None
 
     async def _resolve(self, request: RowRequest) -> None:
         began = monotonic()
@@ -401,11 +424,13 @@ class FetchCall:
         self._record.fetched("failed", wait_s, {}, error)
         return messages.error_message(window.index, error)
 
-    async def _end(self, tasks: "set[asyncio.Task[None]]") -> None:
-        running = [task for task in tasks if not task.done()]
+    async def _end(self) -> None:
+        for leave in self._watched.values():
+            leave()
+        running = [task for task in self._tasks if not task.done()]
         try:
-            for some, pieces in name_turns(running):
-                await self._turns.take(self._caller.holder, pieces)
+            for some, units in name_turns(running):
+                await self._turns.take(self._caller.holder, units)
                 for task in some:
                     task.cancel()
                 await asyncio.gather(*some, return_exceptions=True)

@@ -73,6 +73,10 @@ class Tenants:
                 found = tenant
         return found
 
+    def is_hash(self, token: str) -> bool:
+        """Whether a wrong token is an entry of the file: somebody sends the hash of a token in its place."""
+        return _SHA256.fullmatch(token) is not None and bytes.fromhex(token) in self._current().by_token
+
     def by_certificate(self, names: Collection[str]) -> Tenant | None:
         """Return the tenant of a certificate with these names."""
         known = self._current().by_certificate

@@ -33,6 +33,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 LOCAL_FAILURE = "Internal error from Core"
 # How gRPC's messages about a missing connection begin. The reason follows the last colon.
 UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+# gRPC's message if the other side closes a connection that was just opened, as a TLS port does with a plain client.
+CLOSED = ("Socket closed",)
 
 
 class Channels:
@@ -89,7 +91,7 @@ def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     details = error.details() or ""
-    if details.startswith(UNCONNECTED):
+    if details.startswith(UNCONNECTED) or details in CLOSED:
         details = f"no server answers ({why_unconnected(details)})"
     return from_status(error.code().value[0], f"{endpoint}: {details}", retry_after_ms=retry_after_ms)
 

@@ -15,7 +15,7 @@ from prefill_client.transport.channels import from_message
 from prefill_client.transport.exchange import Exchange
 
 # How long the server may take to end a call that the client leaves.
-LEAVE_S = 5.0
+LEAVE_S = 30.0
 
 
 class SubmitStream(Exchange):

@@ -105,6 +105,16 @@ async def test_a_tenant_cannot_fetch_another_tenants_images(process: ServerProce
                 assert [type(outcome.error) async for outcome in outcomes] == [expected]
 
 
+def test_kept_images_stay_submitted_until_they_are_closed(client: BlockingClient) -> None:
+    images = [photo(96, 90, 81), photo(96, 90, 82)]
+    with client.keep(images) as kept:
+        assert [answer.error for answer in kept.answers] == [None] * 2
+        requests = [RowRequest(answer.digest) for answer in kept.answers]
+        with client.fetch(requests, kept=True, timeout_s=PATIENCE_S) as outcomes:
+            assert [outcome.error for outcome in outcomes] == [None] * 2
+        assert kept.error is None
+
+
 def test_many_threads_share_one_client(client: BlockingClient) -> None:
     images = [photo(120 + 8 * number, 90, number) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:

@@ -17,7 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/prefill.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-CLIENTS = {"EncoderClient", "FetchStream", "BlockingClient", "BlockingFetch", "Description", "TRANSPORTS"}
+CLIENTS = {
+    "KeptImages",
+    "BlockingKept",
+    "EncoderClient",
+    "FetchStream",
+    "BlockingClient",
+    "BlockingFetch",
+    "Description",
+    "TRANSPORTS",
+}
 IMAGES = {"Image", "read_images", "content_digest", "Geometry", "Grid", "RowRequest", "Submitted"}
 VIDEOS = {"Video", "VideoSettings", "VideoTokens", "mark_pairs", "read_videos"}
 ROWS = {"FetchedRows", "read", "Handle", "SharedRows", "DeviceRows"}
@@ -63,7 +72,7 @@ def test_the_page_documents_every_public_name() -> None:
 
 
 async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None:
-    example, _videos = EXAMPLES
+    example, _kept, _videos = EXAMPLES
     prefilled = []
     namespace = {
         "files": [photo(128, 96, 3), photo(64, 64, 4)],
@@ -86,6 +95,18 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
     assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
 
 
+async def test_the_example_of_kept_images_gets_their_rows(client: prefill_client.EncoderClient) -> None:
+    used: list[prefill_client.FetchedRows] = []
+    namespace = {
+        "client": client,
+        "files": [photo(128, 96, 5), photo(64, 64, 6)],
+        "use": used.append,
+        "RowRequest": prefill_client.RowRequest,
+    }
+    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    assert [rows.error for rows in used] == [None] * 2
+
+
 async def test_the_example_of_videos_lays_out_a_prompt(
     client: prefill_client.EncoderClient, checkpoint: Path
 ) -> None:
@@ -104,7 +125,7 @@ async def test_the_example_of_videos_lays_out_a_prompt(
         "video_token": 303,
         "tokenizer": Tokenizer(),
     }
-    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    await eval(compile(EXAMPLES[2], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
     layout, video = namespace["layout"], namespace["video"]
     assert len(layout.spans) == len(namespace["images"]) == len(video.images) > 1  # type: ignore[attr-defined,arg-type]
     for span, seconds in zip(layout.spans, video.clip.seconds, strict=True):  # type: ignore[attr-defined]

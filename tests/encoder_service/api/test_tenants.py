@@ -64,6 +64,10 @@ async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
             code, details = await refused(call)
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert "tenant" in details
+            is_hash = metadata and metadata[0][1].endswith(
+                hashlib.sha256(TOKENS["chat"].encode()).hexdigest()
+            )
+            assert ("send the token of which it is the SHA-256" in details) == bool(is_hash)
         # Probes have no token.
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1

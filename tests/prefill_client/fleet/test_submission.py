@@ -1,14 +1,15 @@
 """Images that a client keeps submitted: their rows survive killed, drained and restarted servers."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import InvalidImageError, UnavailableError
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidImageError, UnavailableError
+from encoder_contract.header import Header
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
@@ -19,7 +20,7 @@ from tests.calls import collect
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.tcp_proxy import TcpProxy
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import PATIENCE_S, START_S, soon, within_some_limit
 
 PHOTOS = [photo(100 + number, 80, number) for number in range(6)]
 WANTED = [RowRequest(content_digest(image)) for image in PHOTOS]
@@ -150,3 +151,36 @@ async def test_a_stalled_upload_is_retried(config: Config, model: Model) -> None
                 assert answer.error is None
         finally:
             await proxy.stop()
+
+
+class HeaderGate(Gate):
+    """A decoder that reads no header either while it is closed."""
+
+    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
+        """Wait for the gate, then read."""
+        assert self._open.wait(START_S), "the gate stayed closed"
+        return super().read_header(file, formats)
+
+
+async def test_a_submit_whose_time_is_up_keeps_the_answers_and_images_that_it_had(
+    config: Config, model: Model
+) -> None:
+    """The header of a rare format is read by the decoder, which does not answer."""
+    gate = HeaderGate(model.decoder)
+    gated = replace(model, decoder=gate)  # type: ignore[arg-type]
+    async with server_of(config, gated) as server, await EncoderClient.connect(server.endpoint) as client:
+        with gate.closed():
+            rare = photo(1200, 900, 62, "TIFF")
+            assert len(rare) > client.description.max_message_bytes, "it does not come along with its name"
+
+            async def partly(limit_s: float) -> bool:
+                known, late = await client.submit([PHOTOS[0], rare], timeout_s=limit_s)
+                assert isinstance(late.error, DeadlineError)
+                return known.error is None
+
+            await within_some_limit(partly)
+            assert len(server.jobs) == 1
+        await soon(lambda: server.budgets.upload_bytes.held == 0)  # the call has ended
+        async with await EncoderClient.connect(server.endpoint) as fetcher:  # it has no file to submit again
+            (outcome,) = (await collect(fetcher, WANTED[:1], grace_ms=0)).values()
+        assert outcome.error is None

@@ -1,0 +1,202 @@
+"""Measures what an image costs the server's process, beside a tower and a decoder that cost nothing.
+
+Processor time comes from /proc/PID/stat, so a busy machine changes it little. `spin_ms` is a fixed piece of
+Python in the same run: a quiet core of this kind needs about 20 ms for it. The floor is bare gRPC with as many calls.
+With `paced` devices, the tower sleeps as long as an H200 is expected to take.
+"""
+
+import asyncio
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from bench.edge_parts.floor import call as bare_call
+from bench.edge_parts.floor import floor
+from bench.edge_parts.null_tower import installed
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from encoder_contract.digest import content_digest
+from prefill_client import EncoderClient, RowRequest
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo, with_comment
+from testing.server_process import ServerProcess, running
+
+BENCHMARK = Benchmark(
+    "edge",
+    "What does an image cost the server's process?",
+    (
+        Figure("new_ms", "new 256×256, 16 a call, 1 device", "ms", "<= 0.8"),
+        Figure("new_devices_ms", "the same, 4 devices", "ms", "<= 0.8"),
+        Figure("new_paced_ms", "the same, 1 device at an H200's pace", "ms", "<= 0.9"),
+        Figure("new_one_ms", "new 256×256, 1 a call", "ms", "<= 3.2"),
+        Figure("new_720p_ms", "new 1280×720, 16 a call", "ms", "<= 1.7"),
+        Figure("chat_ms", "30 names of which 29 known, and the Fetch of the new one", "ms", "<= 5"),
+        Figure("hit_ms", "hit by handle, 16 a call, each", "ms", "<= 0.15"),
+        Figure("client_new_ms", "the client, new 256×256, 16 a call", "ms", "<= 0.9"),
+        Figure("floor_new_ms", "bare gRPC: two calls, one with 16 such files, each image", "ms", shown=True),
+        Figure("floor_one_ms", "bare gRPC: two calls for one image", "ms", shown=True),
+        Figure("spin_ms", "a fixed piece of Python (a quiet core: 20)", "ms", shown=True),
+    ),
+    limit_s=240,
+    quick=("--ops", "4"),
+)
+
+H200_PATCHES_PER_S = 256 / 0.0006
+DEVICES = 4
+CALLERS = 8
+TOGETHER = 16
+SETTINGS = {"max_queued_images": 20_000, "max_queue_s": 3600, "store_host_gib": 0.25, "decode_threads": 8}
+
+Operation = Callable[[], Awaitable[None]]
+
+
+def cpu_ms(process: int) -> float:
+    """Return the processor time of all threads that a process has had, to 10 ms."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
+def spin_ms() -> float:
+    """Return the processor time of a fixed piece of Python."""
+    began, seen = time.process_time_ns(), {}
+    for number in range(150_000):
+        seen[number & 1023] = (number, str(number & 255))
+    return (time.process_time_ns() - began) / 1e6
+
+
+class Images:
+    """New files of one size, and what a caller does with them."""
+
+    _numbers = itertools.count(int(time.time() * 1000) << 20)
+
+    def __init__(self, client: EncoderClient, width: int, height: int) -> None:
+        self._client = client
+        self._base = photo(width, height, 7)
+
+    def new(self, count: int) -> list[bytes]:
+        """Return files that no server has seen."""
+        return [with_comment(self._base, next(self._numbers)) for _ in range(count)]
+
+    async def submit(self, files: Sequence[bytes]) -> None:
+        """Submit files."""
+        for answer in await self._client.submit(files):
+            if answer.error is not None:
+                raise answer.error
+
+    async def fetch(self, files: Sequence[bytes]) -> None:
+        """Fetch all rows of files by handle."""
+        requests = [RowRequest(content_digest(file)) for file in files]
+        async with self._client.fetch(requests) as outcomes:
+            async for outcome in outcomes:
+                if outcome.error is not None:
+                    raise outcome.error
+
+    async def encode(self, count: int) -> None:
+        """Submit new files and fetch their rows."""
+        files = self.new(count)
+        await self.submit(files)
+        await self.fetch(files)
+
+    async def chat(self, known: Sequence[bytes]) -> None:
+        """Submit known files and a new one, and fetch the new one."""
+        new = self.new(1)
+        await self.submit([*known, *new])
+        await self.fetch(new)
+
+
+async def measure(process: int, operation: Operation, ops: int, images: int) -> tuple[float, float]:
+    """Return the processor time of `process` and of this one for an image, milliseconds."""
+
+    async def caller(count: int) -> None:
+        for _ in range(count):
+            await operation()
+
+    await asyncio.gather(*(caller(2) for _ in range(CALLERS)))  # warm up
+    before, ours = cpu_ms(process), time.process_time_ns()
+    await asyncio.gather(*(caller(ops) for _ in range(CALLERS)))
+    after, ours = cpu_ms(process), time.process_time_ns() - ours
+    total = ops * CALLERS * images
+    return (after - before) / total, ours / 1e6 / total
+
+
+def _wait_until_prefaulted(server: ServerProcess) -> None:
+    """Wait until the server has touched the memory of its store, which would count as time of images."""
+    while not any("prefault" in line for line in server.lines):
+        time.sleep(0.1)
+
+
+async def with_server(server: ServerProcess, ops: int, *, everything: bool) -> dict[str, float]:
+    """Measure a server whose tower costs nothing."""
+    process = server.process.pid
+    await asyncio.to_thread(_wait_until_prefaulted, server)
+    figures: dict[str, float] = {}
+    async with await EncoderClient.connect(server.endpoint) as client:
+        small = Images(client, 256, 256)
+        together = partial(small.encode, TOGETHER)
+        figures["new_ms"], figures["client_new_ms"] = await measure(process, together, ops, TOGETHER)
+        if not everything:
+            return figures
+        figures["new_one_ms"], _ = await measure(process, partial(small.encode, 1), 4 * ops, 1)
+        known = small.new(29)
+        await small.submit(known)
+        await small.fetch(known)
+        figures["chat_ms"], _ = await measure(process, partial(small.chat, known), ops, 1)
+        hit = partial(small.fetch, known[:TOGETHER])
+        figures["hit_ms"], _ = await measure(process, hit, 2 * ops, TOGETHER)
+        large = Images(client, 1280, 720)
+        figures["new_720p_ms"], _ = await measure(
+            process, partial(large.encode, TOGETHER), max(1, ops // 3), TOGETHER
+        )
+    return figures
+
+
+async def floor_figures(ops: int) -> dict[str, float]:
+    """Measure bare gRPC with as many calls and bytes."""
+    size = len(photo(256, 256, 7)) + 100
+
+    async with floor() as (process, channel):
+
+        async def pair(images: int) -> None:
+            await bare_call(channel, size * images)
+            await bare_call(channel, 50 * images)
+
+        together, _ = await measure(process, partial(pair, TOGETHER), 2 * ops, TOGETHER)
+        one, _ = await measure(process, partial(pair, 1), 4 * ops, 1)
+    return {"floor_new_ms": together, "floor_one_ms": one}
+
+
+async def figures_of(model: Path, ops: int) -> dict[str, float]:
+    """Measure all kinds of servers."""
+    figures: dict[str, float] = {}
+    spins = [spin_ms()]
+    model_type = "qwen3_vl"
+    with installed(model_type, 0.0):
+        with running(model, devices="cpu", threads=1, **SETTINGS) as server:
+            figures |= await with_server(server, ops, everything=True)
+        spins.append(spin_ms())
+        devices = ",".join(["cpu"] * DEVICES)
+        with running(model, devices=devices, threads=1, **SETTINGS) as server:
+            figures["new_devices_ms"] = (await with_server(server, ops, everything=False))["new_ms"]
+    with (
+        installed(model_type, H200_PATCHES_PER_S),
+        running(model, devices="cpu", threads=1, **SETTINGS) as server,
+    ):
+        figures["new_paced_ms"] = (await with_server(server, ops, everything=False))["new_ms"]
+    spins.append(spin_ms())
+    return {**figures, **await floor_figures(ops), "spin_ms": sum(spins) / len(spins)}
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--ops", type=int, default=8, help="operations of each caller")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_checkpoint(folder)
+        print_figures(asyncio.run(figures_of(model, args.ops)), args)
+
+
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,7 @@ async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: S
         await soon(lambda: small.store.stats().pins <= PINNED_AHEAD)
         # If the caller reads later, it gets every image, also those that were evicted while they waited.
         messages = [message async for message in unread]
+        assert [error.message for message in messages for error in message.errors] == []
         ready = [ready.index for message in messages for ready in message.ready]
         assert sorted(ready) == list(range(8))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.command_line import BAD_USAGE, FAILED
-from encoder_service.engine import EXIT_LOST
+from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 from tests.pages import OF_NOW, PAGES, ROOT, lines_in, name_of, named
 from tests.processes import run
 
@@ -28,7 +28,7 @@ VLLM = {
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
     *("--load-format", "--kv-transfer-config", "--trust-request-mm-kwargs"),
-    *("--chat-template-content-format", "--video-pruning-rate"),
+    *("--chat-template-content-format", "--video-pruning-rate", "--grpc"),
 }
 # Flags of SGLang on the page about it. tests/sglang starts it with them.
 SGLANG = {
@@ -142,7 +142,7 @@ def test_every_exit_code_on_a_page_is_one_of_ours() -> None:
     for page in PAGES:
         codes = named(r"(?i)\bexit(?:s| code)? (\d+)\b|\bcode (\d+)\b", page.read_text())
         found = {int(code) for pair in codes for code in pair if code}
-        assert found <= {0, FAILED, BAD_USAGE, EXIT_LOST}, page.name
+        assert found <= {0, FAILED, BAD_USAGE, EXIT_LOST, EXIT_STUCK}, page.name
 
 
 def test_every_extra_a_page_installs_exists() -> None:

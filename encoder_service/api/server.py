@@ -18,7 +18,6 @@ from encoder_contract.certificates import Certificates, Pem
 from encoder_contract.errors import EncoderError, OverloadedError, Status
 from encoder_service.api import admin, messages, service
 from encoder_service.api.admin import AdminService
-from encoder_service.api.connections import limit_connections
 from encoder_service.api.inbound import Answers, CallGate, Inbound, Methods
 from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
@@ -75,8 +74,7 @@ class Listener:
         """
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_connections = min(MAX_CONNECTIONS, files // 2)
-        connections = ("grpc.max_allowed_incoming_connections", self._max_connections)
+        connections = ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, files // 2))
         self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
         self._gate = CallGate(budgets.calls, budgets.reader_idle_s)
         self._submit_gate = CallGate(budgets.submits, budgets.reader_idle_s)
@@ -95,7 +93,6 @@ class Listener:
                 f"{flag('listen')} {address}: the address is taken, or does not belong to this host; "
                 "port 0 picks a free port"
             ) from error
-        self._port = port
         host = address.rpartition(":")[0]
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
 
@@ -112,9 +109,6 @@ class Listener:
     async def start(self) -> None:
         """Start to answer calls, and report health as serving."""
         await self._server.start()
-        self._limiting_connections = asyncio.create_task(
-            limit_connections(self._port, self._max_connections), name="connections"
-        )
         self._health.start()
 
     def abort_calls(self) -> None:
@@ -134,7 +128,6 @@ class Listener:
             await asyncio.wait({stopping}, timeout=LAST_READ_S)
             idle.cancel()
         finally:
-            self._limiting_connections.cancel()
             await self._server.stop(0)
 
     async def _wait_idle(self) -> None:

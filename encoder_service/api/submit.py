@@ -19,7 +19,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.inbound import CallRecord, Requests
-from encoder_service.api.messages import RawSubmit
+from encoder_service.api.messages import PIECE_BYTES, RawSubmit
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
 from encoder_service.limits import REFUSAL_S, TURN_BYTES, Caller, Hold, Turns, name_turns
@@ -67,7 +67,7 @@ class Uploads:
     """The incomplete uploads of one call, by the caller's index.
 
     The call reserves space for the largest of them, which is enough to send one after another. A caller that
-    interleaves images may use more if there is space, up to the size of the largest image allowed.
+    interleaves images may use more if there is space, up to the size of the largest image allowed, or of one message.
     """
 
     def __init__(self, hold: Hold, *, max_image_bytes: int, max_video_bytes: int, idle_s: float) -> None:
@@ -118,7 +118,7 @@ class Uploads:
         any_video = any(other.is_video for other in self._uploads.values())
         if upload.is_video and any(other.video for other in self._uploads.values() if other is not upload):
             raise ImageLimitError("the call sends two videos at the same time: send one after another")
-        if total > (max_bytes := self._max_bytes[any_video]):
+        if total > (max_bytes := max(self._max_bytes[any_video], PIECE_BYTES)):
             limit = "max_video_bytes" if any_video else "max_image_bytes"
             raise ImageLimitError(
                 f"the call's incomplete images have {total} bytes in all, more than {limit} = {max_bytes}: "
@@ -258,9 +258,7 @@ class SubmitCall:
             await self._turns.take(self._caller.holder, units + units_of_files)
             units_of_files = 0
             yield await self._answer_names(some, files)
-        states: list[pb.ImageState] = []
-        for piece in pieces:
-            states += await self._answer_piece(piece)
+        states = await self._answer_pieces(pieces)
         self._uploads.settle()
         self._is_last |= request.last
         yield states
@@ -389,31 +387,39 @@ class SubmitCall:
         states += await self._receive_images(images)
         return states
 
-    async def _answer_piece(self, piece: pb.ImageBytes) -> list[pb.ImageState]:
-        """Append a piece to its file. Return the image's last answer if it is complete or failed."""
-        if (image := self._wanted.get(piece.index)) is None:
-            if piece.index in self._named:
-                return []
-            raise InvalidRequestError(
-                f"image {piece.index}: the server did not ask for its bytes in this call: send only what it asks for"
-            )
-        try:
-            self._uploads.add(piece.index, piece.data)
-        except EncoderError as error:
-            states = [self._fail(image, error)]
-        else:
-            if not piece.last:
-                return []
-            states = await self._receive(image)
-        states += await self._answer_waiting_frames(image.key.source_key)
+    async def _answer_pieces(self, pieces: Sequence[pb.ImageBytes]) -> list[pb.ImageState]:
+        """Append pieces to their files. Return the last answers of images that are complete or failed."""
+        states: list[pb.ImageState] = []
+        complete: dict[int, SubmittedImage] = {}
+        for piece in pieces:
+            if (image := self._wanted.get(piece.index)) is None or piece.index in complete:
+                if piece.index not in self._named:
+                    raise InvalidRequestError(
+                        f"image {piece.index}: the server did not ask for its bytes in this call: send only what it "
+                        "asks for"
+                    )
+                continue
+            try:
+                self._uploads.add(piece.index, piece.data)
+            except EncoderError as error:
+                states.append(self._fail(image, error))
+                states += await self._answer_waiting_frames(image.key.source_key)
+                continue
+            if piece.last and image.file_is_video:
+                states += await self._receive(image)
+                states += await self._answer_waiting_frames(image.key.source_key)
+            elif piece.last:
+                complete[piece.index] = image
+        states += await self._receive_images(
+            [(image, self._uploads.of(index).joined()) for index, image in complete.items()]
+        )
         await self._pause()
         return states
 
     async def _receive(self, image: SubmittedImage) -> list[pb.ImageState]:
-        """Return the answer to a wanted image, or to a video, whose file is complete."""
+        """Return the answer to a wanted video, or to the pair of its frames, whose file is complete."""
         upload = self._uploads.of(image.index)
-        if upload.video is None:
-            return await self._receive_images([(image, upload.joined())])
+        assert upload.video is not None, "a piece has arrived"
         self._record.uploaded(upload.size, upload.seconds)
         try:
             known = await self._images.receive_video(image, upload.video)

@@ -62,7 +62,7 @@ class SubmitStream(Exchange):
             while True:
                 for state in (await self._read()).states:
                     if state.state == pb.STATE_NEEDS_BYTES:
-                        await self._send(state.index)
+                        await self._send([state.index])
                     elif state.state == pb.STATE_FAILED:
                         return from_message(state.error)
         except EncoderError as error:
@@ -89,14 +89,16 @@ class SubmitStream(Exchange):
         )
         await self._write(request)
         while len(self.answered) < len(self._images):
+            needed: list[int] = []
             for state in (await self._read()).states:
                 if state.state == pb.STATE_NEEDS_BYTES:
                     self._sent_s[state.index] = monotonic()
-                    await self._send(state.index)
+                    needed.append(state.index)
                 else:
                     began_s = self._sent_s.get(state.index)
                     upload_s = (began_s, monotonic()) if began_s is not None else None
                     self.answered[state.index] = self._submitted(state, upload_s)
+            await self._send(needed)
         if not kept:
             await self.finish()
 
@@ -109,14 +111,22 @@ class SubmitStream(Exchange):
                 room -= len(image.data)
                 yield index
 
-    async def _send(self, index: int) -> None:
-        view = memoryview(self._images[index].data)
-        for begin in range(0, max(1, len(view)), self._max_message_bytes):
-            if self._leaving is not None:
-                return
-            end = begin + self._max_message_bytes
-            piece = pb.ImageBytes(index=index, data=bytes(view[begin:end]), last=end >= len(view))
-            await self._write(pb.SubmitRequest(bytes=[piece]))
+    async def _send(self, indexes: Sequence[int]) -> None:
+        """Send files, in as few messages as possible."""
+        request, room = pb.SubmitRequest(), self._max_message_bytes
+        for index in indexes:
+            view, begin = memoryview(self._images[index].data), 0
+            while begin < len(view) or begin == 0:
+                piece = bytes(view[begin : begin + room])
+                begin, room = begin + max(len(piece), 1), room - len(piece)
+                request.bytes.add(index=index, data=piece, last=begin >= len(view))
+                if not room:
+                    if self._leaving is not None:
+                        return
+                    await self._write(request)
+                    request, room = pb.SubmitRequest(), self._max_message_bytes
+        if request.bytes and self._leaving is None:
+            await self._write(request)
 
     async def _leave(self) -> None:
         try:

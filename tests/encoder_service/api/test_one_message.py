@@ -165,3 +165,37 @@ async def test_a_half_closed_call_keeps_complete_images_only_after_its_last_name
                 else:
                     assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
                     await soon(lambda: len(server.jobs) <= 1)  # the decoder may have one of them
+
+
+async def test_files_that_the_server_asks_for_may_come_together(
+    server: Server, client: EncoderClient
+) -> None:
+    call: Any = (await stub(client)).Submit(timeout=60)
+    await call.write(whole(PHOTOS[:4], []))
+    assert {state.state for state in await next_states(call, 4)} == {NEEDS_BYTES}
+    pieces = [pb.ImageBytes(index=n, data=file, last=True) for n, file in enumerate(PHOTOS[:4])]
+    again = pb.ImageBytes(index=1, data=b"once more", last=True)
+    (message,) = await messages_of(call, pb.SubmitRequest(bytes=[*pieces[:2], again, *pieces[2:]]))
+    assert [(state.index, state.state) for state in message.states] == [(n, QUEUED) for n in range(4)]
+
+
+async def test_many_files_together_may_exceed_the_largest_file(config: Config, model: Model) -> None:
+    most = max(map(len, PHOTOS)) + 100
+    async with (
+        server_of(config, model, max_image_bytes=most) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        assert sum(map(len, PHOTOS)) > most
+        (message,) = await messages_of((await stub(client)).Submit(timeout=60), whole(PHOTOS))
+        assert {state.state for state in message.states} == {QUEUED}
+
+
+async def test_large_files_are_sent_in_pieces_and_small_ones_together(client: EncoderClient) -> None:
+    images = [
+        photo(1100, 900, 90, "BMP"), photo(300, 200, 91, "BMP"), photo(700, 600, 92, "BMP"), b"",
+        photo(800, 700, 93, "BMP"),
+    ]  # fmt: skip
+    answers = await client.submit(images)
+    assert [answer.error is None for answer in answers] == [True, True, True, False, True]
+    outcomes = await collect(client, [RowRequest(content_digest(file)) for file in images if file])
+    assert [outcome.error for outcome in outcomes.values()] == [None] * 4

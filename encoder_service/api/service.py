@@ -59,6 +59,7 @@ class EncoderService:
             inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
             max_image_bytes=limits.max_image_bytes,
             max_video_bytes=limits.max_video_bytes,
+            message_bytes=limits.max_message_bytes,
             idle_s=self._budgets.upload_idle_s,
         )
         call = SubmitCall(self._images, uploads, record, inbound.requests, caller, self._info, self._turns)

@@ -19,7 +19,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
 from encoder_service.api.inbound import CallRecord, Requests
-from encoder_service.api.messages import PIECE_BYTES, RawSubmit
+from encoder_service.api.messages import RawSubmit
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
 from encoder_service.limits import REFUSAL_S, TURN_BYTES, Caller, Hold, Turns, name_turns
@@ -70,8 +70,11 @@ class Uploads:
     interleaves images may use more if there is space, up to the size of the largest image allowed, or of one message.
     """
 
-    def __init__(self, hold: Hold, *, max_image_bytes: int, max_video_bytes: int, idle_s: float) -> None:
-        """`hold` is the call's part of the upload bytes that all callers share."""
+    def __init__(
+        self, hold: Hold, *, max_image_bytes: int, max_video_bytes: int, message_bytes: int, idle_s: float
+    ) -> None:
+        """`hold` is the part of the call in the upload bytes of all callers. A message has at most `message_bytes`."""
+        self._message_bytes = message_bytes
         self._hold = hold
         # By whether the file is a video.
         self._max_bytes = {False: min(max_image_bytes, hold.most), True: min(max_video_bytes, hold.most)}
@@ -118,7 +121,7 @@ class Uploads:
         any_video = any(other.is_video for other in self._uploads.values())
         if upload.is_video and any(other.video for other in self._uploads.values() if other is not upload):
             raise ImageLimitError("the call sends two videos at the same time: send one after another")
-        if total > (max_bytes := max(self._max_bytes[any_video], PIECE_BYTES)):
+        if total > (max_bytes := max(self._max_bytes[any_video], self._message_bytes)):
             limit = "max_video_bytes" if any_video else "max_image_bytes"
             raise ImageLimitError(
                 f"the call's incomplete images have {total} bytes in all, more than {limit} = {max_bytes}: "

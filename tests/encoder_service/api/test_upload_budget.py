@@ -14,7 +14,7 @@ def budget_of(size_bytes: int) -> Budget:
 
 def uploads(budget: Budget, *holders: str, max_image_bytes: int = 50) -> Uploads:
     hold = budget.hold(caller(*holders or ("someone",)), 0)
-    return Uploads(hold, max_image_bytes=max_image_bytes, max_video_bytes=0, idle_s=10)
+    return Uploads(hold, max_image_bytes=max_image_bytes, max_video_bytes=0, message_bytes=0, idle_s=10)
 
 
 def test_pieces_are_joined_in_order_and_their_space_is_released() -> None:
@@ -100,7 +100,7 @@ def test_slow_uploads_time_out_and_fast_ones_continue() -> None:
 def test_a_call_sends_one_video_at_a_time_within_the_video_limit() -> None:
     budget = budget_of(1000)
     hold = budget.hold(caller("someone"), 0)
-    call = Uploads(hold, max_image_bytes=50, max_video_bytes=200, idle_s=10)
+    call = Uploads(hold, max_image_bytes=50, max_video_bytes=200, message_bytes=0, idle_s=10)
     with pytest.raises(ImageLimitError, match="max_video_bytes = 200"):
         call.reserve(0, 201, is_video=True)
     for index in (1, 2):

@@ -259,10 +259,16 @@ class JobQueue:
         """Take a device's next batch."""
         return self._of(self._scheduler.next_batch(monotonic(), budget_patches, device))
 
-    def next_overtaking(self, device: int, batch: Iterable[Job], most_patches: int) -> list[Job]:
+    def next_overtaking(
+        self, device: int, batch: Iterable[Job], most_patches: int, most_of_others: int
+    ) -> list[Job]:
         """Take an image to encode in the middle of `batch`, or nothing. See the scheduler."""
         tasks = [job.task for job in batch]
-        return self._of(self._scheduler.next_overtaking(tasks, monotonic(), most_patches, device))
+        return self._of(
+            self._scheduler.next_overtaking(
+                tasks, monotonic(), most_patches, device, most_of_others=most_of_others
+            )
+        )
 
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
         """Report how many seconds a thread spent on decoding these jobs together, including jobs that failed."""

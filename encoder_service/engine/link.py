@@ -55,6 +55,7 @@ class Batch:
     entries: list[Entry]
     seconds: float
     """The time that it should take; 0 if that is unknown."""
+    patches: int
     room: int
     """Patches that may still overtake it: together no more than its own, so that it takes at most twice as long."""
     urgent: bool = False
@@ -75,6 +76,7 @@ class Share:
 
     group: Group
     job: Job
+    patches: int
     room: int
 
 
@@ -293,7 +295,8 @@ class Link(asyncio.Protocol):
 
     def join(self, group: Group, job: Job) -> None:
         """Have the device encode its share of another device's image."""
-        self.share = Share(group, job, group.grid.patches // group.devices)
+        patches = group.grid.patches // group.devices
+        self.share = Share(group, job, patches, patches)
         self._end_idle()
         self._send(messages.JoinGroup(group, self._queue.encode_s(group.grid.patches)))
 
@@ -352,7 +355,9 @@ class Link(asyncio.Protocol):
         overtaken = usual if facts.overtakes else usual[1:]
         while self.is_up and overtaken:
             most = min(each.room for each in overtaken) // 2
-            jobs = self._queue.next_overtaking(self.device.number, _jobs_of(overtaken), most)
+            most_of_others = min(each.patches for each in overtaken) // 2
+            batch = _jobs_of(overtaken)
+            jobs = self._queue.next_overtaking(self.device.number, batch, most, most_of_others)
             if not jobs:
                 return
             written: list[Job] = []
@@ -362,7 +367,7 @@ class Link(asyncio.Protocol):
                 return
             self._encode(placed, urgent=True)
             for each in overtaken:
-                each.room -= sum(job.grid.patches for job, _ in placed)
+                each.room = max(0, each.room - sum(job.grid.patches for job, _ in placed))
 
     def _placed(
         self, jobs: Sequence[Job], written: list[Job], *, is_urgent: bool = False
@@ -423,6 +428,7 @@ class Link(asyncio.Protocol):
             jobs,
             [entry for _, entry in placed],
             seconds,
+            patches,
             patches,
             urgent,
             _ticks(seconds),

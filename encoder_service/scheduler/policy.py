@@ -378,6 +378,16 @@ class Order:
             for holder in holders:
                 self._queue(demanded=demanded).charge(holder, patches)
 
+    def owes_less(self, claim: Claim, taken: Sequence[Task]) -> bool:
+        """Whether the holder of a demanded claim has been charged less than each that was charged for `taken` tasks."""
+        charged = [
+            self._queue(demanded=demanded).tag(holder)
+            for task in taken
+            for demanded, holders in task.payers.items()
+            for holder in holders
+        ]
+        return bool(charged) and self._demanded.tag(claim.holder) < min(charged)
+
     def rekey(self, request: Request) -> None:
         """Reposition a request whose key has changed."""
         for line in self._lines.get(request, {}).values():

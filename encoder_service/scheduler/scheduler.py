@@ -407,14 +407,22 @@ class Scheduler:
                 return self._start(half, now)
         return self._start(self._choose(now, budget_patches, device), now)
 
-    def next_overtaking(self, batch: Batch, now: float, most_patches: int, device: int = 0) -> list[Task]:
+    def next_overtaking(
+        self, batch: Batch, now: float, most_patches: int, device: int = 0, *, most_of_others: int = 0
+    ) -> list[Task]:
         """Take the first task of a device if it may be encoded in the middle of `batch`; return it, or nothing.
 
         The task must be demanded, have at most `most_patches`, and its lane must be as good as those of all tasks that
-        its holder has in the batch.
+        its holder has in the batch. A holder that has had less of the device than each holder of the batch may have
+        `most_of_others` patches instead.
         """
-        first = self._table.prepared[device].first(now)
-        if first is None or not first.demanded or _task(first).patches > most_patches:
+        order = self._table.prepared[device]
+        first = order.first(now)
+        if first is None or not first.demanded:
+            return []
+        if _task(first).patches > most_patches and not (
+            _task(first).patches <= most_of_others and order.owes_less(first, batch)
+        ):
             return []
         if any(self._table.comes_before(task, first, now) for task in batch):
             return []

@@ -4,7 +4,7 @@ A linear layer is torch's, or uses weights that were packed once for the CPU's m
 windows in packed rows, and `Attention` is the interface of attention over them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -304,23 +304,35 @@ class SelfAttention(nn.Module):
         self.qkv.weight = frozen(self.qkv.weight[order])
         self.qkv.bias = frozen(self.qkv.bias[order])
 
-    def forward(self, hidden: Residual, norm: Norm, segments: Segments, layout: Layout) -> list[Tensor]:
-        """Return the attention of the stream's norm, as tiles [patches, embed], before the output projection."""
-        query, key, value = self._project(hidden, norm, layout).unbind(1)
+    def forward(
+        self,
+        hidden: Residual,
+        norm: Norm,
+        segments: Segments,
+        layout: Layout,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
+        """Return the attention of the stream's norm, as tiles [patches, embed], before the output projection.
+
+        `between` is called before each tile.
+        """
+        query, key, value = self._project(hidden, norm, layout, between).unbind(1)
         mixed = layout.attend(query, key, value, segments, self._scale)
         return layout.cut(mixed.flatten(1))
 
-    def _project(self, hidden: Residual, norm: Norm, layout: Layout) -> Tensor:
+    def _project(self, hidden: Residual, norm: Norm, layout: Layout, between: Callable[[], None]) -> Tensor:
         """Return queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
         shape = (3, self._heads, self._head_size)
         packed, rotate = layout.projected, layout.pointwise.rotate
         if packed is None:
+            between()
             whole: Tensor = self.qkv(hidden.normed(0, norm)).view(-1, *shape)
             queries_and_keys = whole[:, :2]
             rotate(queries_and_keys, layout.rotations, queries_and_keys)
             return whole
         tiles = zip(layout.cut(layout.rotations), layout.cut(packed), strict=True)
         for number, (rotations, out) in enumerate(tiles):
+            between()
             projected = self.qkv(hidden.normed(number, norm)).view(-1, *shape)
             rotate(projected[:, :2], rotations, out[:, :2])
             out[:, 2] = projected[:, 2]

@@ -90,12 +90,13 @@ class Block(nn.Module):
         self.mlp = Mlp(spec)
         self._windowed = windowed
 
-    def forward(self, hidden: Residual, layout: Layout) -> None:
-        """Add attention and MLP to the residual stream."""
+    def forward(self, hidden: Residual, layout: Layout, between: Callable[[], None]) -> None:
+        """Add attention and MLP to the residual stream. `between` is called before each tile."""
         segments = layout.windows if self._windowed else layout.segments
         assert segments is not None
-        mixed = self.attn(hidden, self.norm1, segments, layout)
+        mixed = self.attn(hidden, self.norm1, segments, layout, between)
         for number, tile in enumerate(mixed):
+            between()
             hidden.add(number, self.attn.proj, tile)
             self.mlp.add_to(hidden, number, self.norm2)
 
@@ -166,8 +167,8 @@ class TowerModule(nn.Module):
     ) -> Sequence[Tensor]:
         """uint8 packs [patches, channels × (2 ×) patch × patch] → [rows, width] of each pack.
 
-        All packs pass a block before the next block. `between` is called before each block. The rows are written to the
-        tensors of `into`, if given.
+        All packs pass a block before the next block. `between` is called before each tile in each block. The rows are
+        written to the tensors of `into`, if given.
         """
         spec = self.spec
         dtype = self.merger.norm.weight.dtype
@@ -177,9 +178,8 @@ class TowerModule(nn.Module):
             for pack in packs
         ]
         for number, block in enumerate(self.blocks):
-            between()
             for hidden, layout in zip(streams, layouts, strict=True):
-                block(hidden, layout)
+                block(hidden, layout, between)
             if number in spec.deepstack:
                 level = spec.deepstack.index(number)
                 self._merge(self.deepstack_merger_list[level], streams, layouts, rows, 1 + level)

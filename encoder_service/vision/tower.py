@@ -323,8 +323,8 @@ class Tower:
 
         `batch_patches` bounds the activations for any number of images; a larger image runs alone. On the CPU, and with
         `image_by_image`, the bits of an image's rows depend on that image only. On the CPU a block takes long, so
-        `between` is called before each block; it may encode other images. Raises `ValueError` for patches that do not
-        fit their grid.
+        `between` is called before each tile of a block; it may encode other images. Raises `ValueError` for patches
+        that do not fit their grid.
         """
         for image, grid in zip(patches, grids, strict=True):
             self._check(image, grid)

@@ -26,9 +26,11 @@ def nothing_sent(at: Floor, device: int = 0) -> Callable[[], bool]:
     return at.devices[device].sent.empty
 
 
-async def a_batch(at: Floor, name: bytes, grid: Grid = GRID, device: int = 0) -> tuple[Job, messages.Encode]:
+async def a_batch(
+    at: Floor, name: bytes, grid: Grid = GRID, device: int = 0, claim: Claim | None = None
+) -> tuple[Job, messages.Encode]:
     """Queue an image that a waiting caller wants; return its job, and its batch once the device has it."""
-    job = at.submit(name, demanded(name.decode()), grid=grid)
+    job = at.submit(name, claim or demanded(name.decode()), grid=grid)
     await at.prepare(job, device)
     return job, await at.devices[device].next(messages.Encode)
 
@@ -225,17 +227,42 @@ async def test_overtakers_are_together_less_work_than_the_batch(model: Model) ->
     quarter = Grid(1, 32, 32)  # 1024 patches: half of it at a time, and then of what is left
     async with floor(model) as at:
         [device] = at.devices
-        _, first = await a_batch(at, b"large", LARGE)
+        one = Claim("r", "one holder", demanded=True)
+        _, first = await a_batch(at, b"large", LARGE, claim=replace(one))
         for name in (b"1", b"2", b"3"):
-            _, batch = await a_batch(at, name, quarter if name != b"3" else Grid(1, 16, 32))
+            grid = quarter if name != b"3" else Grid(1, 16, 32)
+            _, batch = await a_batch(at, name, grid, claim=replace(one))
             assert batch.urgent
-        fourth = at.submit(b"4", demanded("4"), grid=quarter)
+        fourth = at.submit(b"4", replace(one), grid=quarter)
         await device.next(messages.Decode)
         device.prepared(fourth.number)
         await soon(lambda: fourth.number in at.links[0]._prepared)
         assert nothing_sent(at)(), "half of the room that is left is too small"
         device.encoded(first)
         assert (await device.next(messages.Encode)).images == [fourth.number]
+
+
+async def test_holders_that_had_less_of_the_device_overtake_until_they_had_as_much(model: Model) -> None:
+    eighth = Grid(1, 16, 32)  # 512 patches
+    async with floor(model) as at:
+        [device] = at.devices
+        large, small, other = (
+            lambda holder=holder: Claim(holder, holder, demanded=True)
+            for holder in ("large", "small", "other")
+        )
+        _, first = await a_batch(at, b"large", LARGE, claim=large())
+        for number in range(8):  # together as much as the batch
+            for name, claim in ((b"small", small()), (b"other", other())):
+                _, batch = await a_batch(at, b"%b %d" % (name, number), eighth, claim=claim)
+                assert batch.urgent
+                device.encoded(batch)
+        last = at.submit(b"small 8", small(), grid=eighth)
+        await device.next(messages.Decode)
+        device.prepared(last.number)
+        await soon(lambda: last.number in at.links[0]._prepared)
+        assert nothing_sent(at)(), "it has had as much"
+        device.encoded(first)
+        assert (await device.next(messages.Encode)).images == [last.number]
 
 
 async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_waiting_batches(

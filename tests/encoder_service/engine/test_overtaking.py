@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
 
 from torch import Tensor, uint8
 
@@ -11,9 +13,11 @@ from encoder_contract.geometry import Grid
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
+from encoder_service.vision import Tower
+from encoder_service.vision.tower import CPU_TILE_PATCHES
 from testing.decoding import decode_files
 from testing.photos import photo
-from tests.engines import demanded, running
+from tests.engines import Bench, demanded, running
 from tests.waiting import PATIENCE_S, soon
 
 LARGE = photo(640, 640, 0)  # 1600 patches
@@ -44,6 +48,12 @@ class Held:
         return rows
 
 
+def on_the_device(bench: Bench) -> int:
+    """Return how many demanded images the device has decoded, or is encoding."""
+    images = bench.jobs.snapshot().images
+    return sum(images[state, True] for state in (State.PREPARED, State.ENCODING, State.SPLIT))
+
+
 def rows_alone(model: Model, file: bytes) -> bytes:
     """Return the rows of an image encoded alone."""
     [pixels] = decode_files(model.decoder, [file])
@@ -59,11 +69,12 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
     """At most half of its 1600 patches at a time: two images of 324; a third still fits into half of the rest."""
     tower = Held(model)
     async with running(model, tower.encode, batch_patches=1024) as bench:
-        waiting = [asyncio.create_task(bench.rows(LARGE, demanded("large")))]
+        one = Claim("r", "one holder", demanded=True)
+        waiting = [asyncio.create_task(bench.rows(LARGE, replace(one)))]
         await asyncio.to_thread(tower.begun.wait, PATIENCE_S)
         guess = bench.submit(photo(256, 256, 9), Claim("guess", "test"))
-        waiting += [asyncio.create_task(bench.rows(file, demanded(f"{n}"))) for n, file in enumerate(SMALL)]
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == len(SMALL))
+        waiting += [asyncio.create_task(bench.rows(file, replace(one))) for file in SMALL]
+        await soon(lambda: on_the_device(bench) == 1 + len(SMALL))
         tower.go_on.set()
         pins = await asyncio.gather(*waiting)
         await soon(lambda: not len(bench.jobs))
@@ -83,7 +94,7 @@ async def test_an_image_without_store_space_does_not_overtake(model: Model) -> N
         large = asyncio.create_task(bench.rows(LARGE, demanded("large")))
         await asyncio.to_thread(tower.begun.wait, PATIENCE_S)
         small = asyncio.create_task(bench.rows(SMALL[0], demanded("small")))
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 1)
+        await soon(lambda: on_the_device(bench) == 2)
         tower.go_on.set()
         (await large).release()
         [after] = await asyncio.gather(small, return_exceptions=True)
@@ -91,3 +102,15 @@ async def test_an_image_without_store_space_does_not_overtake(model: Model) -> N
         if isinstance(after, Pin):
             after.release()
     assert tower.done[0] == of_large
+
+
+def test_a_large_image_can_be_interrupted_before_each_tile(model: Model) -> None:
+    """A small image waits for 256 patches of a block, not for a block of the large image."""
+    [pixels] = decode_files(model.decoder, [LARGE])
+    grid = model.tower.geometry.grid(640, 640)
+    patches = model.tower.inputs([pixels], [grid])
+    calls: list[None] = []
+    [rows] = model.tower.encode(patches, [grid], lambda: calls.append(None))
+    tiles = -(-grid.patches // CPU_TILE_PATCHES)
+    assert len(calls) == 2 * tiles * cast(Tower, model.tower).spec.depth
+    assert bytes(rows.contiguous().view(uint8).numpy()) == rows_alone(model, LARGE)

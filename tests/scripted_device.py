@@ -74,14 +74,14 @@ class ScriptedDevice(DeviceProcess):
     def _read(connection: socket.socket, sent: "SimpleQueue[Any]", stopped: threading.Event) -> None:
         try:
             while not stopped.is_set():
-                sent.put(messages.receive(connection))
+                sent.put((connection, messages.receive(connection)))
         except OSError:
             pass
 
     async def next(self, kind: type[Message]) -> Message:
         """Wait for the next message, which must be of this kind; skip `Begin`, and `LeaveGroup` unless it is wanted."""
         while True:
-            message = await asyncio.to_thread(self.sent.get, timeout=PATIENCE_S)
+            _, message = await asyncio.to_thread(self.sent.get, timeout=PATIENCE_S)
             if isinstance(message, kind) or not isinstance(message, messages.Begin | messages.LeaveGroup):
                 assert isinstance(message, kind), message
                 return message

@@ -54,7 +54,7 @@ async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_
         jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(6)]
         batches: list[messages.Encode] = []
         while len(batches) < 3:  # of 10 ms each
-            message = await asyncio.to_thread(device.sent.get, timeout=PATIENCE_S)
+            _, message = await asyncio.to_thread(device.sent.get, timeout=PATIENCE_S)
             if isinstance(message, messages.Decode):
                 device.prepared(*(image.number for image in message.images))
             else:

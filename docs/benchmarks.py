@@ -45,7 +45,7 @@ def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
 def caption(result: Result) -> str:
     """Return how a column was measured: day, commit, and what makes it less comparable."""
     parts = [when(result)]
-    parts += [f"busy (load {result.load:.1f} a core)"] if result.load > BUSY else []
+    parts += [f"load {result.load:.1f} a core"] if result.load > BUSY else []
     if left_out := result.figures.get("left_out"):
         parts.append(f"no time for {' and '.join(left_out)}")
     return ", ".join(parts)
@@ -54,7 +54,7 @@ def caption(result: Result) -> str:
 def when(result: Result) -> str:
     """Return the day and the commit of a result."""
     commit = result.versions.get("commit", "unknown")
-    dirty = " with uncommitted changes" if commit.endswith(DIRTY) else ""
+    dirty = " and changes" if commit.endswith(DIRTY) else ""
     return f"{result.measured_on}, commit {commit.removesuffix(DIRTY)}{dirty}"
 
 

@@ -74,7 +74,7 @@ def test_a_question_has_one_table_with_a_column_for_each_machine() -> None:
     ]
     assert caption(GOOD) == "2026-01-02, commit 0123abc"
     assert caption(dirty) == (
-        "2026-01-02, commit 0123abd with uncommitted changes, busy (load 0.7 a core), no time for case 720p"
+        "2026-01-02, commit 0123abd and changes, load 0.7 a core, no time for case 720p"
     )
     assert section(STORE, []) == "Not measured yet."
 

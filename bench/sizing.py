@@ -28,7 +28,7 @@ SIZES = {
 GIB = 1 << 30
 ELEMENT_BYTES = 2  # bfloat16
 
-SHOWN = ("256", "720p", "1440p")
+SHOWN = ("720p", "1440p")
 BENCHMARK = Benchmark(
     "sizing",
     "What does an image cost, by arithmetic?",

@@ -426,7 +426,10 @@ class Server:
         settings = self._settings()
         if self._config.index != "memory":
             is_joined = self.cluster.status.state is IndexState.JOINED
-            warning = "" if is_joined else ": unavailable; this server encodes alone until it has joined"
+            why = self.cluster.never_joined
+            warning = (
+                "" if is_joined else f": unavailable ({why}); this server encodes alone until it has joined"
+            )
             settings["index"] = f"{self._config.index_for_people}{warning}"
         metrics = {"metrics": self.watch.url} if self.watch.url else {}
         return {**settings, **metrics, "listening": self.endpoint}

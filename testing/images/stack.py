@@ -174,7 +174,7 @@ def failure_of(stack: Stack, services: Sequence[str]) -> str:
         stack.up(*services)
     except subprocess.CalledProcessError as error:
         lines = stack.log(services[-1]).strip().splitlines()
-        return f"{error.stderr.strip().splitlines()[-1]}\n{lines[-1] if lines else ''}"
+        return "\n".join([error.stderr.strip().splitlines()[-1], *lines[-3:]])
     finally:
         stack.down()
     raise AssertionError(f"{services} started")

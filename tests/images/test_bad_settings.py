@@ -1,4 +1,4 @@
-"""Mistakes in `.env`: `up --wait` fails, and the last line of the log says what to do."""
+"""Mistakes in `.env`: `up --wait` fails, and the last lines of the log say why."""
 
 import shutil
 import socket
@@ -38,7 +38,6 @@ def test_a_redis_that_refuses(images: dict[str, str], readable_checkpoint: Path,
     guarded.write_text(
         "services:\n  redis:\n    command: [redis-server, --requirepass, secret]\n"
         "    healthcheck: {test: [CMD, redis-cli, -a, secret, ping]}\n"
-        "  encoder-cpu:\n    healthcheck: {start_period: 20s}\n"
     )
     said = failure_of(Stack(readable_checkpoint, tmp_path, 1, guarded), ENCODER)
     assert "unhealthy" in said

@@ -22,21 +22,16 @@ TESTS = (
     "tests/encoder_service/vision/test_towers_simulated.py",
     "tests/prefill_client/transport/test_device_simulated.py",
 )
-# Functions that only CUDA's branches call.
+# Functions and classes that only CUDA's branches use, by file.
 FUNCTIONS = {
-    "CudaCapture",
-    "FlashAttention2",
-    "FlashAttention3",
-    "TorchVarlenAttention",
-    "_replay_failure",
-    "capture_graphs",
-    "register_memory",
-    "unregister_memory",
-    "_owned",
-    "_current",
-    "_checked",
-    "CudaBytes",
-    "make_current",
+    "attention.py": ("FlashAttention2", "FlashAttention3", "TorchVarlenAttention", "_replay_failure"),
+    "dali.py": ("_owned",),
+    "device.py": ("make_current",),
+    "device_memory.py": ("CudaBytes", "_current", "_checked", "_owned", "_free"),
+    "graphs.py": ("CudaCapture",),
+    "segment.py": ("register_memory", "unregister_memory"),
+    "tower.py": ("capture_graphs",),
+    "ulysses.py": ("complete",),
 }
 CONDITIONS = ("is_cuda", "== 'cuda'", "startswith('cuda", "_stream is not None", "made is not None")
 NEGATED = ("_stream is None", "== 'cpu'", "!= 'cuda'")
@@ -55,7 +50,7 @@ def statements(path: Path) -> set[int]:
         )
 
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in FUNCTIONS:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in FUNCTIONS.get(path.name, ()):
             add(node.body)
         elif isinstance(node, ast.If):
             test = ast.unparse(node.test)

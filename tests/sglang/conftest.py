@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from testing.answers import Answer, Part
 from testing.checkpoints import write_checkpoint
 from testing.photos import encoded, photo
 from testing.sglang_engine import SglangEngine, add_video_processor, package_variables, serving
+from tests.sglang.counters import fetches, server_of
 from tests.vllm.restartable import Restartable
 
 HERE = Path(__file__).parent
@@ -132,13 +134,19 @@ def images_in(parts: Iterable[Part]) -> set[bytes]:
 def let_it_encode(service: Restartable, parts: Iterable[Part]) -> dict[bytes, int]:
     """Let the service encode images that are new to the engine, whose cache cannot be emptied.
 
-    Returns the number of tokens of each.
+    Returns the number of tokens of each, once the service has logged its calls.
     """
     images = [*images_in(parts)]
+    server = server_of(service)
+    before = len(server.lines)
     with BlockingClient.connect(service.endpoint) as client:
         answers = client.submit(images)
         with client.fetch([RowRequest(answer.digest, row_end=1) for answer in answers]) as outcomes:
             assert all(outcome.error is None for outcome in outcomes)
+    deadline = time.monotonic() + HANG_S / 2
+    while not fetches(server, before):  # logged after its caller has the rows
+        assert time.monotonic() < deadline, "the service does not log its Fetch"
+        time.sleep(0.01)
     return {image: answer.tokens for image, answer in zip(images, answers, strict=True)}
 
 

@@ -115,6 +115,7 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Resul
         for other in (task, watch):
             other.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+        del task, watch, other  # an error refers to this frame, which would keep all that its work held
 
 
 async def _disconnected(request: Request) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from encoder_contract.errors import DeadlineError, UnavailableError
 from prefill_client.sglang_gateway.parts import Address
+from prefill_client.sglang_gateway.together import in_time, together
 
 # Sockets that are open at the same time, two or three descriptors each. More receivers wait.
 _MAX_SOCKETS = 128
@@ -43,13 +44,7 @@ class Delivery:
         The rows must be C-contiguous. They are not copied, but read until this returns. Raises `UnavailableError` if a
         receiver does not accept a connection, and `DeadlineError` if it reads too slowly.
         """
-        sending = [asyncio.create_task(self._send(receiver, frame, rows)) for receiver in receivers]
-        try:
-            await asyncio.gather(*sending)
-        finally:
-            for each in sending:
-                each.cancel()
-            await asyncio.gather(*sending, return_exceptions=True)
+        await together(self._send(receiver, frame, rows) for receiver in receivers)
 
     async def _send(self, receiver: Address, frame: bytes, rows: NDArray[np.generic]) -> None:
         async with self._free_sockets:
@@ -66,16 +61,11 @@ class Delivery:
             )  # send waits for the connection, so that it can be cancelled until then
             socket.set(zmq.IPV6, int(":" in receiver.host))
             socket.connect(receiver.url)
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    await socket.send_multipart([frame, _lent(rows, released)], copy=False)
-            except TimeoutError:
-                raise UnavailableError(f"{receiver.url} does not accept a connection for rows") from None
-            try:
-                async with asyncio.timeout(TRANSFER_S):
-                    await released.wait()
-            except TimeoutError:
-                raise DeadlineError(f"{receiver.url} did not read its rows in {TRANSFER_S:g} s") from None
+            sending = socket.send_multipart([frame, _lent(rows, released)], copy=False)
+            if not await in_time(CONNECT_S, sending):
+                raise UnavailableError(f"{receiver.url} does not accept a connection for rows")
+            if not await in_time(TRANSFER_S, released.wait()):
+                raise DeadlineError(f"{receiver.url} did not read its rows in {TRANSFER_S:g} s")
             linger_ms = _LINGER_MS
         finally:
             socket.close(linger=linger_ms)  # 0 drops the message after an error

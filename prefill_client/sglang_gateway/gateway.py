@@ -35,6 +35,7 @@ from prefill_client.sglang_gateway.memory import Memory
 from prefill_client.sglang_gateway.metrics import Metrics
 from prefill_client.sglang_gateway.model_check import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
+from prefill_client.sglang_gateway.together import together
 from prefill_client.sglang_gateway.videos import shown, times
 from prefill_client.transport.rows import element_type
 from prefill_client.video import Video, read_videos
@@ -208,7 +209,7 @@ class Gateway:
                     except EncoderError as error:
                         if not error.retryable:
                             raise
-                        last = error
+                        last = error.with_traceback(None)  # its frames hold the rows of this attempt
                     self._metrics.retries.inc()
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
@@ -281,23 +282,17 @@ class Gateway:
         """
         dtype = self._client.description.dtype
         ends = np.cumsum([image.tokens for image in images])
-        together = np.empty((ends[-1], self._client.description.width), element_type(dtype))
+        block = np.empty((ends[-1], self._client.description.width), element_type(dtype))
         slots = asyncio.Semaphore(_FETCHES_OF_A_PART)
 
         async def copy(index: int, image: Submitted) -> None:
-            window = together[ends[index] - image.tokens : ends[index]]
+            window = block[ends[index] - image.tokens : ends[index]]
             async with slots, self._fetch(part, image, left_s) as stream:
                 fetched = await self._outcome(stream, items.names[index])
                 await read([fetched], lambda rows: np.copyto(window, rows[0].array))
 
-        copying = [asyncio.create_task(copy(index, image)) for index, image in enumerate(images)]
-        try:
-            await asyncio.gather(*copying)
-        finally:
-            for each in copying:
-                each.cancel()
-            await asyncio.gather(*copying, return_exceptions=True)
-        return together, dtype
+        await together(copy(index, image) for index, image in enumerate(images))
+        return block, dtype
 
     def _fetch(self, part: Part, image: Submitted, left_s: float) -> FetchStream:
         request = RowRequest(image.digest, submitted_to=image.endpoint, frames=image.frames)
@@ -320,6 +315,8 @@ class Gateway:
                 delivering.cancel()
                 await asyncio.gather(delivering, return_exceptions=True)
                 raise
+        finally:
+            del delivering  # an error refers to this frame, which would keep the rows through its task
 
     async def _deliver(self, part: Part, rows: PartRows) -> None:
         receivers = part.receivers if part.receivers is not None else await self._ranks(part.req_id)

@@ -2,6 +2,9 @@
 
 import asyncio
 import base64
+import gc
+import socket
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest, content_digest
 from prefill_client.sglang_gateway import delivery, http_service
@@ -130,7 +134,7 @@ async def test_an_image_that_cannot_be_read_fails_its_request_alone(
     assert (status, message.startswith("image 1: ")) == (400, True), message
     for item, expected in (
         ("file:///etc/passwd", 403),
-        ("/etc/passwd", 400),
+        ("/etc/passwd", 403),
         ("http://127.0.0.1/a.jpg", 403),
         ({"url": data_url(FIRST), "preprocess_kwargs": {}}, 400),
     ):
@@ -333,8 +337,8 @@ async def test_a_rank_that_registers_twice_gets_a_part_once(
         answer = await sglang._http.post(f"{gateway.url}/scheduler_receive_url", json=registration)
         assert answer.status_code == 200
     assert (await sglang._http.post(f"{gateway.url}/encode", json=body)).status_code == 200
-    for socket in (first, second):
-        Message.of(await socket.recv_multipart())
+    for receiving in (first, second):
+        Message.of(await receiving.recv_multipart())
     ((receivers, _),) = gateway.delivery.delivered
     assert receivers == [Address("127.0.0.1", port), Address("127.0.0.1", other)]
 
@@ -351,6 +355,23 @@ async def test_metrics_are_exposed(gateway: RunningGateway, sglang: LanguageServ
         text = (await http.get(f"{gateway.url}/metrics")).text
     assert 'sglang_gateway_parts_total{outcome="served"} 1.0' in text
     assert "sglang_gateway_part_seconds_count 1.0" in text
+
+
+async def test_rows_that_could_not_be_sent_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "CONNECT_S", 0.2)
+    sending, rows = delivery.Delivery(), np.zeros((64, 128), np.float32)
+    watched = weakref.ref(rows)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    gc.disable()  # or it would free them at some later time
+    try:
+        with pytest.raises(UnavailableError):
+            await sending.deliver([Address("127.0.0.1", port)], b"frame", rows)
+        del rows
+        assert watched() is None
+    finally:
+        gc.enable()
+        sending.close()
 
 
 async def test_small_messages_arrive_although_their_socket_closes_at_once() -> None:

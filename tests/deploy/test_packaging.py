@@ -144,11 +144,17 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
 
 
 @pytest.mark.parametrize(
-    "command", ["encoder-service", "prefill-client", "prefill-reference", "encoder-sglang-gateway"]
+    ("command", "module"),
+    [
+        ("encoder-service", "encoder_service"),
+        ("prefill-client", "prefill_client"),
+        ("prefill-reference", "prefill_reference"),
+        ("encoder-sglang-gateway", "prefill_client.sglang_gateway"),
+    ],
 )
-def test_commands_run_the_installed_packages(site: Path, command: str) -> None:
+def test_commands_run_the_installed_packages(site: Path, command: str, module: str) -> None:
     assert installed(site, site / "bin" / command, "--version").stdout.split() == [command, __version__]
-    code = f"import {command.replace('-', '_')} as package; print(package.__file__)"
+    code = f"import {module} as package; print(package.__file__)"
     assert Path(installed(site, sys.executable, "-c", code).stdout).is_relative_to(site)
 
 

@@ -222,6 +222,8 @@ class Link(asyncio.Protocol):
         return self.is_up and self.silent_ticks < QUIET_TICKS
 
     def _send(self, message: object) -> None:
+        if self._transport.is_closing():  # the process has ended: `connection_lost` comes next
+            return
         for piece in messages.packed(message):
             self._transport.write(piece)
 

@@ -115,7 +115,7 @@ async def call(at: Floor, dice: random.Random, seen: Counter[str]) -> None:
 async def run(model: Model, events: int, seed: int) -> Counter[str]:
     """Run so many calls; check that nothing is left at the end."""
     dice, seen = random.Random(seed), Counter[str]()
-    async with floor(model, devices=2, store_bytes=PAGES << 16, groups=True, decode_threads=3) as at:
+    async with floor(model, devices=2, store_bytes=PAGES << 16, group_patches=4096, decode_threads=3) as at:
         playing = [asyncio.create_task(RandomDevice(each, dice, seen).play()) for each in at.devices]
         left = events
 

@@ -1,4 +1,4 @@
-"""`encoder-service` under a wall clock that jumps: an hour forward at SIGUSR2, an hour back at SIGHUP.
+"""`encoder-service` under a wall clock that jumps: an hour forward at `FORWARD`, an hour back at `BACK`.
 
 Run it as a program in place of the command. It replaces the clock of Python code only, so it needs no right to set the
 machine's clock. Two parties keep the true clock: libraries in C, such as OpenSSL when it checks the dates of a
@@ -12,6 +12,8 @@ import time
 from functools import partial
 
 HOUR_S = 3600
+# The service handles no real-time signals itself.
+FORWARD, BACK = signal.SIGRTMIN, signal.SIGRTMIN + 1
 _TRUE = "grpc"
 
 
@@ -55,8 +57,8 @@ def main() -> int:
     """Run the command line of the service under such a clock."""
     clock = WallClock()
     clock.install()
-    signal.signal(signal.SIGUSR2, partial(clock.jump, HOUR_S))
-    signal.signal(signal.SIGHUP, partial(clock.jump, -HOUR_S))
+    signal.signal(FORWARD, partial(clock.jump, HOUR_S))
+    signal.signal(BACK, partial(clock.jump, -HOUR_S))
     from encoder_service.cli import main as serve
 
     return serve()

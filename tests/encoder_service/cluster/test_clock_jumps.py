@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client import EncoderClient, RowRequest
-from testing.jumping_clock import HOUR_S
+from testing.jumping_clock import BACK, FORWARD, HOUR_S
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
@@ -25,7 +24,7 @@ from tests.waiting import soon
 
 pytestmark = pytest.mark.timeout(240)
 # One hour forward and back, then one hour back and forward.
-JUMPS = (signal.SIGUSR2, signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2)
+JUMPS = (FORWARD, BACK, BACK, FORWARD)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,7 @@ async def test_a_replica_whose_clock_jumped_drains_normally(
     replicas: tuple[ReplicaProcess, ReplicaProcess],
 ) -> None:
     jumper, steady = replicas
-    jumper.process.process.send_signal(signal.SIGUSR2)
+    jumper.process.process.send_signal(FORWARD)
     assert await asyncio.to_thread(jumper.process.terminate) == 0
 
     async def has_left() -> bool:

@@ -33,9 +33,9 @@ from tests.engines import Changed, in_batches
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["encoder_service.app", "tests.lost_device"])
 
-LOSING = "TEST_LOSING"
+LOSING = "TORCH_TEST_LOSING"
 """Where processes fail, one after another, and a folder of files named after those that have; without a folder, all
-processes fail at the first."""
+processes fail at the first. The prefix is one that a device's process gets."""
 
 _lost = threading.Event()
 

@@ -139,7 +139,7 @@ with grpc.insecure_channel(endpoint) as channel:
     for number, answer in enumerate(EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images))):
         if number == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
-        if answer.HasField("ready"):
+        for _ in answer.ready:
             print("ready", flush=True)
 """
 

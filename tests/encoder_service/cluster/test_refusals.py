@@ -69,8 +69,11 @@ async def test_a_server_that_redis_refuses_says_so_once_until_it_has_joined(
     client = redis.client()
     client.config_set("requirepass", "secret")
     with running(checkpoint, index=redis.url) as server:
-        refused = [line for line in server.lines if re.search("index: alone .*Authentication required", line)]
-        assert len(refused) == 1
+
+        def refused() -> int:
+            return sum("index: alone " in line and "Authentication required" in line for line in server.lines)
+
+        await soon(lambda: refused() == 1)
         status, text = await asyncio.to_thread(answer, f"{server.metrics_url}readyz")
         assert status == 200, "it works alone"
         assert text.splitlines()[0] == "ok"

@@ -65,11 +65,9 @@ async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]
         fetching: Any = EncoderServiceStub(channel)
         call = fetching.Fetch(pb.FetchRequest(images=names, grace_ms=20_000), timeout=START_S)
         sending = asyncio.create_task(client.submit(images))
-        said = [
-            message.error.code if message.HasField("error") else "rows"
-            async for message in call
-            if not message.HasField("rows")
-        ]
+        said: list[Any] = []
+        async for message in call:
+            said += ["rows"] * len(message.ready) + [error.code for error in message.errors]
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
     return said

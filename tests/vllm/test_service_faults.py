@@ -76,7 +76,7 @@ def test_arrived_rows_need_no_service(engine: Engine, server: Restartable) -> No
     submit(engine, files)
     request_id = engine.start(["x", *files])
     engine.step()
-    engine.run_until(lambda: all(rows.state == "here" for rows in engine.side.table._entries.values()))
+    engine.run_until(lambda: all(rows.here for rows in engine.side.table._slots.values()))
     server.kill()
     assert engine.run(request_id)[request_id].distance(right) <= TOLERANCE
     server.start()

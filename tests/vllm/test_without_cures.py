@@ -202,7 +202,7 @@ def test_without_request_finished_rows_are_never_released(
     monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE, photo(170, 130, 8003, "PNG")])
-    engine.run_until(lambda: any(rows.state == "here" for rows in engine.side.table._entries.values()))
+    engine.run_until(lambda: any(rows.here for rows in engine.side.table._slots.values()))
     engine.abort(request_id)
     for _ in range(100):
         engine.step()

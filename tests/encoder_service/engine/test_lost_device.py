@@ -66,8 +66,11 @@ async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]
         call = fetching.Fetch(pb.FetchRequest(images=names, grace_ms=20_000), timeout=START_S)
         sending = asyncio.create_task(client.submit(images))
         said: list[Any] = []
-        async for message in call:
-            said += ["rows"] * len(message.ready) + [error.code for error in message.errors]
+        try:
+            async for message in call:
+                said += ["rows"] * len(message.ready) + [error.code for error in message.errors]
+        except grpc.aio.AioRpcError as error:  # the Fetch arrived when the server had already failed
+            said += [error.code().value[0]] * (len(images) - len(said))
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
     return said

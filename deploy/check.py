@@ -89,6 +89,15 @@ def check_rules() -> list[bool]:
     ]
 
 
+def check_routes() -> list[bool]:
+    """Have amtool, if it is installed, check the configuration of Alertmanager."""
+    amtool = shutil.which("amtool")
+    if amtool is None:
+        print("deploy: amtool is not installed (Debian: apt install prometheus-alertmanager)")
+        return []
+    return [run("amtool check-config", [amtool, "check-config", "alertmanager.yml"], DEPLOY / "prometheus")]
+
+
 def check_pins() -> bool:
     """Check that every pulled image is pinned to one release: three numbers or more in its tag."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
@@ -123,6 +132,7 @@ def main() -> int:
         check_compiler(),
         *check_charts(),
         *check_rules(),
+        *check_routes(),
     ]
     return 0 if all(results) else 1
 

@@ -44,8 +44,7 @@ def bases() -> dict[str, str]:
     }
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
     for name in ("redis", "prometheus", "alertmanager", "grafana"):
-        if name in services:
-            found[name] = services[name]["image"]
+        found[name] = services[name]["image"]
     return found
 
 

@@ -45,7 +45,8 @@ class Stack:
     def __init__(self, model: Path, folder: Path, replicas: int = 3, *files: Path, **settings: str) -> None:
         """`files` are further compose files, `settings` replace variables of `.env`."""
         first = next(port for port in iter(free_port, 0) if all(_is_free(port + n) for n in range(replicas)))
-        self.ports = {name: free_port() for name in ("PREFILL_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")}
+        services = ("PREFILL", "PROMETHEUS", "ALERTMANAGER", "GRAFANA")
+        self.ports = {f"{name}_PORT": free_port() for name in services}
         self.settings = {
             "MODEL": str(model),
             "COMPOSE_PROFILES": "cpu",

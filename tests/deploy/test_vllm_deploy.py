@@ -27,8 +27,8 @@ def test_the_encoder_listens_where_the_engine_connects() -> None:
     assert VLLM.services["encoder"]["volumes"][0] == VLLM.services["vllm"]["volumes"][0], "one checkpoint"
 
 
-def test_prometheus_and_grafana_extend_the_main_compose_file_and_scrape_both() -> None:
-    names = ("prometheus", "grafana")
+def test_the_monitoring_services_extend_the_main_compose_file_and_scrape_both() -> None:
+    names = ("prometheus", "alertmanager", "grafana")
     assert VLLM.extended == {name: {"file": "../docker-compose.yml", "service": name} for name in names}
     (config,) = (
         each.partition("=")[2].replace("/etc/prometheus", str(DEPLOY / "prometheus"))

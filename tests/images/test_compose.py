@@ -146,6 +146,11 @@ def test_a_stopped_redis_raises_an_alert_that_ends_with_it(stack: Stack) -> None
     stack.compose("stop", "redis")
     seconds = wait_until(lambda: "EncoderIndexDown" in stack.alerts(), "EncoderIndexDown fires")
     print(f"EncoderIndexDown fires after {seconds:.0f} s")
+    (manager,) = stack.containers("alertmanager")
+    api = "http://127.0.0.1:9093/api/v2/alerts?receiver=page"
+    wait_until(
+        lambda: "EncoderIndexDown" in stack.exec(manager, "wget", "-q", "-O", "-", api), "a page goes out"
+    )
     stack.chat(photo(320, 240, 77))
     stack.compose("start", "redis")
     wait_until(lambda: "EncoderIndexDown" not in stack.alerts(), "EncoderIndexDown ends")

@@ -221,7 +221,7 @@ async def serving(name: str, model: Path) -> AsyncIterator[ServerProcess]:
 async def victim_of(server: ServerProcess) -> AsyncIterator[Victim]:
     """Connect a victim."""
     async with (
-        await EncoderClient.connect(server.endpoint, client_id="victim") as client,
+        await EncoderClient.connect(server.endpoint) as client,
         grpc.aio.insecure_channel(server.endpoint) as channel,
     ):
         yield Victim(client, channel, f"http://{server.http_endpoint}/healthz")

@@ -15,15 +15,12 @@ from encoder_service.scheduler import Claim, Limits, most_held
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of one call. Created once, where the call enters, and completed from its first message.
-
-    `holders` are the names that its shares count against, the most specific first: its tenant; without tenants, its
-    client and then its host.
-    """
+    """The caller of one call. Created once, where the call enters, and completed from its first message."""
 
     host: str
     """An IPv4 address, the /64 network of an IPv6 address, or all Unix sockets."""
-    holders: tuple[str, ...]
+    holder: str
+    """Its shares count against this: its tenant, or without tenants its host."""
     connection: str = ""
     is_local: bool = False
     is_peer: bool = False
@@ -41,11 +38,6 @@ class Caller:
     signature: bytes = field(default=b"", repr=False)
     call_id: str = field(default_factory=lambda: uuid4().hex)
     """Identifies the call where the caller names no request."""
-
-    @property
-    def holder(self) -> str:
-        """The first of `holders`. A budget that is not `per_host` counts against it alone."""
-        return self.holders[0]
 
     def claim(self, chunk: int = 0, needed_at: float | None = None) -> Claim:
         """Return a new claim: demanded if `needed_at` is given (a Fetch), else speculative (a Submit)."""
@@ -70,17 +62,11 @@ class Budget:
     A holder may have up to `most_held`. Its first amount only needs to fit.
     """
 
-    def __init__(
-        self, size: int, name: str, *, per_host: bool = False, part_of: "Budget | None" = None
-    ) -> None:
-        """With `per_host`, amounts count against all `holders` of a caller, otherwise against the first.
-
-        Amounts of a part also count in the whole, but against nobody's share of it.
-        """
+    def __init__(self, size: int, name: str, *, part_of: "Budget | None" = None) -> None:
+        """Amounts of a part also count in the whole, but against nobody's share of it."""
         self.size = size
         self.held = 0
         self._name = name
-        self._per_host = per_host
         self._whole = part_of
         self._holders: Counter[str] = Counter()
         self._uses: Counter[tuple[str, bytes]] = Counter()  # by holder and key
@@ -93,9 +79,9 @@ class Budget:
         amount, count once.
         """
         amount = min(amount, self.size)
-        hold = Hold(self, caller.holders if self._per_host else caller.holders[:1], once)
+        hold = Hold(self, caller.holder, once)
         if amount and not (once and self._uses[caller.holder, once]):
-            self.reserve(hold.holders, amount)
+            self.reserve(caller.holder, amount)
         if once and amount:
             self._uses[caller.holder, once] += 1
         hold.amount = amount
@@ -112,31 +98,32 @@ class Budget:
                     await self._released.wait()
         return self.hold(caller, amount, once=once)
 
-    def reserve(self, holders: Sequence[str], amount: int) -> None:
-        """Count `amount` against each of `holders`. If it raises `OverloadedError`, it counts nothing."""
+    def reserve(self, holder: str | None, amount: int) -> None:
+        """Count `amount`, against the share of `holder` if given. If it raises `OverloadedError`, it counts nothing."""
         free = self.size - self.held - amount
         if free < 0:
             raise OverloadedError(
                 f"the server's limit of {self._name} ({self.size}) is reached: retry",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        most = most_held(free)
-        if any(held and held + amount > most for held in map(self._holders.__getitem__, holders)):
+        held = self._holders[holder] if holder is not None else 0
+        if held and held + amount > most_held(free):
             raise OverloadedError(
                 f"this caller's share of {self._name} is used up: end other calls, or retry",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         if self._whole is not None:
-            self._whole.reserve((), amount)
+            self._whole.reserve(None, amount)
         self.held += amount
-        self._holders.update(dict.fromkeys(holders, amount))
+        if holder is not None:
+            self._holders[holder] += amount
 
-    def release(self, holders: Sequence[str], amount: int) -> None:
+    def release(self, holder: str | None, amount: int) -> None:
         """Undo `reserve`, in whole or in part."""
         if self._whole is not None:
-            self._whole.release((), amount)
+            self._whole.release(None, amount)
         self.held -= amount
-        for holder in dict.fromkeys(holders):
+        if holder is not None:
             self._holders[holder] -= amount
             if not self._holders[holder]:
                 del self._holders[holder]
@@ -154,12 +141,12 @@ class Budget:
 class Hold:
     """The `amount` of a `Budget` that one call holds until its `with` block ends."""
 
-    __slots__ = ("_budget", "_once", "amount", "holders")
+    __slots__ = ("_budget", "_holder", "_once", "amount")
 
-    def __init__(self, budget: Budget, holders: Sequence[str], once: bytes) -> None:
-        self.holders = holders
+    def __init__(self, budget: Budget, holder: str, once: bytes) -> None:
         self.amount = 0
         self._budget = budget
+        self._holder = holder
         self._once = once
 
     @property
@@ -170,16 +157,16 @@ class Hold:
     def resize(self, amount: int) -> None:
         """Change the amount. If it raises `OverloadedError`, the amount is unchanged."""
         if amount > self.amount:
-            self._budget.reserve(self.holders, amount - self.amount)
+            self._budget.reserve(self._holder, amount - self.amount)
         else:
-            self._budget.release(self.holders, self.amount - amount)
+            self._budget.release(self._holder, self.amount - amount)
         self.amount = amount
 
     def release(self) -> None:
         """Release everything. A second call does nothing."""
         amount, self.amount = self.amount, 0
-        if amount and (not self._once or self._budget.is_last_use(self.holders[0], self._once)):
-            self._budget.release(self.holders, amount)
+        if amount and (not self._once or self._budget.is_last_use(self._holder, self._once)):
+            self._budget.release(self._holder, amount)
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +191,7 @@ HEALTH_CALLS = 512
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """The table of everything that callers may hold: its size, its name in messages, whom it counts against.
+    """The table of everything that callers may hold: its size, and its name in messages.
 
     It also bounds how long an upload or a reader of answers may stall, and how long a Fetch may wait for an image that
     is not submitted yet. The queue counts its own contents (`scheduler.admission`), by the same rule.
@@ -237,7 +224,7 @@ class Budgets:
                 claims=claims,
                 seconds=config.max_queue_s,
             ),
-            # A call counts before any message is read, so against its host.
+            # A call counts before its token is looked up, so against its host.
             calls=Budget(config.max_calls, "open calls"),
             # Submits stay open while their callers retain images. They must leave room for other calls.
             submits=Budget(config.max_calls, "open Submit calls"),
@@ -245,7 +232,7 @@ class Budgets:
             # A Fetch above this is refused whole, before its names are read: refusing must cost less than asking again.
             fetched_images=Budget(claims, "images in Fetch calls"),
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
-            upload_bytes=Budget(upload_bytes, "upload bytes", per_host=True),
+            upload_bytes=Budget(upload_bytes, "upload bytes"),
             pinned_bytes=pinned_bytes,
             lent_bytes=Budget(
                 int(host_bytes * LENT_SHARE), "bytes of rows that are read in place", part_of=pinned_bytes

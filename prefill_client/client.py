@@ -57,7 +57,7 @@ class EncoderClient:
 
         An endpoint is host:port, unix:/path, or dns:host:port for every address of that name. With `wait`, servers that
         refuse connections and names that do not resolve are tried again until `timeout_s`, because a server may still
-        be starting. `client_id` names this client in the servers' logs and metrics. Clients share rows only if they
+        be starting. `client_id` names this client in the servers' logs. Clients share rows only if they
         have the same `tenant_salt`. `receivers` replaces the receivers of row data, for engines whose other processes
         read the rows.
 

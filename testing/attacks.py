@@ -4,7 +4,8 @@
 
 The process prepares its bytes, prints "ready", and attacks once it has read a line from its input. It runs with a low
 priority, so that server and victim get the processor first: what a victim feels is then what the server allows, not
-the price of another busy process on the machine.
+the price of another busy process on the machine. It calls from another address than the victim: without tenants, the
+callers of a host share what the host may use.
 
 Loads are bounded: no attack sends more than some hundred megabytes, or opens more connections than an honest fleet.
 """
@@ -31,6 +32,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing import hostile_images as files
 from testing.photos import photo, with_comment
 from testing.raw_http2 import RawConnection
+from testing.tcp_proxy import from_another_host
 
 if TYPE_CHECKING:  # the class of an asyncio stub exists for the type checker only
     from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
@@ -387,6 +389,11 @@ async def _repeat_in_parallel(
     await asyncio.gather(*(repeat() for _ in range(count)))
 
 
+async def _attack(name: str, grpc_endpoint: str, http_endpoint: str) -> None:
+    async with from_another_host(grpc_endpoint) as to_grpc, from_another_host(http_endpoint) as to_http:
+        await CALLERS[name](Target(to_grpc, to_http), _wait_for_go)
+
+
 async def _wait_for_go() -> None:
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -402,7 +409,7 @@ def main() -> None:
     parser.add_argument("http", help="host:port of its metrics")
     args = parser.parse_args()
     os.nice(NICE)
-    asyncio.run(CALLERS[args.attack](Target(args.grpc, args.http), _wait_for_go))  # type: ignore[arg-type]
+    asyncio.run(_attack(args.attack, args.grpc, args.http))
 
 
 if __name__ == "__main__":

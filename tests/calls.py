@@ -72,11 +72,11 @@ async def finish(call: Any) -> None:
 
 
 async def raw_submit(
-    client: EncoderClient, images: list[tuple[pb.ImageName, bytes]]
+    client: EncoderClient, images: list[tuple[pb.ImageName, bytes]], client_id: str = ""
 ) -> dict[int, list[pb.ImageState]]:
     """Submit with raw messages, without the client's own checks."""
     call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
+    await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw", client_id=client_id)))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
     states: dict[int, list[pb.ImageState]] = {}
     left = len(images)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from testing.certificates import Issued
 from testing.redis_servers import redis_server
+from testing.tcp_proxy import TcpProxy
 from tests.pages import ROOT
-from tests.tcp_proxy import TcpProxy
 
 
 def rules() -> list[str]:

@@ -1,18 +1,15 @@
 """The caller of a call: who it is, what it may do and see, and whose share it uses.
 
 `caller_of` is the only reader of a call's connection and metadata. `Identity` knows the tenants and the replicas of the
-fleet. `ClientNames` bounds how many client names of a host have their own share.
+fleet.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
-from time import monotonic, time
+from time import time
 from urllib.parse import unquote
-
-from cachetools import LRUCache
 
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
@@ -31,12 +28,12 @@ _BEARER = "Bearer "
 # The keys under which gRPC has the names in a client's certificate.
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
-# The holders of other replicas. Those of other callers begin with another word: see `Identity.admit`.
-_PEER_HOLDERS = ("peer",)
+# The holder of other replicas. Those of other callers begin with another word: see `Identity.admit`.
+_PEER_HOLDER = "peer"
 
 
 def caller_of(context: Context) -> Caller:
-    """Return the caller that connection and metadata identify. Until `admit`, its shares count against its host."""
+    """Return the caller that connection and metadata identify. Its shares count against its host, until `admit`."""
     metadata = dict(context.invocation_metadata() or ())
     connection = context.peer()
     host = host_of(connection)
@@ -44,7 +41,7 @@ def caller_of(context: Context) -> Caller:
     certificate = context.auth_context() or {}
     return Caller(
         host,
-        (_host_holder(host),),
+        f"host {host}",
         connection=connection,
         is_local=connection.startswith(_LOCAL),
         name=host,
@@ -85,7 +82,6 @@ class Identity:
     def __init__(self, tenants: Tenants | None, fleet_key: FleetKey | None) -> None:
         self._tenants = tenants
         self.fleet_key = fleet_key
-        self._names = ClientNames()
         self.advertised = ""
         """The endpoint at which other replicas reach this one, once it is known."""
 
@@ -108,14 +104,13 @@ class Identity:
         return True
 
     def admit(self, right: Right, caller: Caller, message: pb.Caller) -> Caller:
-        """Return the caller, completed from its `message` and with its holders.
+        """Return the caller, completed from its `message`.
 
         With tenants, name and shares are the tenant's. The salt is derived from the tenant and the salt in the message,
         so that a tenant can separate its own users. A priority above the tenant's `max_priority` is lowered to it.
 
-        Without tenants, the name is the one in the message, unless the host uses too many names. A client can invent
-        names, so some shares count against its host as well. The salt is the one in the message. A priority above 0 is
-        lowered to 0.
+        Without tenants, shares are the host's, since a client can invent names. The salt is the one in the message. A
+        priority above 0 is lowered to 0.
 
         Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError` for a field over its limit.
         """
@@ -126,16 +121,14 @@ class Identity:
             return replace(
                 caller,
                 name=tenant.name,
-                holders=(f"tenant {tenant.name}",),
+                holder=f"tenant {tenant.name}",
                 request_id=message.request_id,
                 priority=min(message.priority, tenant.max_priority),
                 salt=self.fleet_key.salt(tenant.name, message.tenant_salt),
             )
-        name, host = self._names.resolve(message.client_id, caller.host), _host_holder(caller.host)
         return replace(
             caller,
-            name=name,
-            holders=(host,) if name == caller.host else (f"client {name} of {caller.host}", host),
+            name=message.client_id or caller.host,
             request_id=message.request_id,
             priority=min(message.priority, 0),
             salt=message.tenant_salt,
@@ -148,7 +141,7 @@ class Identity:
             caller,
             name=message.client_id or caller.host,
             is_peer=True,
-            holders=_PEER_HOLDERS,
+            holder=_PEER_HOLDER,
             request_id=message.request_id,
             priority=message.priority,
             salt=message.tenant_salt,
@@ -192,10 +185,6 @@ class Identity:
         _require_right(_bearer(self._tenants, authorization), "metrics")
 
 
-def _host_holder(host: str) -> str:
-    return f"host {host}"
-
-
 def _require_right(tenant: Tenant, right: Right) -> None:
     if right not in tenant.rights:
         raise ForbiddenError(
@@ -217,33 +206,3 @@ def _bearer(tenants: Tenants, authorization: str) -> Tenant:
             )
         raise UnauthenticatedError("unknown token: it belongs to no tenant of this server")
     return tenant
-
-
-# A holder may have three times what it leaves free (`most_held`). So five shares, of four names and the host itself,
-# leave a sixteenth to other hosts.
-MAX_NAMES_PER_HOST = 4
-# How long after its last use a name keeps its own share. Images that were queued under it have left the queue by then.
-KEEP_NAME_S = 600.0
-MAX_HOSTS = 4096
-
-
-class ClientNames:
-    """The client names of each host: the first few have their own share, all others use the host's."""
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._hosts: LRUCache[str, dict[str, float]] = LRUCache(MAX_HOSTS)
-
-    def resolve(self, client_id: str, host: str) -> str:
-        """Return the name whose share a caller uses: its `client_id` (may be empty) or its host."""
-        if not client_id:
-            return host
-        now = self._clock()
-        used = self._hosts.setdefault(host, {})  # time of the last use, by name
-        if client_id not in used and len(used) >= MAX_NAMES_PER_HOST:
-            for name in [name for name, at in used.items() if now - at > KEEP_NAME_S]:
-                del used[name]
-            if len(used) >= MAX_NAMES_PER_HOST:
-                return host
-        used[client_id] = now
-        return client_id

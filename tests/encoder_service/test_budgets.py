@@ -11,12 +11,12 @@ from tests.callers import caller
 from tests.waiting import PATIENCE_S
 
 
-def taken(budget: Budget, *holders: str) -> int:
+def taken(budget: Budget, holder: str) -> int:
     """Hold 1 at a time until the budget refuses; return how many were held."""
     held = 0
     while True:
         try:
-            budget.hold(caller(*holders))
+            budget.hold(caller(holder))
         except OverloadedError:
             return held
         held += 1
@@ -30,13 +30,17 @@ def test_a_greedy_caller_leaves_a_quarter_to_others() -> None:
     assert 0 < taken(budget, "other") < 25
 
 
-def test_only_a_budget_per_host_counts_the_clients_of_a_host_together() -> None:
-    by_client, by_host = Budget(100, "places"), Budget(100, "places", per_host=True)
-    for budget in (by_client, by_host):
-        assert taken(budget, "first", "host") == 75
-    assert taken(by_client, "second", "host") > 0
-    assert taken(by_host, "second", "host") == 0
-    assert taken(by_host, "third", "another host") > 0
+def test_a_part_counts_in_the_whole_but_against_nobodys_share_of_it() -> None:
+    whole = Budget(100, "places")
+    part = Budget(80, "seats", part_of=whole)
+    with part.hold(caller("reader"), 60) as hold:
+        assert whole.held == 60
+        assert taken(whole, "reader") == 30, "as a newcomer: three quarters of the 40 that are free"
+        with pytest.raises(OverloadedError, match=r"limit of places \(100\)"):
+            part.hold(caller("other"), 15)
+        hold.resize(20)
+        assert (part.held, whole.held) == (20, 50)
+    assert (part.held, whole.held) == (0, 30)
 
 
 def test_a_hold_is_released_once_however_its_block_ends() -> None:

@@ -28,6 +28,7 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.limits import REFUSAL_S
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
+from testing.tcp_proxy import from_another_host
 from tests.calls import (
     collect,
     connection,
@@ -264,15 +265,18 @@ async def test_a_full_queue_refuses_a_name_before_its_bytes_are_sent(
     images = [photo(300 + n, 300, 800 + n) for n in range(3)]
     async with server_of(config, replace(model, decoder=cast(Decoder, gate)), max_queued_images=2) as server:
         with gate.closed():
-            for n in range(2):  # two clients, so that none is over its share
-                async with await EncoderClient.connect(server.endpoint, client_id=f"client {n}") as client:
+            for n in range(2):  # two hosts, so that none is over its share
+                async with (
+                    from_another_host(server.endpoint, f"127.0.0.{2 + n}") as elsewhere,
+                    await EncoderClient.connect(elsewhere) as client,
+                ):
                     (answer,) = await client.submit([images[n]])
                     assert answer.error is None
-            async with await EncoderClient.connect(server.endpoint, client_id="late") as client:
+            async with await EncoderClient.connect(server.endpoint) as client:
                 before = server.budgets.upload_bytes.held
                 grid = client.description.geometry.grid(302, 300)
                 call = (await stub(client)).Submit(timeout=60)
-                await call.write(pb.SubmitRequest(open=pb.Caller(client_id="late")))
+                await call.write(pb.SubmitRequest(open=pb.Caller()))
                 name = pb.ImageName(
                     index=1, digest=content_digest(images[2]), grid=pb.Grid(t=1, h=grid.h, w=grid.w)
                 )

@@ -18,9 +18,9 @@ from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import BY_DEFAULT
 from testing.decoding import decode_files
 from testing.photos import photo
+from testing.tcp_proxy import TcpProxy
 from tests.calls import collect, naming, next_state, stub
 from tests.gate import Gate
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
 
 SIZES = [(320, 200), (64, 64), (200, 331), (97, 640)]

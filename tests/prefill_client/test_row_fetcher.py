@@ -22,10 +22,10 @@ from prefill_client.vllm.image_name import ImageName, RequestInfo
 from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
 from prefill_client.vllm.settings import Settings
 from testing.photos import photo
+from testing.tcp_proxy import TcpProxy
 from tests.calls import fetched
 from tests.gate import Gate
 from tests.servers import server_of
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 UNKNOWN = ImageName(bytes(32), Grid(1, 4, 4), b"")

@@ -22,9 +22,9 @@ from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
 from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import FRAME, Staging, StagingWorker
 from testing.photos import photo
+from testing.tcp_proxy import TcpProxy
 from tests.calls import fetched
 from tests.servers import server_of
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 TOKENS = 64  # of a photo of 256x256

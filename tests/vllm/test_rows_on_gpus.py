@@ -23,8 +23,8 @@ from prefill_client.vllm.row_fetcher import Outcome
 from prefill_client.vllm.staging import StagingWorker
 from testing.photos import photo
 from testing.server_process import running
+from testing.tcp_proxy import TcpProxy
 from testing.vllm_engine import Answer, Engine
-from tests.tcp_proxy import TcpProxy
 from tests.vllm.restartable import Restartable
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt

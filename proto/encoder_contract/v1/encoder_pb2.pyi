@@ -396,9 +396,7 @@ class Caller(google.protobuf.message.Message):
     tenant_salt: builtins.bytes
     """Part of the address; empty unless tenants must not share embeddings. At most 64 bytes."""
     client_id: builtins.str
-    """Names the client, together with its host; empty: the host is the client. The client's shares of the queue, the
-    device and decoding are limited. With tenants, the tenant is the client, and this field is ignored.
-    """
+    """The client's name in logs. Limits count against the tenant, or without tenants the host, under any name."""
     def __init__(
         self,
         *,

@@ -1,4 +1,4 @@
-"""Holders: calls count against a tenant, a name at a host, or a host; two tenants share one server."""
+"""Holders: calls count against a tenant or a host, under any client name; two tenants share one server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,6 +21,7 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.limits import Caller
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo, with_comment
+from testing.tcp_proxy import from_another_host
 from tests.calls import collect, named, raw_submit
 from tests.gate import Gate
 from tests.servers import server_of
@@ -59,16 +60,18 @@ def test_all_addresses_of_an_ipv6_network_are_one_holder() -> None:
     holders = set()
     for number in range(50):
         caller = from_peer(f"ipv6:[2001:db8::{number:x}]:{1000 + number}")
-        holders.add(identity.admit("submit", caller, pb.Caller(client_id=f"name {number}")).holders)
-    assert len(holders) == 5, "four names, and the host"
-    assert {each[-1] for each in holders} == {"host ipv6:2001:db8::/64"}
+        holders.add(identity.admit("submit", caller, pb.Caller(client_id=f"name {number}")).holder)
+    assert holders == {"host ipv6:2001:db8::/64"}
 
 
-def test_a_name_at_another_host_is_another_holder() -> None:
+def test_without_tenants_the_host_is_the_holder_under_any_client_name() -> None:
     identity = Identity(None, None)
-    callers = [from_peer(f"ipv4:10.0.0.{n}:1") for n in (1, 2)]
-    first, second = (identity.admit("submit", each, pb.Caller(client_id="chat")) for each in callers)
-    assert first.holder != second.holder
+
+    def holder(host: str, client_id: str) -> str:
+        return identity.admit("submit", from_peer(f"ipv4:{host}:1"), pb.Caller(client_id=client_id)).holder
+
+    assert holder("10.0.0.1", "chat") == holder("10.0.0.1", "search") == holder("10.0.0.1", "")
+    assert holder("10.0.0.1", "chat") != holder("10.0.0.2", "chat")
 
 
 def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path, guarded: Config) -> None:
@@ -193,3 +196,27 @@ async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: 
             last = [each[-1].state for each in states.values()]
             assert {pb.STATE_QUEUED, pb.STATE_FAILED} == {*last}
             assert len(server._sources) == last.count(pb.STATE_QUEUED)
+
+
+# A host without tenants
+
+
+async def test_a_host_with_many_invented_names_leaves_room_for_others(
+    config: Config, model: Model, gate: Gate
+) -> None:
+    behind = replace(model, decoder=cast(Decoder, gate))
+    async with (
+        server_of(config, behind, max_queued_images=64) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+        from_another_host(server.endpoint) as elsewhere,
+        await EncoderClient.connect(elsewhere) as newcomer,
+    ):
+        with gate.closed():
+            accepted = 0
+            for begin in range(0, 96, 8):
+                images = [named(n, with_comment(PICTURE, begin + n)) for n in range(8)]
+                states = await raw_submit(client, images, client_id=f"invented {begin}")
+                accepted += sum(each[-1].state == pb.STATE_QUEUED for each in states.values())
+            assert accepted == 48, "three quarters"
+            states = await raw_submit(newcomer, [named(0, with_comment(PICTURE, 96))])
+            assert states[0][-1].state == pb.STATE_QUEUED

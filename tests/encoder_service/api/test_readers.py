@@ -17,6 +17,7 @@ from encoder_service.engine.model import Model
 from encoder_service.limits import Caller
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from testing.tcp_proxy import from_another_host
 from tests.calls import collect, stub
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
@@ -48,7 +49,8 @@ async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowReque
 async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: Server) -> None:
     async with (
         await EncoderClient.connect(small.endpoint) as client,
-        await EncoderClient.connect(small.endpoint, client_id="other") as other,
+        from_another_host(small.endpoint) as elsewhere,
+        await EncoderClient.connect(elsewhere) as other,
     ):
         await submitted(client, PHOTOS[:8])
         names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(PHOTOS[:8])]
@@ -65,10 +67,11 @@ async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: S
         assert sorted(ready) == list(range(8))
 
 
-async def test_one_client_that_holds_all_it_can_leaves_room_for_others(small: Server) -> None:
+async def test_one_host_that_holds_all_it_can_leaves_room_for_others(small: Server) -> None:
     async with (
-        await EncoderClient.connect(small.endpoint, client_id="greedy") as greedy,
-        await EncoderClient.connect(small.endpoint, client_id="other") as other,
+        await EncoderClient.connect(small.endpoint) as greedy,
+        from_another_host(small.endpoint) as elsewhere,
+        await EncoderClient.connect(elsewhere) as other,
     ):
         requests = await submitted(greedy, PHOTOS[:8])
         held: list[int] = []
@@ -123,11 +126,12 @@ async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_fetch_over_the_clients_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
+async def test_a_fetch_over_the_callers_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, max_queued_images=16, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
-        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+        from_another_host(server.endpoint) as elsewhere,
+        await EncoderClient.connect(elsewhere) as other,
     ):
         digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
         request = pb.FetchRequest(
@@ -177,7 +181,7 @@ async def test_fetches_that_hold_rows_never_wait_for_each_others_rows(small: Ser
 async def test_rows_that_are_read_in_place_leave_room_for_rows_that_are_sent(small: Server) -> None:
     size = small.budgets.pinned_bytes.size
     assert small.budgets.lent_bytes.size < size
-    caller = Caller("host", ("host",))
+    caller = Caller("host", "host")
     with small.budgets.lent_bytes.hold(caller, small.budgets.lent_bytes.size):
         assert small.budgets.pinned_bytes.held == small.budgets.lent_bytes.size
         with small.budgets.pinned_bytes.hold(caller, size - small.budgets.lent_bytes.size):

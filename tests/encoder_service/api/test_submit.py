@@ -19,6 +19,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.photos import photo
+from testing.tcp_proxy import from_another_host
 from tests.calls import finish, naming, next_state, stub
 from tests.gate import Gate
 from tests.operator_view import numbers, settled
@@ -48,8 +49,12 @@ async def send(call: object, index: int, data: bytes) -> None:
 
 async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: Config, model: Model) -> None:
     async with server_of(config, model, max_queued_gib=16 * MIB / GIB, max_image_bytes=8 * MIB) as server:
-        async with await EncoderClient.connect(server.endpoint, client_id="victim") as client:
-            call = (await stub(client)).Submit(timeout=60)
+        async with (
+            await EncoderClient.connect(server.endpoint) as greedy,
+            from_another_host(server.endpoint) as elsewhere,
+            await EncoderClient.connect(elsewhere) as client,
+        ):
+            call = (await stub(greedy)).Submit(timeout=60)
             await call.write(open_call("greedy"))
             for index in range(20):
                 assert (await name(call, index)).state == pb.STATE_NEEDS_BYTES

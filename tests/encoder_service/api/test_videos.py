@@ -29,6 +29,7 @@ from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip, true_frames, with_index_first
 from testing.photos import photo
+from testing.tcp_proxy import from_another_host
 from tests.calls import collect, finish, stub
 from tests.gate import Gate
 from tests.servers import server_of
@@ -364,8 +365,9 @@ async def test_images_do_not_wait_for_the_pairs_of_a_clip(
     """Only one pair is decoded at a time, which leaves a thread for images."""
     data = clip("mp4", frames=300, fps=10.0, seed=30)
     async with (
-        await EncoderClient.connect(server.endpoint, client_id="clips") as clips,
-        await EncoderClient.connect(server.endpoint, client_id="images") as images,
+        await EncoderClient.connect(server.endpoint) as clips,
+        from_another_host(server.endpoint) as elsewhere,
+        await EncoderClient.connect(elsewhere) as images,
     ):
         video = await read_video(clips, data, replace(settings, fps=10.0))
         assert len(video.images) > 100

@@ -8,9 +8,9 @@ import pytest
 
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
 from testing.replicas import ReplicaProcess, fleet_of, start_all
+from testing.tcp_proxy import TcpProxy
 from testing.traffic import Supply, Traffic
 from tests.cluster_load import alone, joined, seeds, steady, traffic
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]

@@ -10,6 +10,7 @@ from encoder_service.cluster.cluster import IndexState
 from encoder_service.cluster.redis.schema import Keys
 from encoder_service.cluster.redis.session import FAILURES_TO_OPEN
 from testing.redis_servers import RedisServer, redis_cluster, redis_server
+from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import (
     CALL_TIMEOUT_S,
     NAMESPACE,
@@ -20,7 +21,6 @@ from tests.index_replicas import (
     new_addresses,
     publish,
 )
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 from encoder_service.cluster.cluster import IndexState
 from testing.redis_servers import RedisServer, redis_server
+from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import SHORT_TTL_MS, JoinWatched
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import soon
 
 

@@ -9,6 +9,7 @@ from encoder_service.cluster.cluster import Location
 from encoder_service.cluster.waiting import REREAD_S
 from testing.holding import cluster_of
 from testing.redis_servers import RedisServer
+from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import (
     GRID,
     NAMESPACE,
@@ -23,7 +24,6 @@ from tests.index_replicas import (
     redis_settings,
     release,
 )
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 

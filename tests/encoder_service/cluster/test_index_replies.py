@@ -8,8 +8,8 @@ from encoder_service.cluster.cluster import IndexState
 from encoder_service.cluster.redis.schema import Keys
 from encoder_service.cluster.redis.session import FAILURES_TO_OPEN
 from testing.redis_servers import RedisServer
+from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import CALL_TIMEOUT_S, NAMESPACE, JoinWatched, new_addresses
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 

@@ -11,8 +11,8 @@ from encoder_service.cluster.redis import RedisSettings
 from encoder_service.cluster.redis_cluster import RedisCluster
 from testing.holding import cluster_of
 from testing.redis_servers import RedisServer
+from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import as_replica, new_addresses
-from tests.tcp_proxy import TcpProxy
 
 
 @pytest.fixture

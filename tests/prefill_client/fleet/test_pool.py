@@ -17,11 +17,11 @@ from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet import pool
 from testing.photos import photo
+from testing.tcp_proxy import TcpProxy
 from tests.calls import collect
 from tests.closed_port import closed_port
 from tests.processes import running
 from tests.servers import server_of
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 

@@ -16,10 +16,10 @@ from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
 from testing.processes import free_port
+from testing.tcp_proxy import TcpProxy
 from tests.calls import collect
 from tests.gate import Gate
 from tests.servers import server_of
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, START_S, soon, within_some_limit
 
 PHOTOS = [photo(100 + number, 80, number) for number in range(6)]

@@ -1,8 +1,21 @@
-"""A TCP proxy that can cut connections, fall silent, be slow, or answer nonsense."""
+"""A TCP proxy that can cut connections, fall silent, be slow, answer nonsense, or seem to be another host."""
 
 import asyncio
 import contextlib
 import ssl
+from collections.abc import AsyncIterator
+
+ANOTHER_HOST = "127.0.0.2"
+
+
+@contextlib.asynccontextmanager
+async def from_another_host(endpoint: str, host: str = ANOTHER_HOST) -> AsyncIterator[str]:
+    """Yield an endpoint whose clients have the address `host` for the server at `endpoint`."""
+    proxy = await TcpProxy(int(endpoint.rpartition(":")[2]), from_host=host).start()
+    try:
+        yield f"127.0.0.1:{proxy.port}"
+    finally:
+        await proxy.stop()
 
 
 class TcpProxy:
@@ -70,9 +83,13 @@ class TcpProxy:
         if self._is_cut:
             writer.transport.abort()
             return
-        far_reader, far_writer = await asyncio.open_connection(
-            "127.0.0.1", self._to_port, local_addr=(self._from_host, 0)
-        )
+        try:
+            far_reader, far_writer = await asyncio.open_connection(
+                "127.0.0.1", self._to_port, local_addr=(self._from_host, 0)
+            )
+        except OSError:  # the server is gone
+            writer.transport.abort()
+            return
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             self._ends.add(sink)
             task = asyncio.create_task(self._carry(source, sink, is_answer=sink is writer))

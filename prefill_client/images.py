@@ -285,7 +285,7 @@ def raise_first(errors: Iterable[EncoderError | None], names: Sequence[str] = ()
     """Raise the first error that is not None, with the name of its image, or its number if there are no `names`."""
     for index, error in enumerate(errors):
         if error is not None:
-            raise error.about(names[index] if names else f"image {index}") from error
+            raise error.about(names[index] if names else f"image {index}", index) from error
 
 
 # A function that reads rows in place. It may be called again after lost rows were fetched again, and must not return

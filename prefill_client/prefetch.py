@@ -205,7 +205,7 @@ class _Held:
             async for outcome in outcomes:
                 if outcome.error is not None:
                     image = chunk.windows[outcome.index].image
-                    raise outcome.error.about(f"image {image} of the prompt") from outcome.error
+                    raise outcome.error.about(f"image {image} of the prompt", image) from outcome.error
                 arrived[outcome.index] = outcome
             self.rows.set_result(tuple(arrived[index] for index in range(len(requests))))
             await self._released.wait()

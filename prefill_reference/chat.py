@@ -190,7 +190,7 @@ class Chat:
         images = []
         for number, image in enumerate(read_images(files, self.client.description.geometry)):
             if isinstance(image, EncoderError):
-                raise image.about(f"image {number} of the prompt")
+                raise image.about(f"image {number} of the prompt", number)
             images.append(image)
         return images
 
@@ -206,8 +206,7 @@ class Chat:
         videos = []
         for number, video in enumerate(found):
             if isinstance(video, EncoderError):
-                text = f"video {number}: {video.message}"
-                raise type(video)(text, retry_after_ms=video.retry_after_ms)
+                raise video.about(f"video {number}", number)
             videos.append(video)
         return videos
 
@@ -258,7 +257,7 @@ class Chat:
         submitted = dict(zip(images, answers, strict=True))
         for number, answer in submitted.items():
             if answer.error:
-                raise answer.error.about(f"image {number} of the prompt")
+                raise answer.error.about(f"image {number} of the prompt", number)
         return submitted
 
     def _layout(

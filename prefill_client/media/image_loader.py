@@ -139,7 +139,7 @@ class ImageLoader:
             try:
                 return await self.load(url, lookups)
             except EncoderError as error:
-                raise error.about(f"{self._what} {index}") from error
+                raise error.about(f"{self._what} {index}", index) from error
 
         loading = [asyncio.ensure_future(load(index, url)) for index, url in enumerate(urls)]
         try:

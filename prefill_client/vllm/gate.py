@@ -173,7 +173,7 @@ class PrefillGate:
 
     def _collect(self) -> None:
         for (request_id, index), error in self._table.collect():
-            self._fail(request_id, error.about(f"image {index}"))
+            self._fail(request_id, error.about(f"image {index}", index))
 
     def _fail(self, request_id: str, error: EncoderError) -> None:
         if request_id not in self._failed:

@@ -506,7 +506,7 @@ def _stand_ins(files: Sequence[bytes]) -> list[str]:
         try:
             urls.append(blank_url(*size_of(file)))
         except EncoderError as error:
-            raise error.about(f"image {index}") from error
+            raise error.about(f"image {index}", index) from error
     return urls
 
 

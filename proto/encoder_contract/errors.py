@@ -24,19 +24,24 @@ class Status(Enum):
 
 
 class EncoderError(Exception):
-    """The base class: an error with a status that says whether a retry helps."""
+    """The base class: an error with a status that says whether a retry helps.
+
+    `message` is for people. `retry_after_ms` is how long to wait before a retry; 0 if the server does not say. `image`
+    is the position of the image, from 0, in the call or prompt that failed because of it; None if it is not known.
+    """
 
     status: ClassVar[Status] = Status.INTERNAL
     retryable: ClassVar[bool] = True
 
-    def __init__(self, message: str, *, retry_after_ms: int = 0) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int = 0, image: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms
+        self.image = image
 
-    def about(self, what: str) -> Self:
-        """Return the same error with `what`, an image or video, in front of its message."""
-        return type(self)(f"{what}: {self.message}", retry_after_ms=self.retry_after_ms)
+    def about(self, what: str, image: int) -> Self:
+        """Return the same error with `what` in front of its message: the image or video at position `image`."""
+        return type(self)(f"{what}: {self.message}", retry_after_ms=self.retry_after_ms, image=image)
 
 
 class InvalidImageError(EncoderError):

@@ -183,8 +183,9 @@ async def test_a_failed_image_fails_the_request_at_once() -> None:
         first = asyncio.ensure_future(anext(session))
         await settle()
         encoder.finish(2, error=InvalidImageError("no image"))
-        with pytest.raises(InvalidImageError, match="image 2 of the prompt: no image"):
+        with pytest.raises(InvalidImageError, match="image 2 of the prompt: no image") as raised:
             await asyncio.wait_for(first, PATIENCE_S)
+        assert raised.value.image == 2
     assert not encoder.open
 
 

@@ -52,7 +52,7 @@ BENCHMARK = Benchmark(
             "victim_p99_ratio",
             "p99 of a request beside the worst attacker / with none",
             target="<= 2",
-            summary="p99 of a client: beside the worst attacker / alone",
+            summary="p99 of an honest client: beside the worst attacker ÷ alone",
         ),
         Figure(
             "victim_failed",

@@ -47,7 +47,7 @@ BENCHMARK = Benchmark(
             "serial_over_overlap",
             "all images first / overlapped",
             target=">= 1.6",
-            summary="time to first token of 16 images: encode all, then prefill / overlap both",
+            summary="time to first token of 16 new images: encode all first ÷ overlap with prefill, same cores",
         ),
         Figure("parts_over_overlap", "encode and prefill alone, added up / overlapped"),
         Figure("quiet_rounds", "rounds in which nobody else used the machine"),

@@ -47,7 +47,7 @@ def test_check_fails_for_a_page_that_differs_and_writing_mends_it(
 ) -> None:
     pages = tuple(tmp_path / page.name for page in PAGES)
     for page, copy in zip(PAGES, pages, strict=True):
-        copy.write_text(page.read_text().replace("≥ 1.2", "≥ 1.1"))
+        copy.write_text(page.read_text().replace("≥ 1.6", "≥ 1.5"))
     monkeypatch.setattr(program, "PAGES", pages)
     assert main(["--check"]) == 1
     assert "README.md differs from bench/results/: python -m docs.benchmarks" in capsys.readouterr().err

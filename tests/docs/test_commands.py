@@ -34,7 +34,7 @@ VLLM = {
 # Flags of SGLang on the page about it. tests/sglang starts it with them.
 SGLANG = {
     *("--model-path", "--enable-metrics", "--mm-process-config", "--language-model-only", "--language-only"),
-    *("--encoder-urls", "--encoder-transfer-backend", "--pp-size"),
+    *("--encoder-urls", "--encoder-transfer-backend", "--pp-size", "--encoder-only"),
 }
 # Matches our program in a line: `encoder-service top`, `python -m bench.store`, `bench.store`.
 PROGRAM = (

@@ -1,7 +1,9 @@
 """Checks the pages against the code: the names on pages exist, and pages name what an operator can encounter."""
 
+import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -281,7 +283,36 @@ def test_every_tested_row_of_the_vllm_matrix_links_a_test() -> None:
         assert mark != "✓" or "](../tests/vllm/test_" in note, note
 
 
-def test_the_pictures_are_four_and_small() -> None:
+def test_the_pictures_are_five_and_small() -> None:
     pictures = {path.name: path.stat().st_size for path in (ROOT / "docs/img").iterdir()}
-    assert sorted(pictures) == ["demo-timeline.svg", "docs-site.png", "status-page.png", "top.svg"]
+    assert sorted(pictures) == [
+        *("demo-timeline.svg", "docs-site.png", "processes.svg", "status-page.png", "top.svg")
+    ]
     assert {name: size for name, size in pictures.items() if size > 200_000} == {}
+
+
+def literals(source: str) -> Iterator[str]:
+    """Yield each string of a source as it reads at run time: implicit joins joined, values as `…`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%(?:s|d|g|\.\d[fg])", "…", node.value)
+
+
+def test_every_message_on_the_troubleshooting_page_is_one_of_the_code() -> None:
+    """A message may be the beginning, the middle or the end of the code's; `…` stands for any value."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    said = [
+        text
+        for path in (ROOT / package for package in ("encoder_service", "prefill_client", "proto"))
+        for file in path.rglob("*.py")
+        for text in literals(file.read_text())
+    ]
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    messages = {span for row in rows for span in re.findall(r"`([^`]{15,})`", row)}
+    assert len(messages) >= 40
+    for message in messages - {"encsvc_transfer_bytes_total"}:
+        pattern = re.compile(".*".join(re.escape(piece) for piece in message.split("…")), re.DOTALL)
+        assert any(pattern.search(text) for text in said), message

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import prefill_client
 from encoder_contract import errors
@@ -72,7 +73,7 @@ def test_the_page_documents_every_public_name() -> None:
 
 
 async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None:
-    example, _kept, _videos = EXAMPLES
+    example, _errors, _kept, _videos = EXAMPLES
     prefilled = []
     namespace = {
         "files": [photo(128, 96, 3), photo(64, 64, 4)],
@@ -95,6 +96,18 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
     assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
 
 
+async def test_the_example_of_errors_names_the_image_and_how_long_to_wait(
+    client: prefill_client.EncoderClient,
+) -> None:
+    namespace: dict[str, Any] = {"client": client, "files": [photo(64, 64, 4), b"no image"]}
+    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    assert (namespace["status"], namespace["headers"]) == (400, {})
+    assert namespace["text"].startswith("image 1: not an image of a supported format")
+    full = errors.OverloadedError("the queue is full", retry_after_ms=1200)
+    assert namespace["answer"](full) == (503, {"Retry-After": "2"}, "the queue is full")
+    assert namespace["answer"](errors.InvalidRequestError("a bug of the caller"))[0] == 500
+
+
 async def test_the_example_of_kept_images_gets_their_rows(client: prefill_client.EncoderClient) -> None:
     used: list[prefill_client.FetchedRows] = []
     namespace = {
@@ -103,7 +116,7 @@ async def test_the_example_of_kept_images_gets_their_rows(client: prefill_client
         "use": used.append,
         "RowRequest": prefill_client.RowRequest,
     }
-    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    await eval(compile(EXAMPLES[2], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
     assert [rows.error for rows in used] == [None] * 2
 
 
@@ -125,7 +138,7 @@ async def test_the_example_of_videos_lays_out_a_prompt(
         "video_token": 303,
         "tokenizer": Tokenizer(),
     }
-    await eval(compile(EXAMPLES[2], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    await eval(compile(EXAMPLES[3], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
     layout, video = namespace["layout"], namespace["video"]
     assert len(layout.spans) == len(namespace["images"]) == len(video.images) > 1  # type: ignore[attr-defined,arg-type]
     for span, seconds in zip(layout.spans, video.clip.seconds, strict=True):  # type: ignore[attr-defined]

@@ -166,8 +166,19 @@ def test_the_settings_page_matches_the_declarations() -> None:
     assert settings_page() == (ROOT / "docs/settings.md").read_text(), "run `python -m docs.reference`"
 
 
-async def test_the_metrics_page_matches_the_declarations(server: Server) -> None:
-    assert metrics_page(server) == (ROOT / "docs/metrics.md").read_text(), "run `python -m docs.reference`"
+async def test_the_metrics_page_matches_the_declarations_and_what_a_server_exports(server: Server) -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert metrics_page() == page, "run `python -m docs.reference`"
+    rows = re.findall(rf"^\| `({PREFIX}_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
+    families = {family.name: family for family in server.metrics._registry.collect()}
+    ours = {name for name in families if name.startswith(PREFIX)}
+    optional = {f"{PREFIX}_device_peak_flops"}
+    assert {name.removesuffix("_total") for name, _, _ in rows} - optional == ours - optional
+    for name, kind, labels in rows:
+        if (family := families.get(name.removesuffix("_total"))) is not None:
+            assert family.type == kind, name
+            found = {label for sample in family.samples for label in sample.labels} - {"le"}
+            assert not family.samples or found == named(r"`(\w+)`", labels), name
 
 
 def test_the_contract_page_names_every_error_with_its_status() -> None:

@@ -171,7 +171,7 @@ check: setup ## Check style, types, stubs, contract, pages of results and manife
 
 .PHONY: docs
 docs: setup ## Build the documentation site into .docs/site; broken links and names are errors
-	@$(PY) -m docs.site && echo "open .docs/site/index.html"
+	@$(PY) -m docs.site && echo "open .docs/site/index.html; to search it, serve it: $(PY) -m http.server --directory .docs/site"
 
 .PHONY: pictures
 pictures: setup ## Draw the pictures in docs/img again (needs Debian's chromium)

@@ -2,7 +2,7 @@
 
 The pages link to each other, to pictures and to files of the repository by relative paths. They are copied to a folder
 with the same paths, so that all links hold, and so are the files that they link to. The API reference is made of
-docstrings. A link or a name that leads nowhere fails the build.
+docstrings, types and defaults. A link or a name that leads nowhere fails the build.
 """
 
 import os
@@ -34,8 +34,30 @@ def stage() -> None:
                 copy = STAGE / file.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, copy)
-    names = sorted(name for name in prefill_client.__all__ if not name.startswith("__"))
-    (STAGE / "docs/api.md").write_text(API + "\n".join(f"::: prefill_client.{name}\n" for name in names))
+    (STAGE / "docs/api.md").write_text(api_page((ROOT / "docs/prefill.md").read_text()))
+
+
+def api_page(client_page: str) -> str:
+    """Return the page of the API: the names of prefill_client, grouped as the table of `client_page` groups them."""
+    table = client_page.split("## What `prefill_client` exports", 1)[1].split("\n## ", 1)[0]
+    groups = re.findall(r"^\| (?:\[(.+?)\]\(.*?\)|(.+?)) \| (.+) \|$", table, re.MULTILINE)
+    parts = [API]
+    shown: set[str] = set()
+    for linked, plain, text in groups:
+        names = [name for name in re.findall(r"`(\w+)[`(]", text) if name in prefill_client.__all__]
+        names = [name for name in dict.fromkeys(names) if name not in shown and not name.startswith("__")]
+        shown.update(names)
+        if names:
+            heading = linked or plain
+            parts.append(f"## {heading[0].upper()}{heading[1:]}\n")
+            parts += [f"::: prefill_client.{name}\n{_value(name)}" for name in names]
+    return "\n".join(parts)
+
+
+def _value(name: str) -> str:
+    """Return the line that shows the value of a constant; nothing for classes and functions."""
+    value = getattr(prefill_client, name)
+    return f"\nIts value is `{value!r}`.\n" if isinstance(value, str | int | float | tuple) else ""
 
 
 def build() -> subprocess.CompletedProcess[str]:

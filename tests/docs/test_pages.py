@@ -224,14 +224,35 @@ def test_every_alert_and_panel_that_the_operators_page_names_exists() -> None:
     assert named(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", page) <= panels | elsewhere
 
 
-def test_the_map_shows_every_module_in_its_layer() -> None:
-    _picture, drawn, tree = re.findall(
-        r"^```\w*\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.M | re.S
-    )
+def test_the_tree_has_a_line_for_every_package_and_the_layers_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    tree, drawn = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     layers = [line.split("│")[0].split() for line in drawn.splitlines()]
     assert [sorted(layer) for layer in layers] == [sorted(layer) for layer in LAYERS]
-    modules = {path.stem for path in (ROOT / "encoder_service").rglob("*.py")} - {"__init__"}
-    assert modules <= set(tree.split())
+    shown, top = set[str](), ""
+    for line in tree.splitlines():
+        indent, names = re.fullmatch(r"( *)((?:[\w/]+/ +)+)\S.*", line).groups()  # type: ignore[union-attr]
+        top = top if indent else names.split()[0]
+        shown |= {(top if indent else "") + name for name in names.split()}
+    packages = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for package in OURS[:5]
+        for path in (ROOT / package).rglob("__init__.py")
+        if len(path.relative_to(ROOT).parts) <= 3
+    }
+    assert packages <= shown
+    assert all((ROOT / path).is_dir() for path in shown)
+    assert len(tree.splitlines()) <= 30, "it is read on one screen"
+
+
+def test_every_file_on_an_images_path_and_every_change_names_a_test() -> None:
+    """The test that fails if the file decides otherwise; another test checks that these tests exist."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    for heads in ("| file | what it decides | test |", "| to add | edit | files | a test that notices |"):
+        rows = page.split(heads, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+        assert len(rows) >= 10
+        for row in rows:
+            assert re.search(r" \| \[test_\w+\]\(\.\./tests/[\w/]+\.py\) \|$", row), row
 
 
 def test_every_benchmark_has_a_command_that_exists() -> None:

@@ -35,6 +35,7 @@ TARGETS = {
     "sglang-gateway": f"encoder-service-sglang-gateway:{__version__}",
 }
 """The targets that a machine without a GPU runs, with the names that compose gives them."""
+CUDA = f"encoder-service:{__version__}-cuda"
 
 
 def bases() -> dict[str, str]:
@@ -171,6 +172,13 @@ def build_all() -> None:
     with wheels():
         for target, tag in TARGETS.items():
             build(target, tag, *(() if target == "sglang-gateway" else ("--build-arg", "TORCH=cpu")))
+    engine.run("image", "prune", "--force")
+
+
+def build_cuda() -> None:
+    """Build the encoder for CUDA 13, of gigabytes. The machine's own wheels, for CPUs, are not served to it."""
+    fetch_bases()
+    build("encoder", CUDA, "--build-arg", "TORCH=cu130")
     engine.run("image", "prune", "--force")
 
 

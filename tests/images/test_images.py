@@ -32,6 +32,18 @@ def test_an_image_starts_without_rights_and_lists_its_packages(images: dict[str,
     assert not [name for name in names if name.startswith("nvidia-")], "nothing for GPUs in an image for CPUs"
 
 
+def test_the_image_for_cuda_starts_and_has_what_a_gpu_needs(images: dict[str, str]) -> None:
+    build.build_cuda()
+    print(f"{build.CUDA}: {build.size_mb(build.CUDA):,.0f} MB")
+    bare = ["run", "--rm", "--read-only", "--cap-drop", "ALL", "--network", "none"]
+    assert engine.run(*bare, build.CUDA, "--version").split() == ["encoder-service", __version__]
+    program = "import shutil, torch, nvidia.dali; print(torch.version.cuda, shutil.which('gcc'))"
+    said = engine.run(*bare, "--tmpfs", "/tmp", "--entrypoint", "python", build.CUDA, "-c", program)
+    assert said.split() == ["13.0", "/usr/bin/gcc"]
+    bom = json.loads(engine.run(*bare, "--entrypoint", "cat", build.CUDA, "/opt/bom.json"))
+    assert {"torch", "nvidia-dali-cuda130", "fa3_fwd"} <= {each["name"] for each in bom["components"]}
+
+
 def test_an_update_of_our_code_moves_one_small_layer(images: dict[str, str]) -> None:
     for image in images.values():
         (ours,) = [size for size, by in build.layers_mb(image) if "/opt/app /opt/app" in by]

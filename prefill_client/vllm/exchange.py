@@ -13,6 +13,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import RowRequest, Submitted
 from prefill_client.media.download import ImageHostError
+from prefill_client.vllm.videos import VideoTokens
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -35,10 +36,21 @@ class Exchange:
     """Passes vLLM's answer to the caller, except an error whose cause is a lost or broken image."""
 
     def __init__(
-        self, body: bytes, kept: KeptImages, failed: FindFailed, receive: Receive, send: Send
+        self,
+        body: bytes,
+        kept: KeptImages,
+        failed: FindFailed,
+        receive: Receive,
+        send: Send,
+        *,
+        videos: VideoTokens | None = None,
     ) -> None:
-        """Pass `body` to vLLM as the caller's body. `failed` finds the broken image when vLLM could not answer."""
+        """Pass `body` to vLLM as the caller's body. `failed` finds the broken image when vLLM could not answer.
+
+        `videos` has the tokens that the answer's usage shall show as those of videos.
+        """
         self._kept = kept
+        self._videos = videos
         self._find_failed = failed
         self._receive = replay(body, partial(self._receive_or_disconnect, receive))
         self._send = send
@@ -81,9 +93,13 @@ class Exchange:
             return
         if self._aborted.is_set():
             return
+        added = 0
+        if self._videos is not None and (body := message.get("body")):
+            message = {**message, "body": self._videos.in_usage(body)}
+            added = len(message["body"]) - len(body)
         if self._start is not None:
             start, self._start, self._has_begun = self._start, None, True
-            await self._send(start)
+            await self._send(_longer(start, added) if added else start)
         await self._send(message)
 
     async def _abort_if_image_failed(self) -> None:
@@ -161,6 +177,15 @@ def with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping[
     """Return the scope of a request with another content length."""
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+def _longer(start: Message, added: int) -> Message:
+    """Return the start of an answer whose only message of its body has got so many bytes more."""
+    headers = [
+        (name, str(int(value) + added).encode() if name.lower() == b"content-length" else value)
+        for name, value in start["headers"]
+    ]
+    return {**start, "headers": headers}
 
 
 async def send_error(send: Send, error: EncoderError) -> None:

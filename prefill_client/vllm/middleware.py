@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from cachetools import LRUCache
 from vllm import envs
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
 from encoder_contract.video import Clip, VideoSettings
@@ -71,7 +72,7 @@ from prefill_client.vllm.request_images import (
 )
 from prefill_client.vllm.service_check import check_description, check_limits, video_settings
 from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, prompt_parts
+from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, VideoTokens, prompt_parts
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {
@@ -169,7 +170,14 @@ class EncoderServiceMiddleware:
             error = raised
         if submitted is not None:
             async with submitted.kept:
-                exchange = Exchange(submitted.body, submitted.kept, submitted.find_failed, receive, send)
+                exchange = Exchange(
+                    submitted.body,
+                    submitted.kept,
+                    submitted.find_failed,
+                    receive,
+                    send,
+                    videos=submitted.videos,
+                )
                 error = await exchange.run(self._app, with_length(scope, len(submitted.body)))
             if error is None:
                 return
@@ -191,10 +199,10 @@ class EncoderServiceMiddleware:
 
     async def _submit(self, scope: MutableMapping[str, Any], images: RequestImages) -> "_Submitted":
         """Submit the images and replace them by names."""
-        kept, find_failed = await self._service_of(scope).submit(images, _headers(scope))
+        kept, find_failed, videos = await self._service_of(scope).submit(images, _headers(scope))
         try:
             body = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
-            return _Submitted(body, kept, find_failed)
+            return _Submitted(body, kept, find_failed, videos)
         except BaseException as error:  # else the images would stay submitted
             await kept.close()
             if isinstance(error, RecursionError):
@@ -210,11 +218,15 @@ class EncoderServiceMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A body with names instead of images, those images, and a function that finds the one that failed."""
+    """A body with names instead of images, those images, and a function that finds the one that failed.
+
+    `videos` is None if the answer does not show the tokens of videos.
+    """
 
     body: bytes
     kept: KeptImages
     find_failed: FindFailed
+    videos: VideoTokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +292,7 @@ class _Service:
         self._local_folder: str = getattr(args, "allowed_local_media_path", "") or ""
         self._content_format = getattr(args, "chat_template_content_format", "auto")
         self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
+        self._shows_tokens = getattr(args, "enable_prompt_tokens_details", False)
         self._client = WatchedClient(self._open, _log)
         self._loaders: dict[str, ImageLoader] = {}
         self._video_settings: VideoSettings | None = None
@@ -302,7 +315,9 @@ class _Service:
         """Return the images of the response that a request continues; they come first in its prompt."""
         return self._responses.conversation(images.previous_response)
 
-    async def submit(self, images: RequestImages, headers: dict[str, str]) -> tuple[KeptImages, FindFailed]:
+    async def submit(
+        self, images: RequestImages, headers: dict[str, str]
+    ) -> tuple[KeptImages, FindFailed, VideoTokens | None]:
         """Submit a request's images and replace them by names; raise the error of the first that failed.
 
         Also submits the images of the response that the request continues, if their files are still kept.
@@ -356,9 +371,10 @@ class _Service:
             digests = tuple(answer.digest for answer in answers)
             self._responses.add(response_id, _Conversation(digests, identifiers, salt), files)
         timeout_s = self.settings.submit_timeout_s
-        return kept, partial(
+        failed = partial(
             failed_image, client, answers, names, request_id=info.request_id, timeout_s=timeout_s
         )
+        return kept, failed, self._video_tokens([medium.clip for medium in media if medium.clip is not None])
 
     def leave_to_own_tower(self, images: RequestImages | None, error: EncoderError) -> bool:
         """Leave the images of a request to the engine's own tower; return False if it cannot encode them.
@@ -462,6 +478,15 @@ class _Service:
         return [
             _Medium(name, video.images, clip=video.clip) for name, video in zip(names, videos, strict=True)
         ]
+
+    def _video_tokens(self, clips: list[Clip]) -> VideoTokens | None:
+        """Count the tokens of a request's videos, if vLLM's answers show the tokens of each modality."""
+        if not clips or not self._shows_tokens:
+            return None
+        assert self._video_settings is not None, "it was read for the clips"
+        tokenizer = cached_tokenizer_from_config(self._config.model_config)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return VideoTokens.of(clips, self._video_settings, encode)
 
     async def _load(self, what: str, urls: list[str], max_bytes: int) -> list[bytes]:
         if what not in self._loaders:

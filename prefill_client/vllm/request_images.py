@@ -9,6 +9,7 @@ sure that no tower encodes the blank.
 import base64
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +19,15 @@ from uuid import uuid4
 from encoder_contract.errors import ForbiddenError, InvalidImageError, InvalidRequestError
 from encoder_contract.header import FORMATS, format_of, read_header
 from prefill_client.vllm.image_name import RequestInfo, is_image_name
-from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError
+from prefill_client.vllm.videos import (
+    IMAGE_PLACEHOLDER,
+    OPTIONS,
+    VIDEO_BEGIN,
+    VIDEO_END,
+    VIDEO_PLACEHOLDER,
+    Sampling,
+    UnsupportedVideoError,
+)
 
 Item = TypeVar("Item")
 
@@ -76,6 +85,7 @@ class RequestImages:
             raise InvalidRequestError("a part is an image or a video, not both")
         if self._videos:
             self._check_videos()
+            self._place_videos()
         self.sampling = Sampling.read(body) if len(self) else Sampling()
         """Which frames of videos the model is shown."""
 
@@ -87,6 +97,51 @@ class RequestImages:
             raise UnsupportedVideoError(
                 "add_vision_id is not supported with videos: it would number their frames"
             )
+
+    def _place_videos(self) -> None:
+        """Move each video to the placeholder that vLLM would fill with it.
+
+        vLLM fills the first placeholders of the prompt, in order: those that the caller's text contains, and those that
+        the template writes for videos. A placeholder that is left over stays in the prompt as a token.
+        """
+        waiting = deque(self._videos)
+        written = _users_texts(self.body)
+        self._check_placeholders(written)
+        for parts in _part_lists(self.body, self._form):
+            parts[:] = [new for part in parts for new in self._placed(part, waiting, written)]
+
+    def _placed(self, part: Any, waiting: deque[dict[str, Any]], written: set[int]) -> Iterator[Any]:
+        """Yield a part with the next videos in place of its placeholders."""
+        if any(part is video for video in self._videos):
+            yield _text(VIDEO_BEGIN)
+            yield waiting.popleft() if waiting else _text(VIDEO_PLACEHOLDER)
+            yield _text(VIDEO_END)
+        elif id(part) in written and VIDEO_PLACEHOLDER in part["text"]:
+            first, *others = part["text"].split(VIDEO_PLACEHOLDER)
+            yield _text(first)
+            for each in others:
+                yield waiting.popleft() if waiting else _text(VIDEO_PLACEHOLDER)
+                yield _text(each)
+        else:
+            yield part
+
+    def _check_placeholders(self, written: set[int]) -> None:
+        """Raise `UnsupportedVideoError` for placeholders where no video can be put, or which would take a frame."""
+        media = {id(part) for part in (*self._images, *self._videos)}
+        remaining = [(self.body, value) for key, value in self.body.items() if key != "chat_template"]
+        while remaining:
+            owner, value = remaining.pop()
+            if isinstance(value, str):
+                if IMAGE_PLACEHOLDER in value:
+                    raise UnsupportedVideoError(f"a text beside a video contains {IMAGE_PLACEHOLDER}")
+                if VIDEO_PLACEHOLDER in value and id(owner) not in written:
+                    raise UnsupportedVideoError(
+                        f"beside a video, only the text of users may contain {VIDEO_PLACEHOLDER}"
+                    )
+            elif isinstance(value, dict) and id(value) not in media:
+                remaining += [(value, each) for each in value.values()]
+            elif isinstance(value, list):
+                remaining += [(value, each) for each in value]
 
     def __len__(self) -> int:
         return len(self._images) + len(self._videos)
@@ -164,7 +219,7 @@ class RequestImages:
 
     def _part(self, replacement: str | NamedImage) -> dict[str, Any]:
         if isinstance(replacement, str):
-            return {"type": "text", "text": replacement}
+            return _text(replacement)
         named = dict(self._form.named)
         if not replacement.stand_in:
             part = {**named, "image_embeds": {"image_grid_thw": replacement.grid}}
@@ -188,6 +243,27 @@ def _part_lists(body: Any, form: Form) -> Iterator[list[Any]]:
             parts = message.get(key) if isinstance(message, dict) else None
             if isinstance(parts, list):
                 yield parts
+
+
+def _users_texts(body: dict[str, Any]) -> set[int]:
+    """Return the identities of the text parts of a chat's users; a text that is no part becomes one."""
+    texts = set()
+    users = (each for each in body["messages"] if isinstance(each, dict) and each.get("role") == "user")
+    for message in users:
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else content
+        if isinstance(parts, list):
+            message["content"] = parts = [_text(part) if isinstance(part, str) else part for part in parts]
+            texts |= {id(part) for part in parts if _is_text(part)}
+    return texts
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _kinds(part: dict[str, Any]) -> set[str]:

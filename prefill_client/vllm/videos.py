@@ -5,7 +5,8 @@ from vLLM's own prompt for the video only by the id of the placeholders. The pre
 and vLLM needs no decoder.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -14,7 +15,9 @@ from encoder_contract.video import Clip, VideoInfo, VideoSettings, timestamp
 
 Picture = TypeVar("Picture")
 # vLLM's own processor keeps these marks around a whole video since transformers 5.10, which every supported vLLM needs.
-_BEGIN, _END = "<|vision_start|>", "<|vision_end|>"
+VIDEO_BEGIN, VIDEO_END = "<|vision_start|>", "<|vision_end|>"
+VIDEO_PLACEHOLDER, IMAGE_PLACEHOLDER = "<|video_pad|>", "<|image_pad|>"
+"""The text that the chat template writes for a video and for an image, which callers can write, too."""
 OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
 """The fields of a request that set how its media are loaded and processed."""
 _MAX_OPTION = 1 << 20
@@ -27,11 +30,46 @@ class UnsupportedVideoError(InvalidRequestError):
 
 
 def prompt_parts(clip: Clip, pictures: Sequence[Picture]) -> list[str | Picture]:
-    """Return a video as the prompt shows it: text, and a picture of each pair. vLLM adds marks around each picture."""
+    """Return what takes the place of a video's placeholder: a timestamp and a picture for each pair of frames.
+
+    vLLM adds marks around each picture.
+    """
     parts: list[str | Picture] = []
     for seconds, picture in zip(clip.seconds, pictures, strict=True):
         parts += [timestamp(seconds), picture]
-    return [_BEGIN, *parts, _END]
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class VideoTokens:
+    """The tokens of a request's videos, which vLLM counts as images.
+
+    `rows` are those with a row. `all` also has the timestamps and marks between them, as vLLM's own count for a video.
+    """
+
+    rows: int
+    all: int
+
+    @classmethod
+    def of(
+        cls, clips: Sequence[Clip], settings: VideoSettings, encode: Callable[[str], Sequence[int]]
+    ) -> Self:
+        """Count the tokens of videos. `encode` is the tokenizer, without special tokens at the ends."""
+        rows = sum(settings.tokens(pair) for clip in clips for pair in clip.pairs)
+        marks = sum(len(encode(timestamp(seconds))) + 2 for clip in clips for seconds in clip.seconds)
+        return cls(rows, rows + marks)
+
+    def in_usage(self, answer: bytes) -> bytes:
+        """Return JSON or an event of vLLM's answer with these tokens counted as those of videos."""
+        return _IMAGE_TOKENS.sub(self._usage, answer)
+
+    def _usage(self, found: re.Match[bytes]) -> bytes:
+        images = int(found["images"]) - self.rows
+        return b'"multimodal_tokens":{%s"video":%d}' % (b'"image":%d,' % images if images else b"", self.all)
+
+
+# Cannot match within a string of the JSON, where a backslash precedes each quotation mark.
+_IMAGE_TOKENS = re.compile(rb'"multimodal_tokens":\s*\{"image":\s*(?P<images>\d+)\}')
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The images and videos in a request's JSON, and which requests are refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from prefill_client.vllm.request_images import (
     RequestImages,
     check_other_route,
 )
+from prefill_client.vllm.videos import UnsupportedVideoError, VideoTokens
 
 
 def request(form: Form, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
@@ -63,14 +65,65 @@ def test_a_video_is_replaced_by_text_and_pictures() -> None:
     images.replace([[still], ["<0.5 seconds>", pair, "end"], [still]], RequestInfo())
     content = body["messages"][0]["content"]
     assert [part.get("uuid") or part["text"] for part in content] == [
-        "x", "still", "<0.5 seconds>", "pair", "end", "still", "x",
+        "x", "still", "<|vision_start|>", "<0.5 seconds>", "pair", "end", "<|vision_end|>", "still", "x",
     ]  # fmt: skip
-    assert content[3] == {
+    assert content[4] == {
         "type": "image_embeds",
         "image_embeds": {"image_grid_thw": [1, 2, 2]},
         "uuid": "pair",
     }
     assert not {"mm_processor_kwargs", "media_io_kwargs"} & body.keys(), "vLLM would hash them into the names"
+
+
+def shown(*contents: object) -> str:
+    """Return the text of the users' messages of a request, with the URLs of its videos where they are shown."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content} for content in contents]}
+    images = RequestImages(body, CHAT)
+    images.replace([[f"[{url}]"] for url in images.video_urls()], RequestInfo())
+    return " ".join("".join(part["text"] for part in each["content"]) for each in body["messages"])
+
+
+def test_videos_take_the_first_placeholders_of_the_prompt() -> None:
+    """As in vLLM, which does not see who has written a placeholder."""
+    pad = "<|video_pad|>"
+    marked = "<|vision_start|>{}<|vision_end|>".format
+    assert shown(f"{pad}.", [video("a"), f"b {pad}"]) == f"[a]. {marked(pad)}b {pad}"
+    assert shown([video("a"), f"b {pad}"]) == f"{marked('[a]')}b {pad}"
+    text = {"type": "text", "text": f"1 {pad}{pad} 2"}
+    assert shown([video("a"), text, video("b"), video("c")]) == (
+        f"{marked('[a]')}1 [b][c] 2{marked(pad)}{marked(pad)}"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tools": [{"description": "<|video_pad|>"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "<|video_pad|>"},
+                {"role": "user", "content": [video("b")]},
+            ]
+        },
+        {"messages": [{"role": "user", "content": ["<|image_pad|>", video("b")]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}, video("b")]}]},
+    ],
+)
+def test_placeholders_where_no_video_can_be_shown_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedVideoError, match="_pad"):
+        RequestImages(request(CHAT, "content", video("b")) | changes, CHAT)
+    template = {"chat_template": "<|image_pad|><|video_pad|>"}  # of the request's own
+    RequestImages(request(CHAT, "content", video("b")) | template, CHAT)
+
+
+def test_an_answers_usage_shows_the_tokens_of_videos() -> None:
+    tokens = VideoTokens(rows=20, all=31)
+    for images, expected in ((20, {"video": 31}), (25, {"image": 5, "video": 31})):
+        text = '"multimodal_tokens":{"image":20}'
+        usage = {"prompt_tokens_details": {"multimodal_tokens": {"image": images}}}
+        answer = json.dumps({"text": text, "usage": usage}, separators=(",", ":"))
+        usage = {"prompt_tokens_details": {"multimodal_tokens": expected}}
+        assert json.loads(tokens.in_usage(answer.encode())) == {"text": text, "usage": usage}
 
 
 def test_the_conversations_of_a_batch_are_replaced() -> None:

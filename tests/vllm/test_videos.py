@@ -41,7 +41,7 @@ PROCESSOR = {
     "max_frames": 768,
     "cap_pixels_per_frame": False,
 }
-TRUST = "--trust-request-mm-kwargs"
+TRUST, DETAILS = "--trust-request-mm-kwargs", "--enable-prompt-tokens-details"
 CLIP = clip("mp4", frames=45, fps=10.0, seed=1)  # 9 frames are shown, in 5 pairs
 OTHER = clip("webm", frames=30, fps=12.5, width=200, height=120, seed=2)
 SHORT = clip("mp4", frames=12, fps=6.0, seed=3)
@@ -84,15 +84,31 @@ QUESTIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "all frames loaded": ([video(SHORT)], loading(fps=30)),
     "all frames loaded, a rate": ([video(SHORT)], loading(fps=30) | processing(fps=5)),
     "all frames loaded, a number": ([video(SHORT)], loading(fps=30) | processing(num_frames=7)),
+    "a placeholder before it": ([text("first <|video_pad|> then"), video(SHORT), text("what")], {}),
+    "a placeholder behind it": ([video(SHORT), text("and <|vision_start|><|video_pad|><|vision_end|>")], {}),
+    "placeholders among images and clips": (
+        [text("<|video_pad|>"), raw(photo(64, 64, 7)), video(SHORT), text("<|video_pad|>b<|video_pad|>"), video(OTHER)],
+        {},
+    ),
 }  # fmt: skip
 
 
-def ask(http: HttpEngine, content: list[dict[str, Any]], **body: Any) -> tuple[int, list[dict[str, float]]]:
-    """Return the number of tokens of the prompt, and the likeliest tokens of each step."""
+Tokens = tuple[int, dict[str, int]]
+"""The tokens of a prompt, and how many of them belong to images and to videos."""
+
+
+def ask(
+    http: HttpEngine, content: list[dict[str, Any]], **body: Any
+) -> tuple[Tokens, list[dict[str, float]]]:
+    """Return the tokens of the prompt, and the likeliest tokens of each step."""
     response = http.chat(content, **body)
     assert response.status_code == 200, response.text
     answer = response.json()
-    return answer["usage"]["prompt_tokens"], top(answer["choices"][0])
+    return tokens_of(answer["usage"]), top(answer["choices"][0])
+
+
+def tokens_of(usage: dict[str, Any]) -> Tokens:
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["multimodal_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +120,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def right(folder: Path) -> dict[str, tuple[int, list[dict[str, float]]]]:
+def right(folder: Path) -> dict[str, tuple[Tokens, list[dict[str, float]]]]:
     """The answers of vLLM with its own loader and tower."""
-    with serving(folder, "", TRUST, "--limit-mm-per-prompt", '{"image": 16, "video": 2}') as stock:
+    flags = (TRUST, DETAILS, "--limit-mm-per-prompt", '{"image": 16, "video": 2}')
+    with serving(folder, "", *flags) as stock:
         return {name: ask(stock, content, **body) for name, (content, body) in QUESTIONS.items()}
 
 
@@ -121,6 +138,7 @@ def http(folder: Path, service_of_videos: ServerProcess, right: object) -> Itera
     """An engine without a tower, so that only the service can have encoded a frame."""
     flags = (
         TRUST,
+        DETAILS,
         "--limit-mm-per-prompt",
         '{"image": 0, "video": 0}',
         "--allowed-media-domains",
@@ -132,7 +150,7 @@ def http(folder: Path, service_of_videos: ServerProcess, right: object) -> Itera
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_videos_answer_as_with_vllms_own_loader_and_tower(
-    http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]], name: str
+    http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]], name: str
 ) -> None:
     content, body = QUESTIONS[name]
     tokens, answer = ask(http, content, **body)
@@ -140,8 +158,17 @@ def test_videos_answer_as_with_vllms_own_loader_and_tower(
     assert_equal(answer, right[name][1], TOLERANCE)
 
 
+def test_a_streamed_answer_counts_the_tokens_of_videos(
+    http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]]
+) -> None:
+    content, _ = QUESTIONS["images and clips"]
+    text = http.chat(content, stream=True, stream_options={"include_usage": True}).text
+    *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert tokens_of(last["usage"]) == right["images and clips"][0]
+
+
 def test_another_video_changes_the_answer(
-    http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]]
+    http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]]
 ) -> None:
     """The control: answers about other frames differ more than those of two towers."""
     moved = clip("mp4", frames=45, fps=10.0, seed=8)
@@ -206,6 +233,7 @@ def test_another_salt_shares_no_pair(http: HttpEngine, service_of_videos: Server
         (video(CLIP), processing(max_pixels=1024), 400, "mm_processor_kwargs.max_pixels is not supported"),
         (video(CLIP), loading(max_frames=8), 400, "media_io_kwargs.video.max_frames is not supported"),
         (video(CLIP), {"chat_template_kwargs": {"add_vision_id": True}}, 400, "add_vision_id"),
+        (video(CLIP), {"documents": [{"text": "an <|image_pad|>"}]}, 400, "contains <|image_pad|>"),
     ],
 )  # fmt: skip
 def test_unservable_videos_are_refused_with_their_own_error(
@@ -217,7 +245,7 @@ def test_unservable_videos_are_refused_with_their_own_error(
 
 
 def test_a_video_that_fails_to_decode_fails_only_its_request(
-    http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]]
+    http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]]
 ) -> None:
     data = bytearray(with_index_first(clip("mp4", frames=45, fps=10.0, seed=9)))
     piece = len(data) // 20
@@ -230,7 +258,7 @@ def test_a_video_that_fails_to_decode_fails_only_its_request(
 
 
 def test_a_video_is_loaded_from_an_allowed_domain(
-    http: HttpEngine, right: dict[str, tuple[int, list[dict[str, float]]]], tmp_path: Path
+    http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]], tmp_path: Path
 ) -> None:
     (tmp_path / "clip.mp4").write_bytes(CLIP)
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))

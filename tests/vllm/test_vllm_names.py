@@ -80,6 +80,7 @@ NAMES: list[Names] = [
     ("multimodal/video.py", "Qwen3VLVideoBackend", "", "_MAX_FRAMES _MAX_FPS"),
     ("multimodal/video.py", "Qwen3VLVideoBackend", "compute_frames_index_to_sample", "source target"),
     ("transformers_utils/processor.py", "", "cached_image_processor_from_config", "model_config"),
+    ("tokenizers/registry.py", "", "cached_tokenizer_from_config", "model_config"),
     ("model_executor/models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "__init__", "vllm_config prefix"),
     (
         "model_executor/models/qwen3_vl.py", "Qwen3VLForConditionalGeneration", "",
@@ -101,6 +102,8 @@ TEXTS = [
     ("engine/arg_utils.py", '"--allowed-media-domains"'),
     ("entrypoints/", "chat_template_content_format: "),
     ("entrypoints/", "trust_request_mm_kwargs: bool"),
+    ("entrypoints/", "enable_prompt_tokens_details: bool"),
+    ("entrypoints/", "multimodal_tokens=mm_token_counts"),
     # The marks around a video are kept in the prompt.
     ("model_executor/models/qwen3_vl.py", "_expands_only_video_token"),
     ("envs.py", "VLLM_API_KEY"),

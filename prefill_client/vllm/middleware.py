@@ -87,7 +87,7 @@ OTHER_ROUTES = frozenset(
         "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render", "/v1/chat/completions/render",
         "/v1/responses/render", "/tokenize", "/inference/v1/generate", "/v1/embeddings", "/v2/embed", "/pooling",
         "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring",
-        "/cohere/v2/chat", "/v1/systemone",
+        "/cohere/v2/chat", "/cohere/v2/chat/render", "/v1/systemone", "/v1/decisions",
     )
 )  # fmt: skip
 """The routes that take images for the engine's own tower, or for no tower."""

@@ -35,6 +35,7 @@ _IMAGES = {"image_url", "input_image", "image_pil"}
 _VIDEO = "video_url"
 _FRAMES = "data:video/jpeg"  # a list of frames, which vLLM accepts as a video
 _OTHER_MEDIA = {*_IMAGES, _VIDEO, "image"}  # Anthropic's type is `image`
+_URLS = ("images", "videos")  # of vLLM's structured decisions
 _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
 
 
@@ -286,6 +287,9 @@ def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
     Raises `ForbiddenError` for embeddings and for names of ours, which callers could give another image, and
     `InvalidRequestError` for an image that no tower can encode.
     """
+    has_urls = isinstance(body, dict) and any(isinstance(body.get(key), list) for key in _URLS)
+    if has_urls and not has_tower:
+        raise _no_tower(route)
     remaining = [body]
     while remaining:
         value = remaining.pop()
@@ -295,11 +299,15 @@ def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
             if embedded := _kinds(value) & _EMBEDDED:
                 raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
             if not has_tower and _is_medium(value):
-                raise InvalidRequestError(
-                    f"images of {route} are not encoded by the encoder service, and this engine has no vision tower: "
-                    f"send them to /v1/chat/completions"
-                )
+                raise _no_tower(route)
         remaining += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _no_tower(route: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"images of {route} are not encoded by the encoder service, and this engine has no vision tower: "
+        "send them to /v1/chat/completions"
+    )
 
 
 def _is_medium(value: dict[str, Any]) -> bool:

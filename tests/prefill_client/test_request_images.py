@@ -157,10 +157,11 @@ NAME = "encsvc1-" + "0" * 64 + "-4x4-" + "0" * 32
 
 @pytest.mark.parametrize("part", [image("data:x"), ANTHROPIC, {"image_url": "x"}, video("data:x")])
 def test_images_of_other_routes_need_the_engines_own_tower(part: dict[str, Any]) -> None:
-    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
-    check_other_route(body, "/v1/messages", has_tower=True)
-    with pytest.raises(InvalidRequestError, match=r"images of /v1/messages .* no vision tower"):
-        check_other_route(body, "/v1/messages", has_tower=False)
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    for body in (chat, {"state": "a decision", "images": ["data:x"]}, {"videos": ["data:x"]}):
+        check_other_route(body, "/v1/messages", has_tower=True)
+        with pytest.raises(InvalidRequestError, match=r"images of /v1/messages .* no vision tower"):
+            check_other_route(body, "/v1/messages", has_tower=False)
 
 
 def test_other_routes_take_no_embeddings_and_no_names_of_ours() -> None:

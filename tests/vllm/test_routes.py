@@ -8,14 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from prefill_client.vllm.image_name import NameSigner, is_image_name
-from prefill_client.vllm.middleware import EncoderServiceMiddleware
+from prefill_client.vllm.middleware import FORMS, OTHER_ROUTES, WEIGHT_ROUTES, EncoderServiceMiddleware
 from prefill_client.vllm.name_key import read_name_key
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CONNECTOR, raw
+from tests.vllm.service import ROOT
 
 IMAGE, OTHER = photo(200, 120, 1, "PNG"), photo(130, 170, 2, "PNG")
 CHAT = "/v1/chat/completions"
@@ -184,6 +191,54 @@ def test_new_weights_end_the_use_of_the_service(run: Callable[..., None], route:
         assert len(front.names()) == 1
 
     run(frozen_vision, model_fingerprint="any")
+
+
+TAKES_IMAGES = ('"image_url"', '"input_image"', '"image"', '"images"', '"image_embeds"')
+"""Keys and types in the schema of a body that can hold an image."""
+UNTYPED = {
+    "/invocations", "/inference/v1/generate",
+    "/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render",
+}  # fmt: skip
+"""Routes with images that vLLM parses itself."""
+
+
+@pytest.fixture(scope="module")
+def schemas(checkpoint: Path) -> dict[str, str]:
+    """The schema of the body of each POST route of vLLM's server, for all tasks; empty for routes without one."""
+    found: dict[str, str] = {}
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for runner, tasks in [("generate", [GENERATION_TASKS]), ("pooling", [(task,) for task in POOLING_TASKS])]:
+        model = (
+            EngineArgs(str(checkpoint), runner=runner, max_model_len=1024).create_engine_config().model_config
+        )
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("VLLM_SERVER_DEV_MODE", "1")
+            apps = [build_app(arguments, tuple(each), model) for each in tasks]
+        for route in (each for app in apps for each in app.routes):
+            if isinstance(route, APIRoute) and "POST" in route.methods:
+                field = route.body_field
+                schema = TypeAdapter(field.field_info.annotation).json_schema() if field else {}
+                found[route.path] = json.dumps(schema) if field else ""
+    return found
+
+
+def test_every_route_of_vllm_that_takes_images_is_known(schemas: dict[str, str]) -> None:
+    taking = {path for path, schema in schemas.items() if any(key in schema for key in TAKES_IMAGES)}
+    assert len(taking) >= 15
+    known = FORMS.keys() | OTHER_ROUTES
+    assert taking <= known
+    assert schemas.keys() >= UNTYPED
+    assert known >= UNTYPED
+    assert schemas.keys() >= WEIGHT_ROUTES
+
+
+def test_the_page_names_every_known_route() -> None:
+    page = (ROOT / "docs/vllm.md").read_text()
+    table = page[page.index("### Routes") : page.index("### Rows from GPU to GPU")]
+    for route in FORMS.keys() | OTHER_ROUTES | WEIGHT_ROUTES:
+        unversioned = route.removeprefix("/v1").removeprefix("/v2")  # `/rerank` has both, too
+        by_ending = route.endswith(("render", "count_tokens"))
+        assert by_ending or f"`{route}`" in table or f"`{unversioned}`" in table, route
 
 
 def test_other_routes_keep_their_images_and_say_when_there_is_no_tower(run: Callable[..., None]) -> None:

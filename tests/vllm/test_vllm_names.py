@@ -1,12 +1,14 @@
 """Every name of vLLM that we use, in every release that pyproject.toml allows. A release that moves a name fails."""
 
 import os
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
 import vllm
 
+from prefill_client.vllm.middleware import FORMS, OTHER_ROUTES, WEIGHT_ROUTES
 from testing.source_names import Names, Read, missing_names
 
 WHEELS = Path(os.environ.get("VLLM_WHEELS", Path(__file__).resolve().parents[2] / ".venv-vllm/wheels"))
@@ -151,6 +153,29 @@ def test_a_release_has_the_source_text_that_we_rely_on(release: str) -> None:
         places = [name for name in files if name.endswith(".py") and name.startswith(path)]
         missing += [] if any(text in read(place) for place in places) else [f"{path}: {text}"]
     assert not missing
+
+
+WITHOUT_IMAGES = {
+    "/abort_requests", "/collective_rpc", "/detokenize", "/fault_tolerance/apply", "/init_weight_transfer_engine",
+    "/inference/v1/abort_requests", "/is_scaling_elastic_ep", "/pause", "/ping", "/release_kv_cache_memory",
+    "/reset_encoder_cache", "/reset_mm_cache", "/reset_prefix_cache", "/resume", "/scale_elastic_ep",
+    "/shutdown_weight_transfer_engine", "/sleep", "/start_draft_weight_update", "/start_profile", "/stop_profile",
+    "/start_weight_update", "/update_weight_version", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/chat/completions/derender", "/v1/completions", "/v1/completions/derender", "/v1/completions/render",
+    "/v1/load_lora_adapter", "/v1/responses/{response_id}/cancel", "/v1/unload_lora_adapter", "/wake_up",
+    "/weight_checker",
+}  # fmt: skip
+"""Routes of vLLM that take no images."""
+ROUTE = re.compile(r'\.(?:post|api_route|add_api_route)\(\s*"(/[^"]*)"')
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_has_no_route_that_we_do_not_know(release: str) -> None:
+    read, files = RELEASES[release]
+    sources = [name for name in files if name.startswith("entrypoints/") and name.endswith(".py")]
+    routes = {route for name in sources for route in ROUTE.findall(read(name))}
+    assert routes >= FORMS.keys()
+    assert routes - WITHOUT_IMAGES <= FORMS.keys() | OTHER_ROUTES | WEIGHT_ROUTES
 
 
 def test_all_releases_in_pyproject_are_checked() -> None:

@@ -94,7 +94,11 @@ class SglangEngine(EngineProcess):
 def answer_of(response: httpx.Response) -> Answer:
     """Parse an answer. Raises `AssertionError` if the request was refused."""
     assert response.status_code == 200, response.text
-    info = response.json()["meta_info"]
+    return answer_from(response.json()["meta_info"])
+
+
+def answer_from(info: dict[str, Any]) -> Answer:
+    """Parse the information that SGLang returns beside an answer."""
     return Answer(
         tuple(token for _, token, _ in info["output_token_logprobs"]),
         tuple({token: value for value, token, _ in step} for step in info["output_top_logprobs"]),

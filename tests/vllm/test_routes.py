@@ -124,6 +124,26 @@ def test_beam_search_gets_names_with_proofs_and_other_chats_names_of_the_image_a
     run(scenario)
 
 
+def test_a_restart_with_the_same_key_changes_no_name(run: Callable[..., None], tmp_path: Path) -> None:
+    """VLLM hashes names into the keys of KV blocks, so those that it has stored elsewhere are found again."""
+    hashed: list[tuple[str, str]] = []
+
+    async def scenario(front: Front) -> None:
+        await front.chat(raw(IMAGE))
+        (name,) = front.names()
+        await front.chat(raw(IMAGE), use_beam_search=True)
+        (sealed,) = front.names()
+        hashed.append((name, sealed))
+
+    for key in "aab":
+        (tmp_path / "key").write_text(key * 64)
+        run(scenario, name_key_file=str(tmp_path / "key"))
+    first, restarted, elsewhere = hashed
+    assert restarted == first
+    assert elsewhere[0] == first[0]
+    assert elsewhere[1] != first[1], "names with proofs need the same key"
+
+
 def test_an_image_is_found_again_by_the_uuid_of_its_caller(run: Callable[..., None]) -> None:
     async def scenario(front: Front) -> None:
         assert (await front.chat({**raw(IMAGE), "uuid": "mine"}))[0] == 200

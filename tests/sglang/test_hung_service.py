@@ -1,0 +1,54 @@
+"""A service that takes connections and does not answer: a request waits `submit_timeout_s` for it, and no longer."""
+
+import asyncio
+import logging
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from encoder_contract.errors import DeadlineError, UnavailableError
+from prefill_client.engine.service import WatchedClient, connect
+from prefill_client.media.destinations import Destinations
+from prefill_client.media.image_loader import ImageLoader
+from prefill_client.sglang.settings import Settings
+from testing.answers import data_url
+from testing.photos import photo
+from tests.vllm.restartable import Restartable
+
+LIMIT_S = 4.0
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["at the connection", "at the images"])
+def test_a_request_waits_for_a_hung_service_as_long_as_the_setting_says(
+    checkpoint: Path, connected: bool
+) -> None:
+    """Earlier, the waits for a connection and for answers were added up: 15 s for a setting of 10."""
+    from prefill_client.sglang.processors.qwen import EncoderServiceProcessor
+
+    service = Restartable(checkpoint)
+    service.start()
+    settings = Settings.read({"endpoints": service.endpoint, "submit_timeout_s": LIMIT_S})
+    processor = EncoderServiceProcessor.__new__(EncoderServiceProcessor)  # without an engine's configuration
+    processor._settings = settings
+    processor._loader = ImageLoader(Destinations(()), max_bytes=1 << 20, timeout_s=LIMIT_S)
+
+    async def waits() -> float:
+        processor._client = WatchedClient(partial(connect, settings, wait=False), logging.getLogger())
+        if connected:
+            await processor._encoded([data_url(photo(100, 80, 1))], "first")
+        service.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises((DeadlineError, UnavailableError)):
+            await processor._encoded([data_url(photo(100, 80, 2))], "second")
+        waited_s = time.monotonic() - began
+        assert processor._client.down is not None, "the next request does not wait"
+        await processor._client.close()
+        return waited_s
+
+    try:
+        assert asyncio.run(waits()) < 1.25 * LIMIT_S
+    finally:
+        service.kill()

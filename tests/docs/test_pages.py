@@ -25,7 +25,7 @@ OURS = (
     *("bench", "tests", "deploy", "docs"),
 )
 WRITTEN_BY_THE_READER = {"deploy/.env", "deploy/vllm/.env", "deploy/sglang/.env"}
-OF_ENGINES = {"/update_weights", "/update_weights_from_disk", "/generate"}
+OF_ENGINES = {"/update_weights", "/update_weights_from_disk", "/generate", "/collective_rpc"}
 OPERATIONS = ROOT / "docs" / "operations.md"
 # Names of other projects (transformers, Kubernetes, redis, NCCL), and names of the reader's own in examples.
 FOREIGN = {

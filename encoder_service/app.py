@@ -34,6 +34,7 @@ from encoder_service.cluster.redis import RedisSettings, namespace
 from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.cluster.tasks import FAILED_TASK
 from encoder_service.collectors import (
+    certificate_readings,
     cluster_readings,
     device_readings,
     identity_readings,
@@ -106,6 +107,7 @@ class Server:
         self._aborted = False
         self.replica_id = uuid4().hex[:12]
         self._certificates = config.certificates()
+        self._peer_certificates = config.peer_certificates()
         self._fleet_key = config.fleet_key()
         self._tenants = read_tenants(config)
         self._identity = Identity(self._tenants, self._fleet_key)
@@ -273,7 +275,7 @@ class Server:
             tower.width,
             tower.dtype,
             tower.geometry,
-            certificates=config.peer_certificates(),
+            certificates=self._peer_certificates,
             name=config.tls_peer_name,
             key=self._fleet_key,
             on_fetch=self.metrics.peer_fetch,
@@ -396,6 +398,8 @@ class Server:
         peak_flops *= len(self._devices) or 1
         yield from identity_readings(self._description, self._model, self._device_names, peak_flops)
         yield from process_readings(self.draining)
+        peers = self._peer_certificates if self._config.tls_peer_ca else None
+        yield from certificate_readings(self._certificates, peers)
         yield from device_readings(self._devices)
         yield from model_readings(self._model)
         yield from queue_readings(self._snapshot(), self.budgets.queue)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from encoder_contract.certificates import Certificates, expirations
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import ClusterStatus, IndexState
 from encoder_service.engine.devices import DeviceProcess
@@ -57,6 +58,25 @@ def process_readings(draining: bool) -> Iterator[Reading]:
     """Yield the state of the process as a whole."""
     yield gauge("draining", "1 while the server drains and refuses new calls.", draining)
     yield counter("log_dropped", "Log lines dropped because they were not read in time.", dropped_lines())
+
+
+def certificate_readings(certificates: Certificates | None, peers: Certificates | None) -> Iterator[Reading]:
+    """Yield when the certificates of the server, and the authorities of clients and of other replicas, expire."""
+    expire: dict[str, float] = {}
+    if certificates is not None:
+        expire["server"] = min(
+            expirations(certificates.pem.cert)
+        )  # a chain is as good as its first to expire
+    for name, held in (("client_ca", certificates), ("peer_ca", peers)):
+        if held is not None and held.pem.ca:
+            # The file has an old authority beside a new one while certificates are replaced.
+            expire[name] = max(expirations(held.pem.ca))
+    yield gauge(
+        "certificate_expiration_timestamp_seconds",
+        "When the server's certificate and the authorities of clients and replicas expire, seconds since 1970.",
+        expire,
+        "certificate",
+    )
 
 
 def device_readings(devices: Sequence[DeviceProcess]) -> Iterator[Reading]:

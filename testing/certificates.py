@@ -56,10 +56,10 @@ class Authority:
         path.write_bytes(self._cert.public_bytes(Encoding.PEM))
         return str(path)
 
-    def issue(self, folder: Path, name: str, hosts: Sequence[str] = ()) -> Issued:
+    def issue(self, folder: Path, name: str, hosts: Sequence[str] = (), *, days: int = DAYS) -> Issued:
         """Write `name.pem` and `name-key.pem`, for a server at `hosts` or, without hosts, for the client `name`."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(_named(name), self._name, key.public_key())
+        builder = _builder(_named(name), self._name, key.public_key(), days)
         builder = builder.add_extension(
             x509.SubjectAlternativeName([_host(host) for host in hosts or (name,)]), critical=False
         )
@@ -72,12 +72,14 @@ class Authority:
         return issued
 
 
-def _builder(name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _builder(
+    name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int = DAYS
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
     return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
-        now + datetime.timedelta(days=DAYS)
+        now + datetime.timedelta(days=days)
     )
 
 

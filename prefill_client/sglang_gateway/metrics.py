@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from encoder_contract.certificates import Certificates, expirations
+
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 
 
@@ -19,6 +21,12 @@ class Metrics:
         self.service_up = Gauge(
             "sglang_gateway_service_up",
             "1 while at least one replica of the encoder service serves, else 0.",
+            registry=self.registry,
+        )
+        self.certificate_expiration = Gauge(
+            "sglang_gateway_certificate_expiration_timestamp_seconds",
+            "When the gateway's client certificate expires, seconds since 1970.",
+            ["certificate"],
             registry=self.registry,
         )
         self.parts_now = Gauge(
@@ -50,6 +58,11 @@ class Metrics:
         )
         for outcome in ("served", "stand_in", "refused", "failed", "left"):
             self.parts.labels(outcome)
+
+    def watch_certificate(self, certificates: Certificates) -> None:
+        """Tell when the certificate with which the gateway calls the service expires."""
+        gauge = self.certificate_expiration.labels("client")
+        gauge.set_function(lambda: min(expirations(certificates.pem.cert)))
 
     def served(self, outcome: str, row_bytes: int, seconds: float) -> None:
         """Count a part whose rows were sent."""

@@ -51,6 +51,9 @@ async def serve(config: GatewayConfig) -> None:
 
 async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.socket) -> None:
     delivery, metrics = Delivery(), Metrics()
+    certificates = config.credentials.certificates()
+    if certificates is not None and certificates.pem.cert:
+        metrics.watch_certificate(certificates)
     load = partial(ImageLoader, config.image_destinations, timeout_s=config.image_s)
     loaders = {
         Modality.IMAGE: load(max_bytes=config.max_image_bytes),

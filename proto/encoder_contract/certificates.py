@@ -2,12 +2,20 @@
 
 import logging
 import os
+import re
 import ssl
 import threading
+from base64 import b64decode
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+_CERTIFICATE = re.compile(rb"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.+?)-----END", re.DOTALL)
+# Tags of ASN.1 in a certificate.
+_VERSION, _UTC_TIME = 0xA0, 0x17
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,33 @@ class Certificates:
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [_stamp(path) for path in self._files]
+
+
+def expirations(pem: bytes) -> list[float]:
+    """Return when each certificate of a PEM file expires, in seconds since 1970."""
+    return [_expiration(b64decode(body)) for body in _CERTIFICATE.findall(pem)]
+
+
+def _expiration(der: bytes) -> float:
+    """Read `notAfter` (RFC 5280, 4.1): the second time of the fourth field after the version."""
+    _, certificate = next(_elements(der))
+    _, to_be_signed = next(_elements(certificate))
+    validity = [content for tag, content in _elements(to_be_signed) if tag != _VERSION][3]
+    _, (tag, not_after) = _elements(validity)
+    century = (b"20" if not_after < b"50" else b"19") if tag == _UTC_TIME else b""
+    expires = datetime.strptime((century + not_after).decode(), "%Y%m%d%H%M%SZ")
+    return expires.replace(tzinfo=UTC).timestamp()
+
+
+def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the tag and the content of each element of ASN.1 in DER."""
+    at = 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size & 0x80:  # the number of the bytes that hold the size
+            size, at = int.from_bytes(der[at : at + (size & 0x7F)], "big"), at + (size & 0x7F)
+        yield tag, der[at : at + size]
+        at += size
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:

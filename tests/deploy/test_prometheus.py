@@ -1,5 +1,6 @@
 """Checks every expression of the dashboard, rules and alerts against the metrics of a live replica."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -20,14 +21,15 @@ from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.metrics import Scrape
-from prefill_client import TRANSPORTS, EncoderClient, RowRequest
+from encoder_service.metrics import Scrape, scrape
+from prefill_client import TRANSPORTS, Credentials, EncoderClient, RowRequest
 from prefill_client.sglang_gateway.metrics import Metrics as GatewayMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
+from testing.certificates import HOSTS, Authority
 from testing.photos import photo
 from testing.redis_servers import redis_server
-from tests.operator_view import numbers
 from tests.servers import server_of
+from tests.waiting import PATIENCE_S
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/encoder-service.json"
@@ -87,24 +89,27 @@ def reads(expression: str) -> Reads:
 
 
 @pytest.fixture
-async def exported(config: Config, model: Model) -> AsyncIterator[Series]:
-    """All series of a replica with Redis that has served images, and of the gateway."""
+async def exported(config: Config, model: Model, tmp_path: Path) -> AsyncIterator[Series]:
+    """All series of a replica with Redis and TLS that has served images, and of the gateway."""
+    authority = Authority()
+    ca, issued = authority.write(tmp_path / "ca.pem"), authority.issue(tmp_path, "server", HOSTS)
     with redis_server() as redis:
-        listening = replace(config, index=redis.url, metrics_listen="127.0.0.1:0", device_peak_tflops=1.0)
-        async with server_of(listening, model) as server:
-            yield await _serve_some(server)
+        listening = replace(config, index=redis.url, device_peak_tflops=1.0)
+        secured = replace(listening, tls_cert=issued.cert, tls_key=issued.key)
+        async with server_of(secured, model) as server:
+            yield await _serve_some(server, ca)
 
 
-async def _serve_some(server: Server) -> Series:
+async def _serve_some(server: Server, ca: str) -> Series:
     image = photo(160, 120, 1)
-    async with await EncoderClient.connect(server.endpoint) as client:
+    async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client:
         await client.submit([image])
         requests = [RowRequest(content_digest(image))]
         for transport in TRANSPORTS:
             async with client.fetch(requests, transports=[transport], timeout_s=30) as stream:
                 async for _ in stream:
                     pass
-        now: Scrape = await numbers(server)
+        now: Scrape = await asyncio.to_thread(scrape, server.watch.url, PATIENCE_S, ca=ca)
     series = {_exported(name): [labels for labels, _ in samples] for name, samples in now.samples.items()}
     for family in text_string_to_metric_families(generate_latest(_gateway_metrics().registry).decode()):
         for sample in family.samples:
@@ -119,6 +124,7 @@ async def _serve_some(server: Server) -> Series:
 def _gateway_metrics() -> GatewayMetrics:
     metrics = GatewayMetrics()
     metrics.images.labels("host").inc()
+    metrics.certificate_expiration.labels("client")
     return metrics
 
 

@@ -1,18 +1,23 @@
 """Certificates in files: refusals at start, and changes of the files."""
 
+import datetime
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
     PrivateFormat,
     load_pem_private_key,
 )
+from cryptography.x509.oid import NameOID
 
-from encoder_contract.certificates import Certificates
+from encoder_contract.certificates import Certificates, expirations
 from encoder_contract.credentials import Credentials
 from testing.certificates import Authority, Issued
 
@@ -83,6 +88,27 @@ def test_errors_in_certificate_files_name_the_files(issued: Issued, tmp_path: Pa
     )
     with pytest.raises(ValueError, match="the key is encrypted"):
         Certificates(issued.cert, str(locked))
+
+
+def test_the_expirations_of_a_chain_are_those_that_cryptography_reads(issued: Issued, tmp_path: Path) -> None:
+    chain = Path(issued.cert).read_bytes() + (tmp_path / "ca.pem").read_bytes()
+    expected = [each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(chain)]
+    assert len(expected) == 2
+    assert expirations(chain) == expected
+    assert expirations(Path(issued.key).read_bytes()) == []
+
+
+@pytest.mark.parametrize("year", [1999, 2049, 2050, 9999])
+def test_the_expiration_of_a_certificate_has_two_forms_and_any_size(year: int) -> None:
+    """Until 2049 the year has two digits, from 2050 on four. A long name makes sizes of several bytes."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x" * 60)] * 8)
+    ends = datetime.datetime(year, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(ends.replace(year=1990)).not_valid_after(ends)
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    assert expirations(pem) == [ends.timestamp()]
+    assert expirations(pem.replace(b" CERTIFICATE", b" X509 CERTIFICATE")) == [ends.timestamp()]
 
 
 def test_incomplete_credentials_are_refused() -> None:

@@ -24,6 +24,7 @@ NOT_PROVOKED = {
     "EncoderStorePinned": BY_CASES + "needs readers that stand still",
     "EncoderSharedMemoryLow": BY_CASES + "needs a full /dev/shm beside a store that is reserved",
     "EncoderFilesLow": BY_CASES + "needs thousands of connections",
+    "EncoderCertificateExpires": BY_CASES + "needs a certificate that ends soon",
     "EncoderDrainingLong": BY_CASES + "needs a drain of five minutes",
     "EncoderLostToGateway": BY_CASES + "this stack has no gateway",
 }

@@ -2,17 +2,20 @@
 
 import asyncio
 import os
+import re
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 
 from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
@@ -177,6 +180,28 @@ async def test_a_stalled_tls_handshake_does_not_delay_probes(serving: Serving, c
             assert answer.status == 200
         for _, writer in silent:
             writer.close()
+
+
+async def test_the_expirations_of_all_certificates_are_metrics_that_follow_the_files(
+    serving: Serving, authority: Authority, ca: str, issued: Issued, tmp_path: Path
+) -> None:
+    peers = Authority("peers").write(tmp_path / "peers.pem")
+
+    def expirations() -> dict[str, datetime]:
+        samples = server.metrics.exposition().decode()
+        found = re.findall(r'certificate_expiration_timestamp_seconds{certificate="(\w+)"} (\S+)', samples)
+        return {name: datetime.fromtimestamp(float(at), UTC) for name, at in found}
+
+    def expires(path: str) -> datetime:
+        return x509.load_pem_x509_certificate(Path(path).read_bytes()).not_valid_after_utc
+
+    async with serving(tls_client_ca=ca, tls_peer_ca=peers) as server:
+        before = await asyncio.to_thread(expirations)
+        assert before == {"server": expires(issued.cert), "client_ca": expires(ca), "peer_ca": expires(peers)}
+        authority.issue(tmp_path, "server", HOSTS, days=60)
+        after = await asyncio.to_thread(expirations)
+        assert after == before | {"server": expires(issued.cert)}
+        assert after["server"] - before["server"] > timedelta(days=29)
 
 
 async def test_top_and_admin_calls_work_over_tls(serving: Serving, ca: str, capsys: Any) -> None:

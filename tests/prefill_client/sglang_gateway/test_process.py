@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import time
 import urllib.request
@@ -12,8 +13,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from cryptography import x509
 
 from prefill_client.sglang_gateway.registration import Registration
+from testing.certificates import HOSTS, Authority
 from testing.photos import data_url, photo
 from testing.server_process import ServerProcess
 from testing.sglang_gateway import GatewayProcess, running_gateway
@@ -225,6 +228,26 @@ async def test_a_service_that_stays_down_is_answered_with_503(checkpoint: Path) 
                 assert "sglang_gateway_service_up 0.0" in (await http.get(f"{gateway.url}/metrics")).text
             (stand_in,) = (await sglang.to_scheduler([data_url(FIRST)])).parts
             assert stand_in.data.dtype == "uint8"
+
+
+async def test_a_gateway_with_a_client_certificate_tells_when_it_expires(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    authority = Authority()
+    ca = authority.write(tmp_path / "ca.pem")
+    server, client = authority.issue(tmp_path, "server", HOSTS), authority.issue(tmp_path, "client")
+    tls = {"encoder_tls_ca": ca, "encoder_tls_cert": client.cert, "encoder_tls_key": client.key}
+    with (
+        running(checkpoint, tls_cert=server.cert, tls_key=server.key, tls_client_ca=ca) as service,
+        running_gateway(service.endpoint, **tls) as gateway,
+    ):
+        async with httpx2.AsyncClient() as http:
+            metrics = (await http.get(f"{gateway.url}/metrics")).text
+        (value,) = re.findall(
+            r'certificate_expiration_timestamp_seconds{certificate="client"} (\S+)', metrics
+        )
+        expires = x509.load_pem_x509_certificate(Path(client.cert).read_bytes()).not_valid_after_utc
+        assert float(value) == expires.timestamp()
 
 
 def test_a_gateway_of_another_model_is_refused_at_start(

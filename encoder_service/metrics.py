@@ -16,6 +16,7 @@ from itertools import pairwise, product
 from math import inf
 from time import monotonic
 from typing import Literal, TypeAlias, TypeVar, cast
+from urllib.error import HTTPError
 
 from prometheus_client import (
     CollectorRegistry,
@@ -317,6 +318,7 @@ def _with_series(metric: _Labelled, labels: Mapping[str, Sequence[str]]) -> _Lab
 
 
 MAX_SCRAPE_BYTES = 16 << 20  # one of our servers exports 30 KB
+MAX_REFUSAL_BYTES = 1000
 Labels = Mapping[str, str]
 
 
@@ -370,6 +372,9 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
         raise ScrapeError(
             f"{endpoint}: the server does not speak HTTP: this is not a --metrics-listen address{hint}"
         ) from error
+    except HTTPError as error:  # the text says what to do, as about a missing token
+        said = error.read(MAX_REFUSAL_BYTES).decode(errors="replace").strip()
+        raise ScrapeError(f"{endpoint}: {error.code} {said or error.reason}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib wraps
         raise ScrapeError(f"{endpoint}: {getattr(reason, 'strerror', None) or reason}") from error

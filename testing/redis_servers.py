@@ -40,6 +40,8 @@ class RedisServer:
     """One redis-server process; `start` after `kill` restarts it empty on the same port."""
 
     options: Sequence[str] = ()
+    bind: str = "127.0.0.1"
+    """The address; empty: all, and the options must refuse other hosts."""
     binary: str = field(default_factory=redis_binary)
     port: int = field(default_factory=partial(free_port, BUS_PORT))
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="redis-")))
@@ -56,7 +58,8 @@ class RedisServer:
 
     def start(self) -> "RedisServer":
         """Start it and wait until it answers. Raises `StartError` if it does not start."""
-        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        command = [self.binary, "--port", str(self.port), "--dir", str(self.folder)]
+        command += ["--bind", self.bind] if self.bind else []
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.options]
         # In its own session it does not get Ctrl-C: the program that started it may have others to stop first.
         with self.log.open("w") as log:
@@ -130,9 +133,9 @@ class RedisCluster:
 
 
 @contextlib.contextmanager
-def redis_server(*options: str) -> Iterator[RedisServer]:
+def redis_server(*options: str, bind: str = "127.0.0.1") -> Iterator[RedisServer]:
     """Run a server for the length of a `with` block."""
-    server = RedisServer(options).start()
+    server = RedisServer(options, bind).start()
     try:
         yield server
     finally:

@@ -86,9 +86,14 @@ async def test_top_reads_a_token_file_and_sends_the_token_only_within_this_host(
     code, shown = await top("prometheus")
     assert (code, "serving" in shown) == (0, True)
     code, shown = await top("chat")
-    assert (code, "Forbidden" in shown) == (1, True)
+    assert (code, "403 tenant chat lacks the right `metrics`" in shown) == (1, True)
+    done = await asyncio.to_thread(run, "encoder-service", "top", port(server), "--once")
+    assert (done.returncode, "401 no token was sent" in done.stdout + done.stderr) == (1, True)
     code, shown = await top("nobody")
     assert (code, "No such file" in shown) == (2, True)
+    (tmp_path / "unknown.token").write_text("nobody's\n")
+    code, shown = await top("unknown")
+    assert (code, "401 unknown token: it belongs to no tenant" in shown) == (1, True)
     with pytest.raises(ScrapeError, match="or within this host"):
         scrape("192.0.2.1:9464", token=Token(str(tmp_path / "prometheus.token")))
 

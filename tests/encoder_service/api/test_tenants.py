@@ -64,6 +64,8 @@ async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
             code, details = await refused(call)
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert "tenant" in details
+            if not metadata:
+                assert "the call has neither" in details, "no token was sent, so none is unknown"
             is_hash = metadata and metadata[0][1].endswith(
                 hashlib.sha256(TOKENS["chat"].encode()).hexdigest()
             )

@@ -25,6 +25,7 @@ from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority, Issued
 from testing.photos import photo
 from tests.calls import collect, connection
+from tests.processes import run
 from tests.servers import server_of
 from tests.waiting import soon
 
@@ -212,6 +213,11 @@ async def test_top_and_admin_calls_work_over_tls(serving: Serving, ca: str, caps
         assert await asyncio.to_thread(main, [*stats, "--tls-ca", ca]) == 0
         assert "hit rate" in capsys.readouterr().out
         assert await asyncio.to_thread(main, stats) == 1
+        top = partial(run, "encoder-service", "top", "--once", "--tls-ca", ca)
+        shown = await asyncio.to_thread(top, server.watch.url)
+        assert (shown.returncode, "serving" in shown.stdout) == (0, True)
+        shown = await asyncio.to_thread(top, server.watch.endpoint)
+        assert (shown.returncode, "it uses TLS (write https://)" in shown.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "encoder.example:50051"])

@@ -2,12 +2,14 @@
 
 import asyncio
 import re
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
@@ -52,6 +54,30 @@ async def test_redis_says_itself_why_it_refuses(redis: RedisServer) -> None:
         assert "max number of clients reached" in str(fault)
         assert isinstance(fault, ResponseError)
         client.config_set("maxclients", 1000)
+
+
+def address_beyond_loopback() -> str | None:
+    """Return an IPv4 address of this machine that is not loopback; None if it has none."""
+    addresses = [each for interface in psutil.net_if_addrs().values() for each in interface]
+    of_ipv4 = (each.address for each in addresses if each.family is socket.AF_INET)
+    return next((each for each in of_ipv4 if not each.startswith("127.")), None)
+
+
+async def test_a_server_beside_a_redis_in_protected_mode_says_so(checkpoint: Path) -> None:
+    host = address_beyond_loopback()
+    if host is None:
+        pytest.skip("this machine has only loopback addresses, which protected mode accepts")
+    with redis_server("--protected-mode", "yes", bind="") as redis:
+        fault = await refusal(f"redis://{host}:{redis.port}")
+        assert str(fault).startswith("DENIED Redis is running in protected mode")
+        assert isinstance(fault, REFUSALS)
+        with running(checkpoint, index=f"redis://{host}:{redis.port}") as server:
+            await soon(
+                lambda: any(
+                    "index: alone " in line and "Redis is running in protected mode" in line
+                    for line in server.lines
+                )
+            )
 
 
 def answer(url: str) -> tuple[int, str]:

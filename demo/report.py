@@ -22,7 +22,6 @@ def print_turn(number: int, turn: Mapping[str, Any]) -> None:
     print(f"\nturn {number + 1}: {held.count(False)} images new, {held.count(True)} held from before")
     for row in table:
         print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(f"  answer, from random weights: {turn['text']!r}")
 
 
 def chunk_row(run: Mapping[str, Any], held: list[bool]) -> tuple[str, ...]:

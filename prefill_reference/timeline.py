@@ -9,23 +9,15 @@ from typing import Any
 from encoder_contract.json_file import read_json_object
 from prefill_client.trace import REQUEST, Span, place, read_spans
 
-COLOURS = {
-    "hash": "#9e9ac8",
-    "lay out": "#cbc9e2",
-    "submit": "#6a51a3",
-    "upload": "#bcbddc",
-    "fetch": "#ececec",
-    "queue": "#d0d0d0",
-    "decode": "#fdd0a2",
-    "preprocess": "#fdae6b",
-    "vit": "#e6550d",
-    "copy_out": "#a63603",
-    "transfer": "#756bb1",
-    "hit": "#31a354",
-    "wait": "#fdd0d0",
-    "prefill": "#3182bd",
+# The five kinds of bars, and the spans of each. Other spans (hash, upload, transfer, ...) are only in the trace file.
+KINDS = {
+    "waiting in the queue": ("#d0d0d0", ("queue",)),
+    "decode": ("#fdae6b", ("decode", "preprocess")),
+    "tower": ("#e6550d", ("vit", "copy_out")),
+    "hit": ("#31a354", ("hit",)),
+    "prefill": ("#3182bd", ("prefill",)),
 }
-OTHER = "#969696"
+COLOURS = {name: colour for colour, names in KINDS.values() for name in names}
 # Bars that cover other stages, drawn behind them.
 BEHIND = ("fetch", "hit", "queue")
 
@@ -56,7 +48,7 @@ class Panel:
 
 def panel(trace: Mapping[str, Any]) -> Panel:
     """Return the panel of a trace. Raises `ValueError` if `trace` has another format."""
-    spans = read_spans(trace)
+    spans = [span for span in read_spans(trace) if _colour(span)]
     lanes = sorted({span.lane for span in spans}, key=place)
     request = trace.get("otherData", {})
     title = f"{REQUEST} {request.get('request_id', '')}"
@@ -78,37 +70,38 @@ def draw(traces: Sequence[Path], picture: Path) -> Path:
 
 
 def svg(panels: Sequence[Panel]) -> str:
-    """Return the panels as one SVG element."""
+    """Return the panels as one SVG element. They share one scale of time, so that their lengths can be compared."""
+    end_ms = max((each.end_ms for each in panels), default=1.0)
     height = LEGEND + sum(each.height for each in panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"',
         f'height="{height}" font-family="sans-serif" font-size="10">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        *_legend({span.name for each in panels for span in each.spans}),
+        *_legend({_colour(span) for each in panels for span in each.spans}),
     ]
     top = LEGEND
     for each in panels:
-        parts += _panel_svg(each, top)
+        parts += _panel_svg(each, top, end_ms)
         top += each.height
     return "\n".join([*parts, "</svg>"])
 
 
 def _legend(shown: set[str]) -> list[str]:
     parts, x = [], LEFT
-    for name, colour in COLOURS.items():
-        if name in shown:
+    for kind, (colour, _names) in KINDS.items():
+        if colour in shown:
             parts.append(f'<rect x="{x}" y="6" width="10" height="10" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 13}" y="15">{_shown(name)}</text>')
-            x += 24 + 6 * len(_shown(name))
+            parts.append(f'<text x="{x + 13}" y="15">{kind}</text>')
+            x += 24 + 6 * len(kind)
     return parts
 
 
-def _panel_svg(each: Panel, top: int) -> list[str]:
-    scale = (WIDTH - LEFT - RIGHT) / each.end_ms
+def _panel_svg(each: Panel, top: int, end_ms: float) -> list[str]:
+    scale = (WIDTH - LEFT - RIGHT) / end_ms
     lane_y = {lane: top + TITLE + LANE * number for number, lane in enumerate(each.lanes)}
     bottom = top + TITLE + LANE * len(each.lanes)
     parts = [f'<text x="{LEFT}" y="{top + TITLE - 9}" font-size="11">{escape(each.title)}</text>']
-    for tick in _ticks(each.end_ms):
+    for tick in _ticks(end_ms):
         x = LEFT + tick * scale
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top + TITLE}" y2="{bottom}" stroke="#eee"/>'
@@ -121,9 +114,15 @@ def _panel_svg(each: Panel, top: int) -> list[str]:
         x, width = LEFT + began_ms * scale, max(SHORTEST, lasted_ms * scale)
         parts.append(
             f'<rect x="{x:.1f}" y="{lane_y[span.lane] + 2}" width="{width:.1f}" height="{BAR}" '
-            f'fill="{COLOURS.get(span.name, OTHER)}"><title>{escape(_tip(span))}</title></rect>'
+            f'fill="{_colour(span)}"><title>{escape(_tip(span))}</title></rect>'
         )
     return parts
+
+
+def _colour(span: Span) -> str:
+    """Return the colour of a bar, or "" if the span is not drawn. A Fetch that found stored rows is a hit."""
+    stored = span.name == "fetch" and span.details.get("source") in ("device", "host", "peer")
+    return COLOURS.get("hit" if stored else span.name, "")
 
 
 def _ticks(end_ms: float) -> list[float]:
@@ -138,11 +137,8 @@ def _ms(span: Span) -> tuple[float, float]:
     return span.began_s * 1000, (span.ended_s - span.began_s) * 1000
 
 
-def _shown(name: str) -> str:
-    return name.replace("_", " ")
-
-
 def _tip(span: Span) -> str:
     began_ms, lasted_ms = _ms(span)
+    name = span.name.replace("_", " ")
     details = "".join(f", {key} {value}" for key, value in span.details.items() if key != "digest")
-    return f"{span.lane}: {_shown(span.name)}, {lasted_ms:.2f} ms from {began_ms:.2f} ms on{details}"
+    return f"{span.lane}: {name}, {lasted_ms:.2f} ms from {began_ms:.2f} ms on{details}"

@@ -159,15 +159,36 @@ async def test_complete_events_of_a_track_never_overlap_partially(chat: Chat) ->
 
 
 def test_pictures_are_self_contained_and_show_every_lane_in_order(tmp_path: Path) -> None:
-    files = [example().write(tmp_path / f"{number}.json") for number in range(2)]
+    longer = example()
+    longer.add("chunk 11", "prefill", longer.began_s + 2, longer.began_s + 4)
+    files = [trace.write(tmp_path / f"{number}.json") for number, trace in enumerate((example(), longer))]
     drawn = ElementTree.parse(draw(files, tmp_path / "timeline.svg")).getroot()
     texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
     lanes = [text for text in texts if text and text.startswith(("image", "chunk"))]
     assert lanes == 2 * [f"{kind} {number}" for kind in ("image", "chunk") for number in range(12)]
     assert texts.count("request <request>") == 2
     bars = [element for element in drawn.iter() if element.findall("{*}title")]
-    assert len(bars) == 2 * 37
+    assert len(bars) == 2 * 30 + 1  # hits, tower and prefill; the hash and the Fetch calls are not drawn
     assert sum(bar.get("fill") == COLOURS["hit"] for bar in bars) == 2 * 6
+    assert len({bar.get("fill") for bar in bars}) == 3
+    # Both requests have the same scale: the bar of 80 ms is as long in the short one as in the long one.
+    widths = {bar.get("width") for bar in bars if bar.find("{*}title").text.startswith("chunk 3: ")}  # type: ignore[union-attr]
+    assert len(widths) == 1
+
+
+@pytest.mark.parametrize(("source", "drawn"), [("host", "hit"), ("encoded", "")])
+def test_a_fetch_is_drawn_as_a_hit_only_if_its_rows_were_stored(
+    source: str, drawn: str, tmp_path: Path
+) -> None:
+    trace = Trace("one")
+    trace.add("image 0", "fetch", trace.began_s, trace.began_s + 1, source=source)
+    page = draw([trace.write(tmp_path / "trace.json")], tmp_path / "timeline.svg").read_text()
+    assert ("image 0: fetch" in page) == bool(drawn)
+    assert (COLOURS["hit"] in page) == bool(drawn)
+
+
+def test_a_picture_needs_nothing_else_and_shows_details(tmp_path: Path) -> None:
+    draw([example().write(tmp_path / "trace.json")], tmp_path / "timeline.svg")
     page = (tmp_path / "timeline.svg").read_text()
     assert "href" not in page
     assert "src=" not in page

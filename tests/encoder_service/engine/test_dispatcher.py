@@ -154,7 +154,7 @@ async def test_an_idle_device_first_gets_two_megapixels_and_a_large_image_alone(
 
 
 async def test_images_are_shared_out_to_the_device_with_least_work(model: Model) -> None:
-    async with floor(model, devices=2, decode_threads=2) as at:
+    async with floor(model, devices=2, decode_threads=8) as at:
         jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(4)]
         for _ in range(2):
             for device in at.devices:

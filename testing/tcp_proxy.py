@@ -99,9 +99,29 @@ class TcpProxy:
     async def _carry(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool
     ) -> None:
+        loop = asyncio.get_running_loop()
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        arriving = asyncio.create_task(self._arrive(under_way, sink, is_answer=is_answer))
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
-                await asyncio.sleep(self._delay_s + len(data) / self._bytes_per_s)
+                await asyncio.sleep(len(data) / self._bytes_per_s)
+                under_way.put_nowait((loop.time() + self._delay_s, data))
+        under_way.put_nowait((loop.time() + self._delay_s, b""))
+        try:
+            await arriving
+        finally:
+            arriving.cancel()
+
+    async def _arrive(
+        self, under_way: "asyncio.Queue[tuple[float, bytes]]", sink: asyncio.StreamWriter, *, is_answer: bool
+    ) -> None:
+        """Write each piece after its delay, and then end the connection. Later pieces are under way."""
+        with contextlib.suppress(OSError):
+            while True:
+                at, data = await under_way.get()
+                await asyncio.sleep(at - asyncio.get_running_loop().time())
+                if not data:
+                    break
                 if not self._is_silent:
                     sink.write(self._nonsense * data.count(b"\n") if is_answer and self._nonsense else data)
                     await sink.drain()

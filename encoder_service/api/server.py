@@ -23,14 +23,17 @@ from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
 from encoder_service.limits import Budget, Budgets, Caller
 
+WINDOW_BYTES = 4 << 20
+"""What a caller may send on a call before the server reads it."""
 OPTIONS = (
     # A few kilobytes of gzip can expand to gigabytes: a compressed message is refused without being expanded.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
     # Bounds on the unread data of a call and on the calls of a connection. Together with the bounds on message size and
-    # open calls, they bound the memory that no budget counts. By default, the window would grow to any size. A smaller
-    # window makes an upload from afar cost a round trip for each piece.
-    ("grpc.http2.lookahead_bytes", 1 << 20),
+    # open calls, they bound the memory that no budget counts. By default, the window would grow to any size. An upload
+    # from afar costs a round trip for each window: 10 MB at 100 ms took 1.0 s with a window of 1 MiB, 0.65 s with 2,
+    # 0.59 s with 3 and 0.44 s with 4.
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 512),
     # Each connection takes a file descriptor, so one without a call is closed after a minute. Clients reconnect by

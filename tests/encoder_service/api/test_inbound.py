@@ -19,11 +19,12 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages
 from encoder_service.api.inbound import Requests
+from encoder_service.api.server import WINDOW_BYTES
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.device_thread import DeviceThread
-from testing.raw_http2 import RawConnection, framed
+from testing.raw_http2 import WHOLE_S, RawConnection, framed
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -222,6 +223,25 @@ async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: C
         assert grown < 160 * (messages.PIECE_BYTES + (64 << 10)) + (32 << 20)
         for connection in connections:
             await connection.close()
+
+
+async def test_what_a_call_sends_and_nobody_reads_is_a_window_and_no_more(
+    config: Config, model: Model
+) -> None:
+    calls, flood, memory = 12, bytes(32 << 20), psutil.Process()
+    async with server_of(config, model) as server:
+        async with await RawConnection.open(server.endpoint) as raw:
+            streams = [await raw.call("/grpc.health.v1.Health/Watch") for _ in range(calls)]
+            for stream in streams:
+                await raw.send(stream, framed(b""), patience_s=WHOLE_S)
+            await soon(lambda: server._listener._health._watches.total() == calls)
+            before = memory.memory_info().rss
+            sent = [await raw.send(stream, framed(flood)) for stream in streams]
+            grown = memory.memory_info().rss - before
+            # A window holds one piece of a file and more, so that an upload from afar takes few round trips.
+            assert all(WINDOW_BYTES - len(framed(b"")) <= each <= WINDOW_BYTES for each in sent)
+            assert grown < calls * (WINDOW_BYTES + messages.PIECE_BYTES)
+        await soon(lambda: not server._listener._health._watches)
 
 
 async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -> None:

@@ -7,7 +7,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -21,13 +21,14 @@ from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
+from encoder_service.http import MAX_CONNECTIONS
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority, Issued
 from testing.photos import photo
 from tests.calls import collect, connection
 from tests.processes import run
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 Serving = Callable[..., AbstractAsyncContextManager[Server]]
 
@@ -179,6 +180,21 @@ async def test_a_stalled_tls_handshake_does_not_delay_probes(serving: Serving, c
         url = f"{server.watch.url}readyz"
         with await asyncio.to_thread(urllib.request.urlopen, url, timeout=60, context=context) as answer:
             assert answer.status == 200
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_connections_that_begin_no_tls_handshake_are_bounded(serving: Serving) -> None:
+    async with serving() as server:
+        host, _, port = server.watch.endpoint.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * MAX_CONNECTIONS)]
+
+        async def closed(reader: asyncio.StreamReader) -> None:
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+
+        async with asyncio.timeout(PATIENCE_S):  # the newer ones replace them
+            await asyncio.gather(*(closed(reader) for reader, _ in silent[:MAX_CONNECTIONS]))
         for _, writer in silent:
             writer.close()
 

@@ -337,6 +337,54 @@ def test_unservable_images_of_responses_are_refused_with_their_own_error(
     assert message in response.json()["error"]["message"]
 
 
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+FILE = {"type": "file", "file": {"file_data": "x"}}
+IMAGE = raw(photo(90, 80, 3))
+
+
+@pytest.mark.parametrize(
+    ("parts", "fields", "status"),
+    [
+        ([AUDIO], {}, 400),
+        ([FILE], {}, 400),
+        ([IMAGE] * 16, {}, 400),
+        ([{"type": "image_url", "image_url": {"url": "ftp://host/x.png"}}], {}, 400),
+        ([{"type": "image_url", "image_url": None, "uuid": "unknown"}], {}, 400),
+        ([], {"n": 0}, 400),
+        ([], {"model": "another"}, 404),
+        ([], {"max_tokens": 100_000}, 400),
+        ([{"type": "text", "text": "x " * 9000}], {}, 400),
+        ([], {"chat_template": "{{ messages }}"}, 400),
+        ([], {"response_format": {"type": "json_schema"}}, 400),
+        ([], {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}, 400),
+        ([], {"add_generation_prompt": True, "continue_final_message": True}, 400),
+        ([], {"mm_processor_kwargs": "x"}, 400),
+        ([], {"media_io_kwargs": {"image": 3}}, 400),
+        ([], {"ec_transfer_params": "x"}, 400),
+        ([], {"cache_salt": ""}, 400),
+    ],
+)
+def test_refused_requests_get_the_status_of_vllm_alone(
+    http: HttpEngine, parts: list[dict[str, Any]], fields: dict[str, Any], status: int
+) -> None:
+    """Statuses of 0.32.0 without our flags; a request with an image beside the refused part or field."""
+    response = http.chat([IMAGE, *parts], **fields)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["code"] == status
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [({"previous_response_id": "resp_x"}, 404), ({"previous_response_id": 3}, 400)],
+)
+def test_refused_responses_get_the_status_of_vllm_alone(
+    http: HttpEngine, fields: dict[str, Any], status: int
+) -> None:
+    part = {"type": "input_image", "detail": "auto", "image_url": data_url(photo(90, 80, 3))}
+    body = {"model": "tiny", "input": [{"role": "user", "content": [part]}], **fields}
+    assert httpx.post(http.url + "/v1/responses", json=body, timeout=60).status_code == status
+
+
 def test_an_image_that_fails_to_decode_fails_only_its_request(http: HttpEngine) -> None:
     whole = photo(300, 200, 5, "PNG")
     with ThreadPoolExecutor(2) as pool:

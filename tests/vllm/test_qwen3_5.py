@@ -17,7 +17,7 @@ from encoder_contract.video import VideoInfo, VideoSettings
 from prefill_client import RowRequest
 from prefill_client.images import Image
 from prefill_client.vllm.image_name import ImageName
-from prefill_client.vllm.videos import Sampling, prompt_parts
+from prefill_client.vllm.videos import VIDEO_BEGIN, VIDEO_END, Sampling, prompt_parts
 from testing.clips import clip
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
@@ -144,7 +144,8 @@ def test_a_video_gets_the_answer_of_the_own_loader(
                 for pair in chosen.pairs
             ]
             assert [answer.error for answer in engine.client.submit(pairs)] == [None] * 5
-            answers.append(engine.ask(["what happens", *prompt_parts(chosen, named)]))
+            shown = [VIDEO_BEGIN, *prompt_parts(chosen, named), VIDEO_END]
+            answers.append(engine.ask(["what happens", *shown]))
             with engine.client.fetch([RowRequest.of(pair) for pair in pairs]) as outcomes:
                 rows = {outcome.index: outcome.tensor().clone() for outcome in outcomes}
             wholes.append(torch.cat([rows[index] for index in range(5)]))

@@ -1,4 +1,4 @@
-"""A Redis behind TLS whose only user has the rights that docs/operations.md gives."""
+"""A Redis behind TLS whose only user has the rights that docs/access.md gives."""
 
 import ssl
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tests.pages import ROOT
 
 def rules() -> list[str]:
     """Return the rights that the page gives the user, for keys and channels that begin with `encoder:`."""
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/access.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("ACL SETUSER encoder "))
     return line.split()[3:]
 

@@ -197,7 +197,7 @@ def test_every_gpu_deployment_may_use_the_hardware_jpeg_decoder() -> None:
 
 def test_the_capacity_table_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     show_sizing([])
-    assert capsys.readouterr().out in (ROOT / "docs/operations.md").read_text()
+    assert capsys.readouterr().out in (ROOT / "docs/sizing.md").read_text()
 
 
 def test_the_operators_page_names_the_exit_codes() -> None:

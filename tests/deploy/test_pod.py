@@ -38,7 +38,7 @@ VALUES = {name: {"enabled": True} for name in ("tls", "redisTls", "monitoring")}
 def secrets_of_the_page(folder: Path, *names: str) -> dict[str, dict[str, str]]:
     """Return the Secrets that the page's commands create from files in `folder`: those with `names`, or all."""
     found: dict[str, dict[str, str]] = {}
-    for line in (ROOT / "docs/operations.md").read_text().splitlines():
+    for line in (ROOT / "docs/access.md").read_text().splitlines():
         if line.startswith("kubectl -n encoder create secret generic "):
             name, *options = shlex.split(line)[6:]
             if name in names or not names:

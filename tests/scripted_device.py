@@ -145,9 +145,10 @@ async def floor(
     store_bytes: int = 32 << 20,
     ahead_patches: int = 10**9,
     decode_pixels: int = 50_000_000,
+    device: type[ScriptedDevice] = ScriptedDevice,
     **facts: Any,
 ) -> AsyncIterator[Floor]:
-    """Run a queue and scripted devices; `facts` are those of the devices."""
+    """Run a queue and scripted devices of the class `device`; `facts` are those of the devices."""
     loop, metrics = asyncio.get_running_loop(), Metrics()
     tower = model.tower
     store = Store(width=tower.width, dtype=tower.dtype, host_bytes=store_bytes, wait_s=0.2)
@@ -166,7 +167,7 @@ async def floor(
 
     jobs = JobQueue(scheduler, decoder, store, loop=loop, metrics=metrics, on_end=on_end, devices=devices)
     config = Config(model=Path("unused"), devices="cpu")
-    scripted = [ScriptedDevice(config, model, number, devices, **facts) for number in range(devices)]
+    scripted = [device(config, model, number, devices, **facts) for number in range(devices)]
     engine = Dispatcher(scripted, jobs, store, metrics, tower.geometry.tokens, decode_pixels=decode_pixels)
     engine.start()
     await soon(lambda: all(link.is_up for link in engine.links))
@@ -178,8 +179,8 @@ async def floor(
         assert not aborted
     finally:
         jobs.close()
-        for device in scripted:
-            device.kill()
+        for each in scripted:
+            each.kill()
         await engine.stop()
         jobs.fail_all(UnavailableError("it is over"))
         store.close()

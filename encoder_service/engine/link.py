@@ -35,7 +35,11 @@ MOST_BATCHES = 8
 DECODE_BATCHES = 2
 """Batches that a device decodes at a time: one is decoded, one waits."""
 IDLE_PIXELS = 2_000_000
-"""Pixels in the first decode batch of an idle device: few, so that its tower can soon begin."""
+"""Pixels in the first decode batch of an idle device: few, so that its tower can soon begin.
+
+It also has at most half of the images that wait: the tower encodes them while the device decodes the others, and
+callers send their next images meanwhile.
+"""
 UNSENT_BYTES = 1 << 20
 """Files that a device has not read yet. Above this it gets no more: they stay in the queue, which counts them."""
 QUIET_TICKS = 5
@@ -250,8 +254,11 @@ class Link(asyncio.Protocol):
         if len(self._decode_batches) >= DECODE_BATCHES or not self._can_send:
             return False
         is_idle = self.is_idle and not self._prepared and not self._decoding
-        pixels = IDLE_PIXELS if is_idle else self._shared.decode_pixels
-        jobs = self._queue.next_to_prepare(self.device.number, BATCH_IMAGES, pixels)
+        images, pixels = BATCH_IMAGES, self._shared.decode_pixels
+        if is_idle:
+            half = (self._queue.waiting_images + 1) // 2
+            images, pixels = min(images, half), min(pixels, IDLE_PIXELS)
+        jobs = self._queue.next_to_prepare(self.device.number, images, pixels)
         if jobs:
             self._decode_batches.append(self._decode(jobs, single=False))
         return bool(jobs)

@@ -3,13 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from encoder_contract.errors import InternalError, OverloadedError
 from encoder_contract.geometry import Grid
+from encoder_service.config import Config
 from encoder_service.engine import link as linking
 from encoder_service.engine import messages
+from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.facts import ModelFacts
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim
@@ -125,16 +130,19 @@ async def test_an_image_that_the_batch_decoder_refuses_is_decoded_by_itself(mode
     async with floor(model) as at:
         [device] = at.devices
         jobs = [at.submit(bytes([n]), demanded(), batch=True) for n in range(2)]
-        sent = await device.next(messages.Decode)
-        assert not sent.single
-        assert [image.number for image in sent.images] == [job.number for job in jobs]
+        for job in jobs:  # half of what waits, and then the rest
+            sent = await device.next(messages.Decode)
+            assert not sent.single
+            assert [image.number for image in sent.images] == [job.number]
         device.tell(messages.Retry([jobs[0].number], 0.1))
         again = await device.next(messages.Decode)
         assert again.single
         assert again.images[0].number == jobs[0].number
 
 
-async def test_an_idle_device_first_gets_two_megapixels_and_a_large_image_alone(model: Model) -> None:
+async def test_an_idle_device_first_gets_half_of_at_most_two_megapixels_and_a_large_image_alone(
+    model: Model,
+) -> None:
     async with floor(model) as at:
         [device] = at.devices
         sizes = [256] * 40  # images of 256 x 64
@@ -142,7 +150,7 @@ async def test_an_idle_device_first_gets_two_megapixels_and_a_large_image_alone(
             at.submit(bytes([n]), demanded(str(n)), width=width, batch=True) for n, width in enumerate(sizes)
         ]
         first = await device.next(messages.Decode)
-        assert len(first.images) == 32, "as many as a batch has: together below two megapixels"
+        assert len(first.images) == 20, "half of what waits: together below two megapixels"
         second = await device.next(messages.Decode)
         assert len(first.images) + len(second.images) == len(jobs)
     async with floor(model) as at:
@@ -314,6 +322,25 @@ async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> No
         second.tell(messages.LeftGroup(0, failed=False))
         first.encoded(batch)
         await soon(lambda: all(link.is_idle for link in at.links))
+
+
+@pytest.mark.parametrize(("kind", "least"), [("cuda:0", 4096), ("cpu", 3072)])
+async def test_the_least_image_of_a_group_depends_on_the_kind_of_device(
+    model: Model, config: Config, kind: str, least: int
+) -> None:
+    """On a GPU a group runs without graphs: below 4096 patches one GPU is as fast."""
+    device = SimpleNamespace(name=kind, kind=kind.partition(":")[0], memory=DeviceMemory)
+    facts = ModelFacts.of(replace(model, device=cast(Device, device)), config, 2)
+    assert facts.group_patches == least
+    below, enough = (Grid(1, 2, patches // 2) for patches in (least - 4, least))
+    async with floor(model, devices=2, group_patches=facts.group_patches) as at:
+        for name, grid in {b"below": below, b"enough": enough}.items():
+            job = at.submit(name, demanded(name.decode()), grid=grid)
+            await at.prepare(job)
+            batch = await at.devices[0].next(messages.Encode)
+            assert (batch.group is not None) == (grid is enough)
+            at.devices[0].encoded(batch)
+            await soon(lambda job=job: (job, job.key.address) in at.ended)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("how", ["fails", "ends"])

@@ -1,0 +1,173 @@
+"""Small images on a fast device, in virtual time: its tower is busy while callers wait, whatever a decode batch has."""
+
+import asyncio
+import itertools
+import pickle
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from encoder_contract.geometry import Grid
+from encoder_service.engine import job_queue, messages
+from encoder_service.engine import link as linking
+from encoder_service.engine.model import Model
+from encoder_service.scheduler import Claim
+from encoder_service.store import Pin
+from tests.scripted_device import Floor, ScriptedDevice, floor
+from tests.virtual_time import VirtualTimeLoop
+
+SMALL = Grid(1, 16, 16)  # 256×256
+SMALL_PIXELS = 256 * 256
+BUDGET = 4800  # patches of a batch
+IMAGES = 400
+WARM_UP = 150
+
+
+@dataclass
+class Pace:
+    """How long a device works, in seconds: for a batch, and for each image in it."""
+
+    decode_batch_s: float
+    decode_image_s: float
+    tower_batch_s: float
+    tower_image_s: float
+
+
+# nvJPEG and flash attention, as predicted; and the whole tower of Qwen3-VL-8B on an H200: 1,667 images a second.
+GPU = Pace(0.0015, 0.00015, 0.0003, 0.0004)
+H200 = Pace(0.0015, 0.00015, 0.0, 0.0006)
+
+
+class PacedDevice(ScriptedDevice):
+    """A device that decodes and encodes at a pace, on the event loop: one batch of each kind at a time."""
+
+    pace: ClassVar[Pace]
+
+    def start(self) -> None:
+        """Open the socket, and begin to work."""
+        self.connection, self.theirs = socket.socketpair()
+        self.theirs.setblocking(False)
+        self._counting = socket.socket()  # type: ignore[assignment]
+        self.is_stuck = False
+        self.busy_s = 0.0
+        self._decodes: asyncio.Queue[messages.Decode] = asyncio.Queue()
+        self._batches: asyncio.Queue[messages.Encode] = asyncio.Queue()
+        work = (self._listen(), self._decode_all(), self._encode_all())
+        self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
+
+    async def _listen(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self.theirs)
+        while True:
+            try:
+                message = await _received(self._reader)
+            except asyncio.IncompleteReadError:
+                break
+            if isinstance(message, messages.Decode):
+                self._decodes.put_nowait(message)
+            elif isinstance(message, messages.Encode):
+                self._batches.put_nowait(message)
+        for task in self._tasks[1:]:
+            task.cancel()
+
+    async def _decode_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            batch, began = await self._decodes.get(), loop.time()
+            await asyncio.sleep(self.pace.decode_batch_s + self.pace.decode_image_s * len(batch.images))
+            numbers, now = [image.number for image in batch.images], loop.time()
+            self.tell(messages.Prepared(numbers, "nvjpeg", now - began, began, now, now, now, []))
+
+    async def _encode_all(self) -> None:
+        while True:
+            batch = await self._batches.get()
+            seconds = self.pace.tower_batch_s + self.pace.tower_image_s * len(batch.images)
+            await asyncio.sleep(seconds)
+            self.busy_s += seconds
+            self.encoded(batch, seconds)
+
+    def tell(self, message: object) -> None:
+        """Send a message to the server."""
+        self._writer.writelines(messages.packed(message))
+
+
+async def _received(reader: asyncio.StreamReader) -> Any:
+    size, files = messages._HEAD.unpack(await reader.readexactly(messages._HEAD.size))
+    sizes = [messages._SIZE.unpack(await reader.readexactly(messages._SIZE.size))[0] for _ in range(files)]
+    body = await reader.readexactly(size)
+    return pickle.loads(body, buffers=[await reader.readexactly(each) for each in sizes])
+
+
+@dataclass
+class Outcome:
+    """What a closed loop of callers measured, after the warm-up."""
+
+    images_per_s: float
+    busy: float
+    """The share of the time in which the tower worked."""
+
+
+async def _closed_loop(model: Model, callers: int, pace: Pace) -> Outcome:
+    """Let `callers` ask for one new image after another."""
+    PacedDevice.pace = pace
+    loop, numbers = asyncio.get_running_loop(), itertools.count()
+    async with floor(model, device=PacedDevice, batch_patches=BUDGET) as at:
+        [device] = at.devices
+        assert isinstance(device, PacedDevice)
+        marks: list[tuple[float, float, int]] = []
+
+        async def caller(name: int) -> None:
+            while (number := next(numbers)) <= WARM_UP + IMAGES:
+                if number in (WARM_UP, WARM_UP + IMAGES):
+                    marks.append((loop.time(), device.busy_s, len(at.ended)))
+                await _encoded(at, number, f"caller {name}")
+
+        await asyncio.gather(*(caller(n) for n in range(callers)))
+        (began, busy, before), (ended, busy_then, after) = marks
+        spent = ended - began
+        return Outcome((after - before) / spent, (busy_then - busy) / spent)
+
+
+async def _encoded(at: Floor, number: int, holder: str) -> None:
+    claim = Claim(f"request {number}", holder, demanded=True)
+    job = at.submit(number.to_bytes(4), claim, grid=SMALL, width=SMALL_PIXELS // 64, batch=True)
+    pin = await at.jobs.wait(job, claim)
+    assert isinstance(pin, Pin)
+    pin.release()
+
+
+@pytest.fixture
+def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that runs a coroutine in virtual time, which the queue and the links use too."""
+
+    def run(measured: Coroutine[Any, Any, Outcome]) -> Outcome:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            clock = runner.get_loop().time
+            for module in (linking, job_queue):
+                monkeypatch.setattr(module, "monotonic", clock)
+            return runner.run(measured)
+
+    return run
+
+
+@pytest.mark.parametrize("callers", [4, 16, 48])
+def test_the_small_first_batch_of_an_idle_device_slows_no_small_images(
+    model: Model, in_virtual_time: Any, monkeypatch: pytest.MonkeyPatch, callers: int
+) -> None:
+    """It has few pixels and half of what waits, so that the tower begins soon. That must not keep batches small."""
+    with_rule = in_virtual_time(_closed_loop(model, callers, GPU))
+    monkeypatch.setattr(linking, "IDLE_PIXELS", 10**9)
+    monkeypatch.setattr(job_queue.JobQueue, "waiting_images", 10**6)
+    without = in_virtual_time(_closed_loop(model, callers, GPU))
+    assert with_rule.images_per_s >= 0.95 * without.images_per_s
+    if callers <= 16:  # without the rule the callers wait and send in step: the tower waits for each decode
+        assert with_rule.images_per_s >= 1.3 * without.images_per_s
+
+
+@pytest.mark.parametrize("callers", [16, 48, 96])
+def test_small_images_keep_the_tower_busy_at_the_pace_of_an_h200(
+    model: Model, in_virtual_time: Any, callers: int
+) -> None:
+    assert in_virtual_time(_closed_loop(model, callers, H200)).busy >= 0.95

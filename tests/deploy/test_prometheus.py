@@ -181,8 +181,6 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
         "encsvc_model_info",
         "encsvc_foreign_rows_total",
         "encsvc_index_never_joined",
-        "encsvc_patches_per_second",
-        "encsvc_backlog_seconds",
         "encsvc_queue_requests",
         "encsvc_queue_claims",
         "encsvc_queue_clients",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from encoder_contract.errors import EncoderError, OverloadedError, UnknownImageError
+from encoder_contract.errors import EncoderError, ImageLimitError, OverloadedError, UnknownImageError
 from encoder_contract.geometry import Grid
 from encoder_contract.video import VideoInfo
 from encoder_service.cluster.cluster import Acquired, Cluster, Locations
@@ -163,6 +163,11 @@ class LookupResult:
     cached: bool = False
     video: VideoInfo | None = None
 
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether the caller is to send the file."""
+        return self.grid is None and self.video is None
+
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
@@ -273,6 +278,23 @@ class Images:
     def withdraw(self, claim: Claim) -> None:
         """End a claim. An image without claims is dropped, unless its batch has started."""
         self._jobs.withdraw(claim)
+
+    def withdraw_all(
+        self, images: Sequence[SubmittedImage], refusal: OverloadedError, *, by_queue: bool
+    ) -> EncoderError:
+        """Withdraw images that were to be queued together, because of `refusal`; return the error of each of them.
+
+        If the queue refused them (`by_queue`) although it is empty without them, a retry does not help.
+        """
+        for image in images:
+            self.withdraw(image.claim)
+            self.forget(image.key)
+        if not by_queue or not self._jobs.is_empty:
+            return refusal
+        return ImageLimitError(
+            f"{len(images)} images together do not fit into the empty queue ({refusal.message}): submit fewer at a "
+            "time, or without `all_or_nothing`"
+        )
 
     def forget(self, key: ImageKey) -> None:
         """Release the lease of an image that is not queued: its bytes will not arrive, or were refused."""
@@ -433,8 +455,9 @@ class Images:
                 grid = self._validator.grid(image.key, source, image.claimed_grid)
                 self._queue(image.key, source, grid, image.claim)
                 return LookupResult(grid)
-            if image.claimed_grid is not None:  # refuse before the bytes are sent
-                self._jobs.check_room(image.claim.holder, image.claimed_grid.patches)
+            # Refuse before the bytes are sent.
+            patches = image.claimed_grid.patches if image.claimed_grid is not None else 0
+            self._jobs.check_room(image.key, patches, image.size_bytes, image.claim)
         except EncoderError as error:
             self.forget(image.key)
             return error

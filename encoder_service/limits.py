@@ -39,7 +39,7 @@ class Caller:
     call_id: str = field(default_factory=lambda: uuid4().hex)
     """Identifies the call where the caller names no request."""
 
-    def claim(self, chunk: int = 0, needed_at: float | None = None) -> Claim:
+    def claim(self, chunk: int = 0, needed_at: float | None = None, *, reserves: bool = False) -> Claim:
         """Return a new claim: demanded if `needed_at` is given (a Fetch), else speculative (a Submit)."""
         return Claim(
             request_id=self.request_id or self.call_id,
@@ -49,6 +49,7 @@ class Caller:
             chunk=chunk,
             needed_at=needed_at,
             demanded=needed_at is not None,
+            reserves=reserves,
         )
 
 

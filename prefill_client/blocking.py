@@ -154,10 +154,17 @@ class BlockingClient:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        all_or_nothing: bool = False,
     ) -> list[Submitted]:
         """Submit image files as `EncoderClient.submit` does. Return one answer per file, in order."""
         return self._loop.run(
-            self._client.submit(files, request_id=request_id, priority=priority, timeout_s=timeout_s)
+            self._client.submit(
+                files,
+                request_id=request_id,
+                priority=priority,
+                timeout_s=timeout_s,
+                all_or_nothing=all_or_nothing,
+            )
         )
 
     def keep(
@@ -168,11 +175,17 @@ class BlockingClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         again_s: float = DEFAULT_TIMEOUT_S,
+        all_or_nothing: bool = False,
     ) -> "BlockingKept":
         """Submit image files and keep them submitted until the result is closed, as `EncoderClient.keep` does."""
         kept = self._loop.run(
             self._client.keep(
-                files, request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
+                files,
+                request_id=request_id,
+                priority=priority,
+                timeout_s=timeout_s,
+                again_s=again_s,
+                all_or_nothing=all_or_nothing,
             )
         )
         return BlockingKept(self._loop, kept)

@@ -113,16 +113,22 @@ class EncoderClient:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        all_or_nothing: bool = False,
     ) -> list[Submitted]:
         """Submit image files. Return one answer per file, in order: the confirmed grid and token count, or an error.
 
         A file is bytes, a path, or an `Image`. The client uploads a file only if the server does not have the image.
         It retries temporary errors until `timeout_s`, at other servers if necessary. A file that is not an image gets
         an error without a call. A path that cannot be read raises `OSError`.
+
+        With `all_or_nothing`, a server that has no room for all of the images that go there takes none of them, before
+        their bytes travel. If that lasts until `timeout_s`, every answer is an error, and no image stays submitted. An
+        image that is itself at fault fails alone.
         """
         images = await asyncio.to_thread(read_images, files, self.description.geometry)
         submission = Submission(self._pool, self._recent, self._caller(request_id, priority))
-        return await submission.submit(images, timeout_s)
+        submit = submission.submit_together if all_or_nothing else submission.submit
+        return await submit(images, timeout_s)
 
     async def probe(
         self,
@@ -165,6 +171,7 @@ class EncoderClient:
         priority: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         again_s: float = DEFAULT_TIMEOUT_S,
+        all_or_nothing: bool = False,
     ) -> KeptImages:
         """Submit image files as `submit` does, and keep them submitted until the returned `KeptImages` is closed.
 
@@ -174,7 +181,8 @@ class EncoderClient:
         images = await asyncio.to_thread(read_images, files, self.description.geometry)
         kept = KeptImages(self._pool, self._recent, self._caller(request_id, priority), again_s)
         try:
-            kept.answers = await kept.submit(images, timeout_s)
+            submit = kept.submit_together if all_or_nothing else kept.submit
+            kept.answers = await submit(images, timeout_s)
         except BaseException:
             await kept.close()
             raise

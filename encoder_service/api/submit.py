@@ -5,8 +5,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
+from typing import TypeAlias
 
 from encoder_contract.errors import (
     DeadlineError,
@@ -28,6 +30,10 @@ from encoder_service.scheduler import Claim
 
 # A slower upload counts as stalled: an occasional byte must not keep space reserved that other callers wait for.
 MIN_BYTES_PER_S = 64 << 10
+
+
+Found: TypeAlias = tuple[int, SubmittedImage | None, LookupResult | EncoderError]
+"""The caller's index of an image, the image (None if its name is invalid), and what is known of it."""
 
 
 class Upload:
@@ -92,16 +98,24 @@ class Uploads:
         largest = max((upload.max_bytes for upload in self._uploads.values()), default=0)
         self._hold.resize(max(largest, self._arrived_bytes))
 
-    def reserve(self, index: int, size_bytes: int, *, is_video: bool = False) -> None:
-        """Reserve space for an image or a video; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
+    def make_room(self, size_bytes: int, *, is_video: bool) -> tuple[int, str]:
+        """Reserve space for a file, until `settle`; return the limit on its size and the name of that limit.
+
+        Size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`.
+        """
         max_bytes, limit = self._max_bytes[is_video], "max_video_bytes" if is_video else "max_image_bytes"
         if size_bytes > max_bytes:
             raise ImageLimitError(
                 f"the file has {size_bytes} bytes, which is larger than {limit} = {max_bytes}: send a smaller one"
             )
+        self._hold.resize(max(self._hold.amount, size_bytes or max_bytes))
+        return max_bytes, limit
+
+    def reserve(self, index: int, size_bytes: int, *, is_video: bool = False) -> None:
+        """Reserve space for an image or a video; size 0 is unknown. Raises `ImageLimitError` and `OverloadedError`."""
+        max_bytes, limit = self.make_room(size_bytes, is_video=is_video)
         if not self._uploads:
             self.idle_left_s = self._idle_s
-        self._hold.resize(max(self._hold.amount, size_bytes or max_bytes))
         if 0 < size_bytes < max_bytes:
             max_bytes, limit = size_bytes, "the size_bytes of its name"
         self._uploads[index] = Upload(max_bytes, limit, is_video=is_video)
@@ -177,7 +191,7 @@ class SubmitCall:
         self._refused_any = False  # since the last `_pause`
         self._claims: dict[int, Claim] = {}  # by index
         self._retainer = Retainer()
-        self._retain_names = False  # of the message that is being answered
+        self._retain_names = self._all_or_none = False  # of the message that is being answered
         self._retained: dict[bytes, SubmittedImage] = {}  # by address
         # Frames that wait for the file of a wanted video, by the video's key.
         self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
@@ -243,7 +257,7 @@ class SubmitCall:
         request = self._parse(message)
         if request.HasField("names"):
             self._info.identity.check_again("submit", self._caller)
-            self._retain_names = request.names.kept
+            self._retain_names, self._all_or_none = request.names.kept, request.names.all_or_nothing
         names = {name.index for name in request.names.names}
         files: dict[int, bytes] = {}
         pieces: list[pb.ImageBytes] = []
@@ -257,10 +271,17 @@ class SubmitCall:
                     f"image {piece.index}: a file that comes along with its name must be complete, in one piece"
                 )
         units_of_files = sum(map(len, files.values())) // TURN_BYTES
+        together: list[Found] = []
         for some, units in name_turns(request.names.names):
             await self._turns.take(self._caller.holder, units + units_of_files)
             units_of_files = 0
-            yield await self._answer_names(some, files)
+            found = await self._find(some)
+            if self._all_or_none:
+                together += found
+            else:
+                yield await self._answer_found(found, files)
+        if together:
+            yield await self._answer_found(self._all_or_nothing(together), files)
         states = await self._answer_pieces(pieces)
         self._uploads.settle()
         self._is_last |= request.last
@@ -278,25 +299,45 @@ class SubmitCall:
 
     # Names
 
-    async def _answer_names(
-        self, names: Sequence[pb.ImageName], files: Mapping[int, bytes]
-    ) -> list[pb.ImageState]:
-        """Return the answers to `names`, some of whose files came along."""
-        states: list[pb.ImageState] = []
+    async def _find(self, names: Sequence[pb.ImageName]) -> list[Found]:
+        """Return the images of these names, and what is known of them. An invalid name has an error and no image."""
         images: list[SubmittedImage] = []
+        invalid: list[Found] = []
         for name in names:
             self._reserve_index(name.index)
             try:
                 images.append(self._image(name))
             except InvalidRequestError as error:
-                states.append(self._refuse(name.index, error))
-        states += await self._look_up(images, files)
+                invalid.append((name.index, None, error))
+        return [*invalid, *await self._look_up(images)]
+
+    async def _answer_found(self, found: Sequence[Found], files: Mapping[int, bytes]) -> list[pb.ImageState]:
+        """Return the answers to images, some of whose files came along with their names."""
+        states = self._answers(found, files)
         arrived = self._wanted.keys() & files.keys()
         states += await self._receive_files(
-            [(image, files[image.index]) for image in images if image.index in arrived]
+            [(image, files[index]) for index, image, _ in found if image is not None and index in arrived]
         )
         await self._pause()
         return states
+
+    def _all_or_nothing(self, found: Sequence[Found]) -> list[Found]:
+        """Return what was found, or one refusal of all these images, if there is no room for all of them."""
+        refusals = [known for *_, known in found if isinstance(known, OverloadedError)]
+        by_queue = bool(refusals)
+        try:
+            for _, image, known in found:
+                if image is not None and isinstance(known, LookupResult) and known.needs_bytes:
+                    with suppress(ImageLimitError):  # that image fails alone
+                        self._uploads.make_room(image.size_bytes, is_video=image.file_is_video)
+        except OverloadedError as error:
+            refusals.append(error)
+        if not refusals:
+            return list(found)
+        images = [image for _, image, _ in found if image is not None]
+        refusal = max(refusals, key=lambda refusal: refusal.retry_after_ms)
+        withdrawn = self._images.withdraw_all(images, refusal, by_queue=by_queue)
+        return [(index, image, known if _is_at_fault(known) else withdrawn) for index, image, known in found]
 
     def _reserve_index(self, index: int) -> None:
         if index in self._named:
@@ -318,18 +359,21 @@ class SubmitCall:
         """Return a new claim on an image. It replaces the earlier claim, which ended with the rows or a failure."""
         if (before := self._claims.get(index)) is not None:
             self._images.withdraw(before)
-        claim = self._claims[index] = self._caller.claim()
+        claim = self._claims[index] = self._caller.claim(reserves=self._all_or_none)
         return claim
 
-    async def _look_up(
-        self, images: Sequence[SubmittedImage], files: Mapping[int, bytes]
-    ) -> list[pb.ImageState]:
+    async def _look_up(self, images: Sequence[SubmittedImage]) -> list[Found]:
+        looked = await self._images.lookup(images)
+        return [(image.index, image, known) for image, known in zip(images, looked, strict=True)]
+
+    def _answers(self, found: Sequence[Found], files: Mapping[int, bytes]) -> list[pb.ImageState]:
         states: list[pb.ImageState] = []
-        for image, known in zip(images, await self._images.lookup(images), strict=True):
+        for index, image, known in found:
             if isinstance(known, EncoderError):
-                states.append(self._refuse(image.index, known))
+                states.append(self._refuse(index, known))
                 continue
-            states += self._answer(image, known, files.get(image.index))
+            assert image is not None, "an image is known"
+            states += self._answer(image, known, files.get(index))
             if self._retain_names and not image.is_video:
                 self._retained[image.key.address] = image
                 self._images.waiters.retain(image.key.address, self._retainer)
@@ -345,6 +389,8 @@ class SubmitCall:
         if known.video is not None:
             return [messages.state_message(image.index, b"", known, 0)]
         if known.grid is not None:
+            if image.claim.task is None:  # it is not queued here: it needs no place in the queue
+                self._images.withdraw(image.claim)
             self._record.submitted("cached" if known.cached else "queued")
             tokens = self._info.geometry.tokens(known.grid)
             return [messages.state_message(image.index, image.key.address, known, tokens)]
@@ -368,7 +414,7 @@ class SubmitCall:
         frames, error = self._waiting_frames.pop(source_key, ()), self._file_errors.pop(source_key, None)
         if error is not None:
             return [self._refuse(image.index, error) for image in frames]
-        return await self._look_up(frames, {}) if frames else []
+        return self._answers(await self._look_up(frames), {}) if frames else []
 
     # Files
 
@@ -514,5 +560,12 @@ class SubmitCall:
 
     def _refuse(self, index: int, error: EncoderError) -> pb.ImageState:
         self._refused_any = True
+        if (claim := self._claims.get(index)) is not None:
+            self._images.withdraw(claim)
         self._record.submitted("failed", error)
         return messages.failed_state(index, error)
+
+
+def _is_at_fault(known: LookupResult | EncoderError) -> bool:
+    """Whether an image is refused for its own sake, not because the server is full."""
+    return isinstance(known, EncoderError) and not isinstance(known, OverloadedError)

@@ -130,9 +130,21 @@ class JobQueue:
         rate = self._scheduler.patches_per_s
         return patches * self._devices / rate if rate else 0.0
 
-    def check_room(self, holder: str, patches: int) -> None:
-        """Raise `OverloadedError` or `ImageLimitError` if an image of this many patches would be refused now."""
-        self._scheduler.check_room(holder, patches)
+    def check_room(self, key: ImageKey, patches: int, size_bytes: int, claim: Claim) -> None:
+        """Raise `OverloadedError` or `ImageLimitError` if an image of this many patches would be refused now.
+
+        If the claim `reserves`, the image gets its place in the queue, until it is submitted or the claim is withdrawn.
+        0 is an unknown amount.
+        """
+        if claim.reserves:
+            self._scheduler.reserve(claim, key.address, patches, size_bytes)
+        elif patches:
+            self._scheduler.check_room(claim.holder, patches)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no image is queued, being encoded or expected."""
+        return not self._scheduler.queued.images
 
     def known_error(self, error: Exception) -> EncoderError:
         """Translate an error for callers that wait for rows; see `Faults`."""

@@ -84,6 +84,10 @@ class Admission:
         amount = Amount()
         amount.add(task)
         self.check(task.holder, amount)
+        self.count(task)
+
+    def count(self, task: Task) -> None:
+        """Count a task that has been checked."""
         self.held.add(task)
         self._holders.setdefault(task.holder, Amount()).add(task)
 
@@ -119,7 +123,7 @@ class Admission:
             raise self.refusal("this client is waiting for too many images")
 
     def release(self, task: Task) -> None:
-        """Undo `admit`."""
+        """Undo `admit` or `count`."""
         self.held.add(task, -1)
         held = self._holders[task.holder]
         held.add(task, -1)

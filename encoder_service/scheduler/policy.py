@@ -69,6 +69,7 @@ class Claim:
     holder that admitted the task. `priority` orders the claims of one holder.
     `needed_at` is in seconds on the scheduler's clock; None means that a chunk is waiting already.
     A claim that is not `demanded` is speculative: `needed_at` is then ignored.
+    A claim that `reserves` gets its place in the queue before the bytes of its image arrive.
     """
 
     request_id: str
@@ -77,7 +78,9 @@ class Claim:
     chunk: int = 0
     needed_at: float | None = None
     demanded: bool = False
+    reserves: bool = False
     task: Task | None = field(default=None, init=False)
+    place: Task | None = field(default=None, init=False, repr=False)  # see `Scheduler.reserve`
     request: Request | None = field(default=None, init=False, repr=False)
     number: int = field(default=0, init=False)  # order of attachment, unique: the last tie-breaker
     # Its lane in its order; None if it is in no order.

@@ -277,14 +277,20 @@ class Scheduler:
         A `single` task is decoded by itself; with `as_large` it counts as large there. `source_pixels` does not follow
         from `patches`: variants bound the patches of an image with many pixels.
         Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, or
-        `ImageLimitError` for an image that can never fit; the claim is then not attached.
+        `ImageLimitError` for an image that can never fit; the claim is then not attached. Cannot raise for an image
+        that fits into the place that its claim reserved.
         """
-        if self.claim(claim, address, now):
+        place = self._leave_place(claim)
+        fits = place is not None and patches <= place.patches and source_bytes <= place.source_bytes
+        if self._join(claim, address, now, checked=fits):
             return False
         task = Task(address, patches, source_bytes, claim.holder, source_pixels, as_large=as_large)
         if single:
             task.state = self._single_state(task)
-        self._admission.admit(task)
+        if fits:
+            self._admission.count(task)
+        else:
+            self._admission.admit(task)
         self._table.open(task)
         self._table.attach(claim, task, now)
         return True
@@ -293,15 +299,27 @@ class Scheduler:
         """Raise the error that `admit` would raise for a new image of `patches`. Call it before asking for bytes."""
         self._admission.check(holder, Amount(1, patches))
 
+    def reserve(self, claim: Claim, address: bytes, patches: int, source_bytes: int) -> None:
+        """Reserve the place of a new image in the queue, until `admit` or `withdraw`. Raises what `admit` would."""
+        self._leave_place(claim)
+        self._check_claim(claim)
+        place = Task(address, patches, source_bytes, claim.holder)
+        self._admission.admit(place)
+        claim.place = place
+
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
         """Attach a claim to the task of an address; return False if there is none. Raises `OverloadedError`."""
+        return self._join(claim, address, now)
+
+    def _join(self, claim: Claim, address: bytes, now: float, *, checked: bool = False) -> bool:
         task = self._table.tasks.get(address)
         if task is not None:
             claim.holder = claim.holder or task.holder
-        holder = self._table.holders.get(claim.holder)
-        self._admission.check_claim(holder.claims if holder else 0, self._table.claims)
+        if not checked:
+            self._check_claim(claim)
         if task is None:
             return False
+        self._leave_place(claim)
         self._table.attach(claim, task, now)
         return True
 
@@ -310,6 +328,7 @@ class Scheduler:
 
         A task that is being encoded continues. Does nothing if the task has ended.
         """
+        self._leave_place(claim)
         task = claim.task
         if task is None:
             return None
@@ -591,6 +610,16 @@ class Scheduler:
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
         most = self._max_ahead
         return images + 1 <= times * most.images and patches + task.patches <= times * most.patches
+
+    def _check_claim(self, claim: Claim) -> None:
+        holder = self._table.holders.get(claim.holder)
+        self._admission.check_claim(holder.claims if holder else 0, self._table.claims)
+
+    def _leave_place(self, claim: Claim) -> Task | None:
+        place, claim.place = claim.place, None
+        if place is not None:
+            self._admission.release(place)
+        return place
 
     def _forget(self, task: Task) -> None:
         self._table.close(task)

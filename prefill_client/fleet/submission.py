@@ -9,7 +9,13 @@ from typing import Self
 
 from cachetools import LRUCache
 
-from encoder_contract.errors import DeadlineError, EncoderError, InternalError, UnavailableError
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    InternalError,
+    OverloadedError,
+    UnavailableError,
+)
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
@@ -22,6 +28,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 ENTRY_BYTES = 1024  # memory of one entry besides its file
 MAX_ROUTES = 65536  # some 10 MB
+_NO_ROOM = (OverloadedError, DeadlineError)
 
 
 class SentImages:
@@ -61,6 +68,33 @@ class Submission:
         self._pool = pool
         self._recent = recent
         self._caller = caller
+        self._together: list[SubmitStream] | None = None
+        """In `submit_together`, the calls that have accepted images and are still open."""
+
+    async def submit_together(
+        self, files: Sequence[Image | EncoderError], timeout_s: float
+    ) -> list[Submitted]:
+        """Submit images as `submit` does, or none of them, if the servers have no room for all until `timeout_s`.
+
+        A server that has no room for all of its images takes none. Each answer is then an error.
+        """
+        self._together = []
+        try:
+            answers = await self.submit(files, timeout_s)
+            refusal = next((each.error for each in answers if isinstance(each.error, _NO_ROOM)), None)
+            if refusal is None:
+                await asyncio.gather(*(stream.complete() for stream in self._together))
+            else:
+                await self._withdraw()
+        except BaseException:
+            await self._withdraw()
+            raise
+        finally:
+            self._together = None
+        return [
+            answer if refusal is None or answer.error is not None else Submitted(answer.digest, error=refusal)
+            for answer in answers
+        ]
 
     async def submit(
         self, files: Sequence[Image | EncoderError], timeout_s: float, *, persistent: bool = False
@@ -92,6 +126,8 @@ class Submission:
                     del images[index]
                 else:
                     due_s[index] = monotonic() + pause_s
+            if self._together is not None and images:  # what is refused together is tried again together
+                due_s = dict.fromkeys(images, max(due_s[index] for index in images))
             await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
         return [answers[index] for index in range(len(files))]
 
@@ -121,12 +157,17 @@ class Submission:
 
     async def _submit_to(self, endpoint: str, images: Sequence[Image], timeout_s: float) -> list[Submitted]:
         """Return the answers of one server. What it has taken when the time is up stays submitted."""
-        new = [index for index, image in enumerate(images) if self._recent.route(image.digest) is None]
+        is_together = self._together is not None  # then no bytes travel before there is room
+        new = [
+            index
+            for index, image in enumerate(images)
+            if not is_together and self._recent.route(image.digest) is None
+        ]
         stream: SubmitStream | None = None
         try:
             async with self._pool.attempt(endpoint, timeout_s) as connection:
                 stream = connection.submit(images, self._caller, new)
-                answers = await stream.answers(kept=self._kept)
+                answers = await stream.answers(kept=self._kept, all_or_nothing=is_together)
         except EncoderError as error:
             is_late = isinstance(error, DeadlineError) and stream is not None and stream.is_open()
             answered = stream.answered if stream is not None and is_late and not self._kept else {}
@@ -149,7 +190,15 @@ class Submission:
 
     def _leave(self, stream: SubmitStream, _endpoint: str, _accepted: dict[int, Image]) -> None:
         """End a call that has accepted some of its images, and is still open."""
-        stream.leave()
+        if self._together is None:
+            stream.leave()
+        else:
+            self._together.append(stream)
+
+    async def _withdraw(self) -> None:
+        """Withdraw the images that were accepted."""
+        for stream in self._together or ():
+            stream.close()
 
 
 class KeptImages(Submission):
@@ -194,6 +243,9 @@ class KeptImages(Submission):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
+
+    async def _withdraw(self) -> None:
+        await self.close()
 
     def _leave(self, stream: SubmitStream, endpoint: str, accepted: dict[int, Image]) -> None:
         """Keep the call open for the images that it has accepted."""

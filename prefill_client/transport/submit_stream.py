@@ -45,14 +45,17 @@ class SubmitStream(Exchange):
         self.answered: dict[int, Submitted] = {}
         """The answers so far, by index."""
 
-    async def answers(self, *, kept: bool = False) -> list[Submitted]:
+    async def answers(self, *, kept: bool = False, all_or_nothing: bool = False) -> list[Submitted]:
         """Name the images, upload those that the server does not have, and return one answer per image, in order.
 
-        With `kept`, the call stays open, and the server may ask for a file again. Otherwise it has ended, and the
-        images stay submitted. Raises the error of the call. If this is cancelled, the exchange goes on until `close` or
-        `leave`: cancelling an operation of gRPC would end the call.
+        With `kept`, the call stays open, and the server may ask for a file again. With `all_or_nothing`, a server that
+        has no room for all of the images refuses all, and the call stays open until `complete` or `close`. Otherwise it
+        has ended, and the images stay submitted. Raises the error of the call. If this is cancelled, the exchange goes
+        on until `close` or `leave`: cancelling an operation of gRPC would end the call.
         """
-        self._exchanging = asyncio.create_task(self._exchange(kept=kept), name="submit")
+        self._exchanging = asyncio.create_task(
+            self._exchange(kept=kept, all_or_nothing=all_or_nothing), name="submit"
+        )
         await asyncio.shield(self._exchanging)
         return [self.answered[index] for index in range(len(self._images))]
 
@@ -68,6 +71,13 @@ class SubmitStream(Exchange):
         except EncoderError as error:
             return error
 
+    async def complete(self) -> None:
+        """End the call: its images stay submitted. A Fetch submits them again if the server has left."""
+        with suppress(EncoderError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._write(pb.SubmitRequest(last=True))
+                await self.finish()
+
     def close(self) -> None:
         """End the call if it has not ended."""
         if self._exchanging is not None:
@@ -78,16 +88,15 @@ class SubmitStream(Exchange):
         """Send nothing more and let the call end: the images that the server has stay submitted."""
         self._leaving = asyncio.create_task(self._leave(), name="leave")
 
-    async def _exchange(self, *, kept: bool) -> None:
+    async def _exchange(self, *, kept: bool, all_or_nothing: bool) -> None:
         names = [image.to_message(index) for index, image in enumerate(self._images)]
         files = [
             pb.ImageBytes(index=index, data=self._images[index].data, last=True) for index in self._fitting()
         ]
         self._sent_s = dict.fromkeys((file.index for file in files), monotonic())
-        request = pb.SubmitRequest(
-            open=self._caller, names=pb.ImageNames(names=names, kept=kept), bytes=files, last=not kept
-        )
-        await self._write(request)
+        stays_open = kept or all_or_nothing
+        named = pb.ImageNames(names=names, kept=kept, all_or_nothing=all_or_nothing)
+        await self._write(pb.SubmitRequest(open=self._caller, names=named, bytes=files, last=not stays_open))
         while len(self.answered) < len(self._images):
             needed: list[int] = []
             for state in (await self._read()).states:
@@ -99,7 +108,7 @@ class SubmitStream(Exchange):
                     upload_s = (began_s, monotonic()) if began_s is not None else None
                     self.answered[state.index] = self._submitted(state, upload_s)
             await self._send(needed)
-        if not kept:
+        if not stays_open:
             await self.finish()
 
     def _fitting(self) -> Iterator[int]:

@@ -454,8 +454,16 @@ class ImageNames(google.protobuf.message.Message):
 
     NAMES_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    ALL_OR_NOTHING_FIELD_NUMBER: builtins.int
     kept: builtins.bool
     """The caller keeps the call open while it wants these images, and sends their bytes again when the server asks."""
+    all_or_nothing: builtins.bool
+    """All of these images or none. The server reserves a place in the queue for each image when it answers the names. If
+    one of them finds no place, the server answers every name FAILED, with one RESOURCE_EXHAUSTED and one
+    `retry_after_ms`, before any bytes travel, and queues none of them. If they find no place in an empty queue either,
+    it answers INVALID_ARGUMENT. An image that is itself at fault still fails alone. The reservation needs `grid` and
+    `size_bytes`: without them, an image may still be refused when its bytes arrive.
+    """
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageName]: ...
     def __init__(
@@ -463,8 +471,9 @@ class ImageNames(google.protobuf.message.Message):
         *,
         names: collections.abc.Iterable[Global___ImageName] | None = ...,
         kept: builtins.bool = ...,
+        all_or_nothing: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kept", b"kept", "names", b"names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "kept", b"kept", "names", b"names"]) -> None: ...
 
 Global___ImageNames: typing_extensions.TypeAlias = ImageNames
 

@@ -209,3 +209,35 @@ def test_limits_hold_and_everything_is_released_for_any_mix_of_images(images):
 def test_invalid_limits_are_refused(changes):
     with pytest.raises(ValueError, match=r"limit|client_share"):
         limits(**changes)
+
+
+def test_a_reserved_place_counts_and_admits_its_image_whatever_came_in_between():
+    scheduler = make(images=8)
+    reserving = [Claim(f"r{number}", "c", reserves=True) for number in range(4)]
+    for number, claim in enumerate(reserving):
+        scheduler.reserve(claim, f"reserved {number}".encode(), 10, 100)
+    assert (scheduler.queued.images, scheduler.snapshot().claims) == (4, 0)
+    others = [admit(scheduler, f"other {number}", client=f"other {number}") for number in range(4)]
+    with pytest.raises(OverloadedError, match="full: 8 images"):
+        admit(scheduler, "one more", client="one more")
+    for number, claim in enumerate(reserving[:2]):
+        assert scheduler.admit(claim, f"reserved {number}".encode(), 10, 90, 0.0)
+    with pytest.raises(OverloadedError):  # larger than its place
+        scheduler.admit(reserving[2], b"reserved 2", 5000, 100, 0.0)
+    scheduler.withdraw(reserving[3])
+    assert scheduler.queued.images == 6
+    assert scheduler.claim(Claim("joins", "c"), b"reserved 0", 0.0), "the places have become tasks"
+    for claim in (*reserving, *others):
+        scheduler.withdraw(claim)
+    assert (scheduler.queued.images, scheduler.queued.patches, scheduler.queued.source_bytes) == (1, 10, 90)
+
+
+def test_a_claim_that_joins_an_image_leaves_its_place():
+    scheduler = make()
+    reserving = Claim("r", "c", reserves=True)
+    scheduler.reserve(reserving, b"a", 10, 100)
+    other = Claim("s", "d")
+    scheduler.admit(other, b"a", 10, 100, 0.0)
+    assert scheduler.queued.images == 2
+    assert scheduler.claim(reserving, b"a", 0.0)
+    assert scheduler.queued.images == 1

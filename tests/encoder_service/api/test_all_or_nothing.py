@@ -1,0 +1,229 @@
+"""Submit with `all_or_nothing`: the queue takes all images of the names, or none, before their bytes travel."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from encoder_contract.errors import InvalidImageError, OverloadedError, Status
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.app import Server
+from encoder_service.config import GIB, Config
+from encoder_service.engine.model import Model
+from encoder_service.image.decoder import Decoder
+from encoder_service.limits import Caller
+from prefill_client import EncoderClient, Image
+from prefill_client.images import read_images
+from testing.photos import photo
+from tests.calls import finish, next_states, stub
+from tests.gate import Gate
+from tests.operator_view import numbers
+from tests.servers import server_of
+from tests.waiting import soon, within_some_limit
+
+QUEUE = 8
+PHOTOS = [photo(100 + number, 80, 900 + number) for number in range(12)]
+
+
+def naming_together(client: EncoderClient, numbers: range, *, together: bool = True) -> pb.SubmitRequest:
+    """Name these photos in the first message of a call."""
+    images = read_images([PHOTOS[number] for number in numbers], client.description.geometry)
+    names = [cast(Image, image).to_message(number) for number, image in zip(numbers, images, strict=True)]
+    return pb.SubmitRequest(
+        open=pb.Caller(client_id="raw"), names=pb.ImageNames(names=names, all_or_nothing=together)
+    )
+
+
+def queued(server: Server) -> int:
+    """The number of images that are queued or have a place."""
+    return server.jobs._scheduler.queued.images
+
+
+async def send(call: Any, numbers: range) -> None:
+    pieces = [pb.ImageBytes(index=number, data=PHOTOS[number], last=True) for number in numbers]
+    await call.write(pb.SubmitRequest(bytes=pieces))
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_images_that_do_not_fit_together_are_refused_before_bytes_travel(
+    config: Config, model: Model, gate: Gate, together: bool
+) -> None:
+    async with (
+        server_of(config, replace(model, decoder=cast(Decoder, gate)), max_queued_images=QUEUE) as server,
+        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+    ):
+        with gate.closed():
+            first = await other.submit(PHOTOS[:4])
+            assert [answer.error for answer in first] == [None] * 4
+            sent = (await numbers(server)).total("uploaded_bytes_total")
+            call = (await stub(other)).Submit(timeout=60)
+            await call.write(naming_together(other, range(4, 10), together=together))
+            states = await next_states(call, 6)
+            refused = [state for state in states if state.state == pb.STATE_FAILED]
+            if together:
+                assert len(refused) == 6
+                assert {state.error.code for state in refused} == {Status.RESOURCE_EXHAUSTED.value}
+                assert len({state.error.retry_after_ms for state in refused} - {0}) == 1, "one hint"
+                assert (queued(server), len(server.jobs)) == (4, 4)
+                assert server.budgets.upload_bytes.held == 0
+                assert (await numbers(server)).total("uploaded_bytes_total") == sent
+            else:
+                assert refused == []
+                await send(call, range(4, 10))
+                states = await next_states(call, 6)
+                assert {state.state for state in states} == {pb.STATE_QUEUED, pb.STATE_FAILED}, (
+                    "half a request"
+                )
+            call.cancel()
+            await soon(lambda: queued(server) == 4)
+
+
+async def test_a_place_is_held_until_the_bytes_arrive(config: Config, model: Model, gate: Gate) -> None:
+    async with (
+        server_of(config, replace(model, decoder=cast(Decoder, gate)), max_queued_images=QUEUE) as server,
+        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+    ):
+        with gate.closed():
+            call = (await stub(other)).Submit(timeout=60)
+            await call.write(naming_together(other, range(6)))
+            assert {state.state for state in await next_states(call, 6)} == {pb.STATE_NEEDS_BYTES}
+            assert (queued(server), len(server.jobs)) == (6, 0)
+            late = (await stub(other)).Submit(timeout=60)
+            await late.write(naming_together(other, range(6, 10)))
+            assert {state.state for state in await next_states(late, 4)} == {pb.STATE_FAILED}, (
+                "no room beside them"
+            )
+            late.cancel()
+            await send(call, range(6))
+            assert {state.state for state in await next_states(call, 6)} == {pb.STATE_QUEUED}
+            await call.write(pb.SubmitRequest(last=True))
+            await finish(call)
+            assert queued(server) == len(server.jobs) >= 6, "a place is used up by its image"
+        await soon(lambda: queued(server) == 0)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "half-closed", "stalled", "held elsewhere in the meantime"])
+async def test_places_are_freed_when_the_bytes_do_not_arrive(config: Config, model: Model, way: str) -> None:
+    limits = {"upload_idle_s": 0.3} if way == "stalled" else {}
+    async with (
+        server_of(config, model, limits=limits, max_queued_images=QUEUE) as server,
+        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+    ):
+        call = (await stub(other)).Submit(timeout=60)
+        await call.write(naming_together(other, range(4)))
+        assert {state.state for state in await next_states(call, 4)} == {pb.STATE_NEEDS_BYTES}
+        assert queued(server) == 4
+        match way:
+            case "cancelled":
+                call.cancel()
+            case "half-closed":
+                await call.write(pb.SubmitRequest(last=True))
+                await finish(call)
+            case "stalled":
+                assert {state.state for state in await next_states(call, 4)} == {pb.STATE_FAILED}
+            case _:
+                for number in range(4):
+                    [answer] = await other.submit([PHOTOS[number]])
+                    assert answer.error is None
+                await soon(lambda: len(server.jobs) == 0)
+                await send(call, range(4))
+                assert {state.state for state in await next_states(call, 4)} <= {
+                    pb.STATE_QUEUED,
+                    pb.STATE_CACHED,
+                }
+        await soon(lambda: queued(server) == 0)
+        call.cancel()
+
+
+async def test_images_that_never_fit_together_are_refused_for_good(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, max_queued_images=QUEUE) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        answers = await client.submit(PHOTOS, all_or_nothing=True)
+        assert {type(answer.error) for answer in answers} == {InvalidImageError}
+        assert "12 images together do not fit into the empty queue" in str(answers[0].error)
+        assert queued(server) == 0
+        answers = await client.submit(PHOTOS)
+        assert [answer.error for answer in answers] == [None] * len(PHOTOS), "one after another they do"
+
+
+async def test_without_upload_space_all_are_refused_and_may_come_again(config: Config, model: Model) -> None:
+    size = len(PHOTOS[0])
+    async with (
+        server_of(
+            config,
+            model,
+            max_queued_images=QUEUE,
+            max_queued_gib=8 * size / GIB,
+            max_image_bytes=size + 999,
+        ) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        with server.budgets.upload_bytes.hold(Caller("host", ("host",)), int(7.9 * size)):
+
+            async def refused(limit_s: float) -> bool:
+                answers = await client.submit(PHOTOS[:2], all_or_nothing=True, timeout_s=limit_s)
+                return all(isinstance(answer.error, OverloadedError) for answer in answers)
+
+            await within_some_limit(refused)
+        assert queued(server) == 0
+        answers = await client.submit(PHOTOS[:2], all_or_nothing=True)
+        assert [answer.error for answer in answers] == [None] * 2
+
+
+async def test_an_image_at_fault_fails_alone(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, max_queued_images=QUEUE) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        answers = await client.submit([PHOTOS[0], b"no image", PHOTOS[1]], all_or_nothing=True)
+        assert [type(answer.error) for answer in answers] == [type(None), InvalidImageError, type(None)]
+        await soon(lambda: queued(server) == 0)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_client_takes_back_what_one_server_accepted_if_another_is_full(
+    config: Config, model: Model, gate: Gate, kept: bool
+) -> None:
+    gated = replace(model, decoder=cast(Decoder, gate))
+    async with (
+        server_of(config, gated, max_queued_images=QUEUE) as full,
+        server_of(config, gated) as free,
+        await EncoderClient.connect(full.endpoint, client_id="other") as other,
+        await EncoderClient.connect([full.endpoint, free.endpoint]) as client,
+    ):
+        with gate.closed():
+            await other.submit([photo(64, 64, number) for number in range(6)])
+            before = queued(full)
+            assert before == 6
+            submit = client.keep if kept else client.submit
+
+            async def refused(limit_s: float) -> bool:
+                result = await submit(PHOTOS, all_or_nothing=True, timeout_s=limit_s)  # type: ignore[operator]
+                answers = result.answers if kept else result
+                assert all(answer.error is not None for answer in answers)
+                return any(isinstance(answer.error, OverloadedError) for answer in answers)
+
+            await within_some_limit(refused)
+            await soon(lambda: (queued(full), queued(free)) == (before, 0))
+
+
+async def test_a_client_waits_until_all_of_its_images_fit(config: Config, model: Model, gate: Gate) -> None:
+    async with (
+        server_of(config, replace(model, decoder=cast(Decoder, gate)), max_queued_images=QUEUE) as server,
+        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        with gate.closed():
+            await other.submit(PHOTOS[:6])
+            submitting = asyncio.create_task(client.submit(PHOTOS[6:], all_or_nothing=True))
+
+            async def refused_twice() -> bool:
+                return (await numbers(server)).total("submitted_images_total", outcome="failed") >= 12
+
+            await soon(refused_twice)
+            assert queued(server) == 6
+        answers = await submitting
+        assert [answer.error for answer in answers] == [None] * 6

@@ -21,6 +21,15 @@ BENCHMARK = Benchmark(
             "mean_16", "16 replicas, mean time to first token: first come by content / ours", target=">= 1.28"
         ),
         Figure("p99_16", "16 replicas, p99: ours / first come by content", target="<= 0.92"),
+        Figure(
+            "unequal_p99",
+            "1 fast and 4 slow (12 : 1), load 0.2, p99: ours / the fast one alone",
+            target="<= 1.0",
+        ),
+        Figure("unequal_busy_p99", "the same at load 0.9, p99: ours / the fast one alone", shown=True),
+        Figure(
+            "unequal_hash_p99", "the same at load 0.2, by content, all equal / the fast one alone", shown=True
+        ),
         Figure("hash_mean_4", "4 replicas, mean: first come by content / our order by content", shown=True),
         Figure("hash_mean_16", "16 replicas, mean: first come by content / our order by content", shown=True),
     ),
@@ -62,12 +71,41 @@ def figures_of(replicas: int, requests: int, seeds: int) -> dict[str, float]:
     }
 
 
+UNEQUAL = (1.0, *[1 / 12] * 4)
+
+
+def unequal_figures(requests: int, seeds: int) -> dict[str, float]:
+    """Compare a fleet of one fast and four slow replicas to the fast one alone, on the same requests."""
+    low, high = (Load(SKEWED, load=share * sum(UNEQUAL)) for share in (0.2, 0.9))
+    fleet: dict[str, Any] = {"replicas": len(UNEQUAL), "rates": UNEQUAL}
+    trials = {
+        "load 0.2, the fast one alone": (low, {}),
+        "load 0.2, by content": (low, fleet | {"placement": "hash"}),
+        "load 0.2, by rate": (low, fleet | {"placement": "even"}),
+        "load 0.9, the fast one alone": (high, {}),
+        "load 0.9, by rate": (high, fleet | {"placement": "even"}),
+    }
+    found = answer([Trial(OURS, load, requests, seeds, machine) for load, machine in trials.values()])
+    table(
+        f"one fast and four slow replicas, 12 : 1 ({seeds} × {requests} requests)",
+        ["load and placement", "mean TTFT", "p99"],
+        [[name, each.mean, each.p99] for name, each in zip(trials, found, strict=True)],
+    )
+    alone, by_content, ours, busy_alone, busy = (each.p99 for each in found)
+    return {
+        "unequal_p99": ours / alone,
+        "unequal_busy_p99": busy / busy_alone,
+        "unequal_hash_p99": by_content / alone,
+    }
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=2000, help="for 4 replicas; twice as many for 16")
     args = parser.parse_args()
     figures = figures_of(4, args.requests, args.seeds) | figures_of(16, 2 * args.requests, args.seeds)
+    figures |= unequal_figures(args.requests, args.seeds)
     print_figures(figures, args)
 
 

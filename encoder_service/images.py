@@ -203,6 +203,11 @@ class Images:
         self._cluster = cluster
         self.waiters = Waiters(cluster, awaited_images)
 
+    @property
+    def patches_per_s(self) -> float:
+        """The rate at which this replica encodes; 0 until it is known."""
+        return self._jobs.patches_per_s
+
     # What a Submit needs
 
     async def lookup(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:

@@ -39,7 +39,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The simulated deployment. A device encodes one patch per second; other times are parameters."""
+    """The simulated deployment. A device encodes one patch per second, unless `rates` differ; other times are given."""
 
     policy: Policy = LEAST_WORK_LEFT
     replicas: int = 1
@@ -57,6 +57,7 @@ class Machine:
     # How the images of a request go to replicas: each by its content ("hash"), all to one replica ("whole"), or as the
     # client places them ("even").
     placement: Literal["hash", "whole", "even"] = "hash"
+    rates: Sequence[float] = ()  # of the replicas, patches/s; the client knows them
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Outcome:
 @dataclass(eq=False, slots=True)
 class _Replica:
     scheduler: Scheduler
+    rate: float
     preparing: bool = False
     encoding: bool = False
 
@@ -109,9 +111,10 @@ class Simulation:
                     max_ahead_patches=machine.max_ahead_patches,
                     max_ahead_images=machine.max_ahead_images,
                     policy=machine.policy,
-                )
+                ),
+                rate,
             )
-            for _ in range(machine.replicas)
+            for rate in machine.rates or [1.0] * machine.replicas
         ]
         self._stored: set[bytes] = set()
         self._waiting: dict[bytes, list[tuple[_Progress, int]]] = defaultdict(list)
@@ -169,7 +172,10 @@ class Simulation:
             self._machine.placement == "even"
         ):  # each job has a client of its own, with nothing else in progress
             names = {str(place): replica for place, replica in enumerate(self._replicas)}
-            return [names[name] for name in Router(names).place([image.address for image in job.images])]
+            router = Router(names)
+            for name, replica in names.items():
+                router.set_rate(name, replica.rate)
+            return [names[name] for name in router.place([image.address for image in job.images])]
         is_whole = self._machine.placement == "whole"
         by = [number if is_whole else int.from_bytes(image.address[:8], "little") for image in job.images]
         return [self._replicas[each % len(self._replicas)] for each in by]
@@ -189,7 +195,7 @@ class Simulation:
             self._at(time_s, partial(self._end_prepare, replica, tasks))
         if not replica.encoding and (batch := scheduler.next_batch(now, machine.budget_patches)):
             replica.encoding = True
-            seconds = sum(task.patches for task in batch)
+            seconds = sum(task.patches for task in batch) / replica.rate
             self._at(now + seconds, partial(self._end_encode, replica, batch, seconds))
             self._turn(replica, now)
 

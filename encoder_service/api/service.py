@@ -45,6 +45,7 @@ class EncoderService:
         description = pb.DescribeResponse()
         description.CopyFrom(self._info.description)
         description.clock_s = monotonic()
+        description.patches_per_s = self._images.patches_per_s
         self._info.transports.describe(description, is_local=caller.is_local)
         return description
 
@@ -65,6 +66,7 @@ class EncoderService:
         call = SubmitCall(self._images, uploads, record, inbound.requests, caller, self._info, self._turns)
         inbound.resources.callback(call.close)
         async for answer in call.answers(replace(first, open=None)):
+            answer.patches_per_s = self._images.patches_per_s
             yield answer
         record.complete = True
 

@@ -125,6 +125,11 @@ class JobQueue:
         """Return the counts of the queue at this moment."""
         return self._scheduler.snapshot()
 
+    @property
+    def patches_per_s(self) -> float:
+        """The rate of all devices in the last second of their time; 0 before the first measurement."""
+        return self._scheduler.recent_patches_per_s
+
     def encode_s(self, patches: int) -> float:
         """Return the seconds that a device needs for `patches` at the measured rate; 0 before the first measurement."""
         rate = self._scheduler.patches_per_s

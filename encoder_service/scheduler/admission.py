@@ -11,8 +11,10 @@ from encoder_service.scheduler.policy import Amount, Task
 DRAINED_BEFORE_RETRY = 0.25
 MIN_RETRY_MS, MAX_RETRY_MS = 20, 60_000
 UNMEASURED_RETRY_MS = 1_000  # before the first batch, while no rate is known
-# Seconds of device time after which an old measurement weighs 1/e.
+# Seconds of device time after which an old measurement weighs 1/e: for hints and metrics, and for callers, who send a
+# server less within two seconds when its rate halves.
 RATE_MEMORY_S = 10.0
+RECENT_S = 0.8
 # The share that one holder may take while no other holder has any.
 SHARE = 0.75
 
@@ -49,15 +51,20 @@ class Limits:
 class Rate:
     """The rate of the device: an exponentially weighted mean of patches per second of encoding."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_s: float) -> None:
+        """An old measurement weighs 1/e after `memory_s` seconds of device time."""
+        self._memory_s = memory_s
         self._patches = 0.0
         self._seconds = 0.0
+        self.measured_s = 0.0
+        """Seconds of device time measured so far."""
 
     def add(self, patches: int, seconds: float) -> None:
         """Add a batch: its patches, and the seconds that the device was busy with it."""
-        fade = math.exp(-seconds / RATE_MEMORY_S)
+        fade = math.exp(-seconds / self._memory_s)
         self._patches = self._patches * fade + patches
         self._seconds = self._seconds * fade + seconds
+        self.measured_s += seconds
 
     @property
     def patches_per_s(self) -> float:
@@ -71,7 +78,8 @@ class Admission:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.held = Amount()
-        self.rate = Rate()
+        self.rate = Rate(RATE_MEMORY_S)
+        self.recent_rate = Rate(RECENT_S)
         self._holders: dict[str, Amount] = {}
 
     @property

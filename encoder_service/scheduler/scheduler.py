@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from encoder_service.scheduler.admission import Admission, Limits
+from encoder_service.scheduler.admission import RECENT_S, Admission, Limits
 from encoder_service.scheduler.policy import (
     LAST_LANE,
     LEAST_WORK_LEFT,
@@ -450,7 +450,9 @@ class Scheduler:
 
     def done(self, batch: Batch, seconds: float) -> None:
         """Report that a batch is encoded, and the seconds that the device was busy with it."""
-        self._admission.rate.add(sum(task.patches for task in batch), seconds)
+        patches = sum(task.patches for task in batch)
+        for rate in (self._admission.rate, self._admission.recent_rate):
+            rate.add(patches, seconds)
         for task in batch:
             assert task.state is State.ENCODING, task
             self._forget(task)
@@ -508,6 +510,12 @@ class Scheduler:
     def patches_per_s(self) -> float:
         """The measured rate of the device; 0 before the first batch."""
         return self._admission.rate.patches_per_s
+
+    @property
+    def recent_patches_per_s(self) -> float:
+        """The rate of the last second of device time; 0 before a second was measured: first batches are slow."""
+        rate = self._admission.recent_rate
+        return rate.patches_per_s if rate.measured_s >= RECENT_S else 0.0
 
     @property
     def waiting_images(self) -> int:

@@ -213,6 +213,7 @@ class Pool:
                 raise ModelMismatchError(
                     f"{what} fingerprint: expected {expected.hex()}, {endpoint} has {found[what].hex()}"
                 )
+        self.router.set_rate(endpoint, connection.patches_per_s)
         self._expected = found  # all servers of a pool must have the model of the first one
         return connection
 

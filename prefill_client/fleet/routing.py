@@ -1,13 +1,15 @@
 """Routing: which server an image goes to, so that repeated images hit its cache and a call's images are spread evenly.
 
-It also says which server to try next.
+Servers of different speeds get images by the rates that they measure. It also says which server to try next.
 """
 
+import logging
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from time import monotonic
 
 from xxhash import xxh3_64_intdigest
@@ -20,14 +22,26 @@ from encoder_contract.errors import UnavailableError
 LOAD_FACTOR = 1.25
 # A server with fewer images in progress than this is never over its share.
 IDLE_IMAGES = 16
+# A new rate counts if it differs from the last one that counted by this factor, so that noise moves no images.
+RATE_STEP = 1.25
+# If the fastest server is less than this factor faster than the slowest, all count as equal: clients then agree.
+EQUAL_RATES = 1.5
+# No server is faster than this, patches/s. It would get all images.
+MAX_RATE = 1e9
+ROUNDING = 1e-9  # of shares
 # A restart takes about a second. A server that stays away costs one call every half minute.
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True)
 class _Endpoint:
     seed: int
+    rate: float = 0.0  # patches/s, as the server measured; 0: unknown
+    weight: float = 1.0  # its rate, relative to the fastest endpoint
     images: int = 0
     failures: int = 0  # consecutive failures in this outage
     relapses: int = 0  # consecutive failures of calls while the health check reported serving
@@ -37,11 +51,11 @@ class _Endpoint:
 
 
 class Router:
-    """Rendezvous hashing over the live endpoints, with a bound on the load of each.
+    """Weighted rendezvous hashing over the live endpoints, with a bound on the load of each.
 
-    All processes that know the same endpoints, in any order, prefer the same one for an image. When an endpoint goes
-    away, only its own images move, evenly to the others, and they move back when it returns. Does no I/O. Not
-    thread-safe.
+    The weights are the rates that the servers measure (`set_rate`). All processes that know the same endpoints and
+    rates, in any order, prefer the same one for an image. When an endpoint goes away, only its own images move, evenly
+    to the others, and they move back when it returns. Does no I/O. Not thread-safe.
     """
 
     def __init__(
@@ -54,6 +68,8 @@ class Router:
         self._idle_images = idle_images
         self._clock = clock
         self._endpoints: dict[str, _Endpoint] = {}
+        self.ignored_rates = 0
+        """How many rates were ignored because no server has such a rate."""
         self.set_endpoints(endpoints)
 
     @property
@@ -70,6 +86,24 @@ class Router:
         """Replace the endpoints after a new DNS answer. Endpoints that remain keep their load and state."""
         before = self._endpoints
         self._endpoints = {name: before.get(name) or _Endpoint(_hash(name.encode(), 0)) for name in endpoints}
+        self._weigh()
+
+    def set_rate(self, endpoint: str, patches_per_s: float) -> None:
+        """Record the rate that a server measured; 0 is unknown, and counts as the lowest known one.
+
+        Ignores a rate that is negative, not a number or beyond reason.
+        """
+        if (known := self._endpoints.get(endpoint)) is None:
+            return
+        if not 0 <= patches_per_s <= MAX_RATE:
+            self.ignored_rates += 1
+            if self.ignored_rates == 1:
+                log.warning(
+                    "%s: ignored its rate, %g patches/s; later ones are counted", endpoint, patches_per_s
+                )
+        elif not known.rate / RATE_STEP < patches_per_s < known.rate * RATE_STEP:
+            known.rate = patches_per_s
+            self._weigh()
 
     def order(self, digest: bytes) -> list[str]:
         """Return all endpoints in the order in which to try them for the image with this content digest.
@@ -77,7 +111,7 @@ class Router:
         Endpoints that are up and below the bound come first, then those that are up and above it, both by preference.
         Endpoints that are down come last, by the time at which they may be tried again.
         """
-        return self._order(digest, self.bound())
+        return self._order(digest, self._bounds(1))
 
     def place(
         self,
@@ -89,23 +123,28 @@ class Router:
         """Choose an endpoint for each image of one call, and count the image as in progress there until `end`.
 
         An image goes to the endpoint that `sent_to` returns if that is up and below the bound, else to the first one of
-        its `order` that has less than an even share of the call's images: a request waits for its last image. Equal
-        digests go to the same endpoint. The bound counts all images of the call. With `bounded` false, neither load nor
-        shares move images. Raises `UnavailableError` if no endpoint is known.
+        its `order` that has less than its share of the call's images, by its rate: a request waits for its last image.
+        Much slower endpoints get only what they end as soon as the others. Equal digests go to the same endpoint. The
+        bound counts all images of the call. With `bounded` false, neither load nor shares move images. Raises
+        `UnavailableError` if no endpoint is known.
         """
         if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
-        bound = self.bound(len(digests)) if bounded else inf
-        up = sum(map(self.is_up, self._endpoints))
-        share = ceil(len(set(digests)) / max(1, up)) if bounded else inf
+        bounds = self._bounds(len(digests)) if bounded else None
+        up = [name for name in self._endpoints if self.is_up(name)] or list(self._endpoints)
+        mean = sum(self._endpoints[name].weight for name in up) / len(up)
+        per_weight = len(set(digests)) / (mean * len(up))
+        fast = {name: known for name in up if 2 * (known := self._endpoints[name]).weight >= mean}
+        shares = {name: ceil(per_weight * known.weight - ROUNDING) for name, known in fast.items()}
+        end_s = min((known.images + shares[name]) / known.weight for name, known in fast.items())
         placed: dict[bytes, str] = {}
         given: Counter[str] = Counter()
         for digest in digests:
             if digest not in placed:
                 endpoint = sent_to(digest)
-                if endpoint is None or not self.is_up(endpoint) or self._endpoints[endpoint].images >= bound:
-                    order = self._order(digest, bound)
-                    endpoint = next((name for name in order if given[name] < share), order[0])
+                if endpoint is None or not self.is_up(endpoint) or self._is_above(endpoint, bounds):
+                    order = self._order(digest, bounds)
+                    endpoint = order[0] if bounds is None else self._next(order, shares, given, end_s)
                 placed[digest] = endpoint
                 given[endpoint] += 1
             self.begin(placed[digest])
@@ -133,15 +172,17 @@ class Router:
             for endpoint in placed:
                 self.end(endpoint)
 
-    def bound(self, more: int = 1) -> int:
+    def bound(self, more: int = 1, weight: float = 1.0) -> int:
         """Return how many images an endpoint may have in progress before others are preferred.
 
-        `more` is the number of images about to be placed.
+        `more` is the number of images about to be placed, `weight` the endpoint's rate, relative to the fastest one.
         """
         now = self._clock()
         up = [endpoint for endpoint in self._endpoints.values() if endpoint.down_until <= now]
         in_progress = sum(endpoint.images for endpoint in up)
-        return max(self._idle_images, ceil(LOAD_FACTOR * (in_progress + more) / max(1, len(up))))
+        weights = sum(endpoint.weight for endpoint in up) or 1.0
+        share = LOAD_FACTOR * (in_progress + more) * weight / weights
+        return max(ceil(self._idle_images * weight), ceil(share))
 
     def begin(self, endpoint: str, images: int = 1) -> None:
         """Count images as in progress at an endpoint."""
@@ -184,15 +225,54 @@ class Router:
             known.failures, known.relapses, known.reported_serving = 0, 0, True
             known.down_until = float("-inf")
 
-    def _order(self, digest: bytes, bound: float) -> list[str]:
+    def _weigh(self) -> None:
+        """Set the weights of all endpoints from their rates."""
+        known = [endpoint.rate for endpoint in self._endpoints.values() if endpoint.rate]
+        least, most = min(known, default=1.0), max(known, default=1.0)
+        for endpoint in self._endpoints.values():
+            endpoint.weight = (endpoint.rate or least) / most if most >= EQUAL_RATES * least else 1.0
+
+    def _bounds(self, more: int) -> dict[str, int]:
+        """Return the bound of each endpoint."""
+        by_weight = {
+            weight: self.bound(more, weight) for weight in {e.weight for e in self._endpoints.values()}
+        }
+        return {name: by_weight[endpoint.weight] for name, endpoint in self._endpoints.items()}
+
+    def _is_above(self, endpoint: str, bounds: Mapping[str, int] | None) -> bool:
+        return bounds is not None and self._endpoints[endpoint].images >= bounds[endpoint]
+
+    def _seconds_to_end(self, endpoint: str) -> float:
+        """Return when an endpoint would end another image, in image times of the fastest endpoint."""
+        known = self._endpoints[endpoint]
+        return (known.images + 1) / known.weight
+
+    def _next(
+        self, order: Sequence[str], shares: Mapping[str, float], given: Mapping[str, int], end_s: float
+    ) -> str:
+        """Return the first endpoint of an image's `order` that has less than its share of the call's images.
+
+        An endpoint that is not in `shares` is much slower: it gets what it ends by `end_s`, with the others.
+        """
+        for name in order:
+            if name in shares:
+                if given[name] < shares[name]:
+                    return name
+            elif self.is_up(name) and self._seconds_to_end(name) <= end_s:
+                return name
+        return min(shares, key=self._seconds_to_end)
+
+    def _order(self, digest: bytes, bounds: Mapping[str, int] | None) -> list[str]:
         now = self._clock()
         ranked = sorted(
-            self._endpoints.items(), key=lambda item: (_hash(digest, item[1].seed), item[0]), reverse=True
+            self._endpoints.items(),
+            key=lambda item: (_score(_hash(digest, item[1].seed), item[1].weight), item[0]),
+            reverse=True,
         )
-        up = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until <= now]
+        up = [name for name, endpoint in ranked if endpoint.down_until <= now]
         down = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until > now]
-        below = [name for name, endpoint in up if endpoint.images < bound]
-        above = [name for name, endpoint in up if endpoint.images >= bound]
+        below = [name for name in up if not self._is_above(name, bounds)]
+        above = [name for name in up if self._is_above(name, bounds)]
         return below + above + [name for name, _ in sorted(down, key=lambda item: item[1].down_until)]
 
     def is_up(self, endpoint: str) -> bool:
@@ -208,3 +288,8 @@ def _backoff_s(failures: int) -> float:
 def _hash(data: bytes, seed: int) -> int:
     # Content digests are already BLAKE3 hashes, so this hash only has to spread them, not resist attacks.
     return xxh3_64_intdigest(data, seed)
+
+
+def _score(hashed: int, weight: float) -> float:
+    """Return the score of weighted rendezvous hashing: each endpoint is first for its share of the images."""
+    return -weight / math.log(((hashed >> 11) + 0.5) / (1 << 53))

@@ -168,6 +168,7 @@ class Submission:
             async with self._pool.attempt(endpoint, timeout_s) as connection:
                 stream = connection.submit(images, self._caller, new)
                 answers = await stream.answers(kept=self._kept, all_or_nothing=is_together)
+                self._pool.router.set_rate(endpoint, stream.patches_per_s)
         except EncoderError as error:
             is_late = isinstance(error, DeadlineError) and stream is not None and stream.is_open()
             answered = stream.answered if stream is not None and is_late and not self._kept else {}

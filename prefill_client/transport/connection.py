@@ -113,6 +113,8 @@ class Connection:
         self.version = version
         self._channels = channels
         self.description = Description.from_message(described)
+        self.patches_per_s = described.patches_per_s
+        """The server's measured rate when the connection was opened; 0 is unknown."""
         self.channel = channel
         self.receivers = receivers
         self.clock = clock

@@ -44,6 +44,8 @@ class SubmitStream(Exchange):
         self._sent_s: dict[int, float] = {}
         self.answered: dict[int, Submitted] = {}
         """The answers so far, by index."""
+        self.patches_per_s = 0.0
+        """The server's measured rate, as in its last answer."""
 
     async def answers(self, *, kept: bool = False, all_or_nothing: bool = False) -> list[Submitted]:
         """Name the images, upload those that the server does not have, and return one answer per image, in order.
@@ -99,7 +101,9 @@ class SubmitStream(Exchange):
         await self._write(pb.SubmitRequest(open=self._caller, names=named, bytes=files, last=not stays_open))
         while len(self.answered) < len(self._images):
             needed: list[int] = []
-            for state in (await self._read()).states:
+            answer = await self._read()
+            self.patches_per_s = answer.patches_per_s
+            for state in answer.states:
                 if state.state == pb.STATE_NEEDS_BYTES:
                     self._sent_s[state.index] = monotonic()
                     needed.append(state.index)

@@ -150,6 +150,7 @@ class DescribeResponse(google.protobuf.message.Message):
     DEVICE_PROBE_FIELD_NUMBER: builtins.int
     DEVICE_PROBE_BYTES_FIELD_NUMBER: builtins.int
     VIDEO_DECODER_FIELD_NUMBER: builtins.int
+    PATCHES_PER_S_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Semantic version of the server."""
     model_type: builtins.str
@@ -185,6 +186,10 @@ class DescribeResponse(google.protobuf.message.Message):
     device_probe_bytes: builtins.int
     video_decoder: builtins.str
     """The decoder of videos, which is part of the address of their frames. Empty: the server accepts no videos."""
+    patches_per_s: builtins.float
+    """Measured rate of encoding over all devices, patches per second of their time; 0 until it is known. A caller of
+    several servers gives them images by their rates.
+    """
     @property
     def geometry(self) -> Global___Geometry:
         """Unset if only the server can compute grids and tokens. The caller then names images without a grid, and reads both
@@ -218,9 +223,10 @@ class DescribeResponse(google.protobuf.message.Message):
         device_probe: builtins.bytes = ...,
         device_probe_bytes: builtins.int = ...,
         video_decoder: builtins.str = ...,
+        patches_per_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "video_decoder", b"video_decoder", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "patches_per_s", b"patches_per_s", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "video_decoder", b"video_decoder", "width", b"width"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -554,14 +560,18 @@ class SubmitResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STATES_FIELD_NUMBER: builtins.int
+    PATCHES_PER_S_FIELD_NUMBER: builtins.int
+    patches_per_s: builtins.float
+    """As in `DescribeResponse`, now."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageState]: ...
     def __init__(
         self,
         *,
         states: collections.abc.Iterable[Global___ImageState] | None = ...,
+        patches_per_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["states", b"states"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["patches_per_s", b"patches_per_s", "states", b"states"]) -> None: ...
 
 Global___SubmitResponse: typing_extensions.TypeAlias = SubmitResponse
 

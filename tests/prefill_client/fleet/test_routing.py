@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
+from encoder_service.scheduler.admission import RECENT_S, Rate
 from prefill_client import EncoderClient, RowRequest
-from prefill_client.fleet.routing import FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
+from prefill_client.fleet.routing import EQUAL_RATES, FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
 from prefill_client.images import Image
 from prefill_client.transport.connection import Connection
 from testing.photos import photo, with_comment
@@ -308,3 +309,110 @@ def test_without_endpoints_place_raises_unavailable() -> None:
     assert Router([]).order(DIGESTS[0]) == []
     with pytest.raises(UnavailableError):
         Router([]).place([DIGESTS[0]])
+
+
+# Servers of different speeds
+
+RATES = dict(zip(ENDPOINTS, (1200.0, *[100.0] * 4), strict=True))
+
+
+def rated(rates: dict[str, float] = RATES) -> Router:
+    router = Router(rates)
+    for name, rate in rates.items():
+        router.set_rate(name, rate)
+    return router
+
+
+def test_each_server_is_first_for_images_in_proportion_to_its_rate() -> None:
+    counts = Counter(first(rated(), digest) for digest in DIGESTS)
+    # 5000 images, three quarters to the fast server: a standard deviation of 31. The tolerance is five of these.
+    assert abs(counts[ENDPOINTS[0]] - 3750) < 155
+    assert all(abs(counts[name] - 312) < 86 for name in ENDPOINTS[1:])
+
+
+@given(
+    rates=st.dictionaries(st.integers(0, 99).map(lambda n: f"10.0.0.1:{n}"), st.floats(1, 1e6), min_size=2),
+    digest=some_digest,
+    data=st.data(),
+)
+def test_removing_a_rated_endpoint_moves_only_its_images(
+    rates: dict[str, float], digest: bytes, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(list(rates)))
+    left = {name: rate for name, rate in rates.items() if name != gone}
+    has_equal = [max(some.values()) < EQUAL_RATES * min(some.values()) for some in (rates, left)]
+    if has_equal[0] == has_equal[1]:
+        assert rated(left).order(digest) == [name for name in rated(rates).order(digest) if name != gone]
+
+
+@given(rates=st.lists(st.floats(1, 1.49), min_size=5, max_size=5), digest=some_digest)
+def test_similar_and_unknown_rates_change_nothing(rates: list[float], digest: bytes) -> None:
+    unrated = Router(ENDPOINTS).order(digest)
+    assert rated(dict(zip(ENDPOINTS, rates, strict=True))).order(digest) == unrated
+    assert rated({**dict.fromkeys(ENDPOINTS, 0.0), ENDPOINTS[0]: 5.0}).order(digest) == unrated
+
+
+def test_a_new_server_counts_as_the_slowest_known_one() -> None:
+    router = rated(RATES | {ENDPOINTS[2]: 0.0})
+    assert [router.order(digest) for digest in DIGESTS[:200]] == [rated().order(d) for d in DIGESTS[:200]]
+
+
+def test_a_call_is_shared_by_rate_and_waits_for_no_slow_server() -> None:
+    for count in (1, 2, 5, 8, 16, 32, 64):
+        placed = Counter(rated().place(DIGESTS[:count]))
+        for slow in ENDPOINTS[1:]:  # a sixteenth each, in whole images
+            assert placed[slow] <= count / 16
+        assert sum(placed.values()) == count
+    assert {rated().place([digest])[0] for digest in DIGESTS[:100]} == {ENDPOINTS[0]}
+
+
+def test_slow_servers_get_single_images_when_the_fast_one_is_busy() -> None:
+    router = rated()
+    placed = Counter(router.place([digest])[0] for digest in DIGESTS[:640])
+    assert 400 < placed[ENDPOINTS[0]] < 560, "about three quarters are there"
+    assert all(20 < placed[name] < 60 for name in ENDPOINTS[1:])
+
+
+def test_the_bound_of_a_server_follows_its_rate() -> None:
+    router = rated()
+    router.begin(ENDPOINTS[0], 750)
+    assert router.bound(250) == pytest.approx(1.25 * 1000 * 0.75, abs=1)
+    assert router.bound(250, 1 / 12) == pytest.approx(1.25 * 1000 / 16, abs=1)
+    assert Router(ENDPOINTS).bound(1, 1 / 12) < IDLE_IMAGES
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, 1e30])
+def test_a_rate_that_cannot_be_one_is_ignored_and_counted(
+    rate: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    router, digests = rated(), DIGESTS[:200]
+    before = [router.order(digest) for digest in digests]
+    for _ in range(3):
+        router.set_rate(ENDPOINTS[3], rate)
+    router.set_rate("unknown", 5.0)
+    assert [router.order(digest) for digest in digests] == before
+    assert router.ignored_rates == 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{ENDPOINTS[3]}: ignored its rate")
+
+
+def test_noise_moves_no_images() -> None:
+    router, digests = rated(), DIGESTS[:500]
+    before = [router.order(digest) for digest in digests]
+    for number in range(100):
+        router.set_rate(ENDPOINTS[number % 5], RATES[ENDPOINTS[number % 5]] * (0.85 + 0.3 * (number % 7) / 6))
+    assert [router.order(digest) for digest in digests] == before
+
+
+@pytest.mark.parametrize("batch_s", [0.01, 0.1, 0.5])
+def test_a_server_whose_rate_halves_is_relieved_within_two_seconds(batch_s: float) -> None:
+    rates = {name: Rate(RECENT_S) for name in ENDPOINTS}
+    router = Router(ENDPOINTS)
+    for second in range(int(12 / batch_s)):
+        for name, rate in rates.items():
+            is_halved = name == ENDPOINTS[0] and second * batch_s >= 10
+            rate.add(1000 if not is_halved else 500, batch_s)
+            router.set_rate(name, rate.patches_per_s)
+    counts = Counter(first(router, digest) for digest in DIGESTS)
+    # A ninth is its part; 5 % above it, and five standard deviations of 22.
+    assert counts[ENDPOINTS[0]] < 1.05 * 5000 * 0.64 / 4.64

@@ -124,7 +124,7 @@ class Router:
 
         An image goes to the endpoint that `sent_to` returns if that is up and below the bound, else to the first one of
         its `order` that has less than its share of the call's images, by its rate: a request waits for its last image.
-        Much slower endpoints get only what they end as soon as the others. Equal digests go to the same endpoint. The
+        Much slower endpoints get only what they end before the others. Equal digests go to the same endpoint. The
         bound counts all images of the call. With `bounded` false, neither load nor shares move images. Raises
         `UnavailableError` if no endpoint is known.
         """
@@ -252,13 +252,13 @@ class Router:
     ) -> str:
         """Return the first endpoint of an image's `order` that has less than its share of the call's images.
 
-        An endpoint that is not in `shares` is much slower: it gets what it ends by `end_s`, with the others.
+        An endpoint that is not in `shares` is much slower: it gets what it ends before `end_s`, when the others end.
         """
         for name in order:
             if name in shares:
                 if given[name] < shares[name]:
                     return name
-            elif self.is_up(name) and self._seconds_to_end(name) <= end_s:
+            elif self.is_up(name) and self._seconds_to_end(name) < end_s:
                 return name
         return min(shares, key=self._seconds_to_end)
 

@@ -161,7 +161,7 @@ async def test_without_upload_space_all_are_refused_and_may_come_again(config: C
         ) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        with server.budgets.upload_bytes.hold(Caller("host", ("host",)), int(7.9 * size)):
+        with server.budgets.upload_bytes.hold(Caller("host", "host"), int(7.9 * size)):
 
             async def refused(limit_s: float) -> bool:
                 answers = await client.submit(PHOTOS[:2], all_or_nothing=True, timeout_s=limit_s)

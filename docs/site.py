@@ -5,6 +5,8 @@ with the same paths, so that all links hold, and so are the files that they link
 docstrings, types and defaults. A link or a name that leads nowhere fails the build.
 """
 
+import dataclasses
+import inspect
 import os
 import re
 import shutil
@@ -50,8 +52,19 @@ def api_page(client_page: str) -> str:
         if names:
             heading = linked or plain
             parts.append(f"## {heading[0].upper()}{heading[1:]}\n")
-            parts += [f"::: prefill_client.{name}\n{_value(name)}" for name in names]
+            parts += [f"::: prefill_client.{name}\n{_options(name)}{_value(name)}" for name in names]
     return "\n".join(parts)
+
+
+def _options(name: str) -> str:
+    """Return the options of a class that callers do not construct: its constructor is not shown."""
+    value = getattr(prefill_client, name)
+    is_made_by_callers = dataclasses.is_dataclass(value) or (
+        inspect.isclass(value) and value.__init__.__doc__
+    )
+    if not inspect.isclass(value) or is_made_by_callers or issubclass(value, Exception):
+        return ""
+    return "    options: {merge_init_into_class: false}\n"
 
 
 def _value(name: str) -> str:

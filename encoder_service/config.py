@@ -75,9 +75,8 @@ class Config(Settings):
     )
     fleet_key_file: str = knob(
         "",
-        help="file with the secret that all replicas share, a line of at least 32 characters; replicas ignore rows "
-        "that are not signed with it; further lines hold older secrets that are still accepted; empty: nothing is "
-        "signed",
+        help="file with the secret of all replicas, a line of at least 32 characters, with which they sign rows; further "
+        "lines: older secrets, still accepted; empty: nothing is signed",
     )
     tenants_file: str = knob(
         "",
@@ -119,8 +118,8 @@ class Config(Settings):
     batch_patches: int = knob(
         0,
         zero=True,
-        help="most patches in one batch of the vision tower; a larger image forms its own batch; 0: 4800 on a GPU, "
-        "1024 on the CPU; if set, CUDA graphs are captured only for images of at most that many patches",
+        help="maximum patches in a batch of the vision tower; a larger image runs alone; 0: 4800 on a GPU, 1024 on the "
+        "CPU; if set, larger images have no CUDA graphs",
     )
     decoder: Literal["auto", "dali", "pillow"] = knob(
         "auto", help="image decoder; auto: DALI on a GPU if it is installed, else Pillow"
@@ -144,8 +143,7 @@ class Config(Settings):
     source_gib: float = knob(
         0.5,
         zero=True,
-        help="size of the cache of submitted image files, GiB, from which the server encodes evicted embeddings again; "
-        "0: no cache",
+        help="size of the cache of image files, GiB, to encode evicted embeddings again; 0: no cache",
     )
     formats: str = knob(
         "all",
@@ -163,29 +161,30 @@ class Config(Settings):
     )
     video_gib: float = knob(
         1.0,
-        help="size of the cache of submitted videos, GiB, from which the server decodes frames when it needs them",
+        help="size of the cache of video files, GiB",
     )
     max_calls: int = knob(
         1024,
-        help="most open calls; open Submit calls have the same limit, counted separately; one host may hold three "
-        "quarters of either; further calls are refused with RESOURCE_EXHAUSTED",
+        help="maximum number of open calls (Submit is counted separately); one tenant or host may use 75 %; more are "
+        "refused with RESOURCE_EXHAUSTED",
     )
     max_queued_images: int = knob(
-        4096, help="most images in the encoding queue; further ones are refused with RESOURCE_EXHAUSTED"
+        4096, help="maximum number of queued images; more are refused with RESOURCE_EXHAUSTED"
     )
     max_queued_gib: float = knob(
         1.0,
-        help="most bytes of image files in the encoding queue, GiB; further images are refused with RESOURCE_EXHAUSTED",
+        help="maximum size of all queued image files, GiB; more are refused with RESOURCE_EXHAUSTED",
     )
     max_queue_s: float = knob(
         30.0,
-        help="longest encoding queue, seconds at the measured rate; further images are refused with RESOURCE_EXHAUSTED",
+        help="maximum length of the queue, seconds at the measured rate; more images are refused with "
+        "RESOURCE_EXHAUSTED",
     )
     drain_s: float = knob(30.0, zero=True, help="seconds that open calls have to finish after SIGTERM")
     hand_over_s: float = knob(
         0.0,
         zero=True,
-        help="seconds before the drain in which other replicas copy the rows that only this one holds; 0: no handover",
+        help="seconds before the drain in which other replicas copy this one's unique rows; 0: no handover",
     )
     device_peak_tflops: float = knob(
         0.0,

@@ -75,8 +75,8 @@ class Config(Settings):
     )
     fleet_key_file: str = knob(
         "",
-        help="file with the secret of all replicas, a line of at least 32 characters, with which they sign rows; further "
-        "lines: older secrets, still accepted; empty: nothing is signed",
+        help="file with the secret of all replicas, a line of at least 32 characters, with which they sign rows; "
+        "further lines: older secrets, still accepted; empty: nothing is signed",
     )
     tenants_file: str = knob(
         "",

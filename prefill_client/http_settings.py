@@ -1,9 +1,14 @@
 """The settings that the HTTP services in front of the encoder service have in common."""
 
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from encoder_contract.command_line import CommandLine, begin, reported
 from encoder_contract.credentials import Credentials
 from encoder_contract.settings import Settings, knob
+from encoder_contract.version import __version__
 from prefill_client.media.destinations import Destinations
 
 
@@ -69,3 +74,32 @@ class HttpSettings(Settings):
 def listed(text: str) -> list[str]:
     """Return the items of a comma-separated list."""
     return [item.strip() for item in text.split(",") if item.strip()]
+
+
+Config = TypeVar("Config", bound=HttpSettings)
+
+
+def run_service(
+    program: str,
+    description: str,
+    settings: type[Config],
+    serve: Callable[[Config], Coroutine[Any, Any, None]],
+    *,
+    extra: str,
+    arguments: Sequence[str] | None,
+    environment: Mapping[str, str],
+) -> int:
+    """Run the command of a service; return the exit code: 0 done, 1 the encoder cannot be used, 2 bad usage."""
+    if arguments is None:
+        begin()
+    about = "Each flag has an environment variable, named at the end of its help. Flags override variables."
+    parser = CommandLine(prog=program, description=f"{description} {about}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    settings.add_flags(parser)
+    given = vars(parser.parse_args(arguments))
+
+    def run() -> int:
+        asyncio.run(serve(settings.read(given, environment)))
+        return 0
+
+    return reported(program, run, extra=extra)

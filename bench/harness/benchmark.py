@@ -119,8 +119,3 @@ def benchmarks() -> tuple[Benchmark, ...]:
     return tuple(
         sorted(found, key=lambda each: on_page.index(each.name) if each.name in on_page else len(on_page))
     )
-
-
-def benchmark_of(name: str) -> Benchmark:
-    """Return a benchmark by its name."""
-    return next(each for each in benchmarks() if each.name == name)

@@ -43,15 +43,6 @@ async def read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
     assert received == size_bytes
 
 
-async def write_bare(channel: grpc.aio.Channel, messages: Sequence[bytes]) -> None:
-    """Send messages and wait until the server has received all of them."""
-    call: Any = channel.stream_unary(f"/{SERVICE}/Sink")()
-    for message in messages:
-        await call.write(message)
-    await call.done_writing()
-    await call
-
-
 async def serve(size_bytes: int, credentials: grpc.ServerCredentials | None) -> None:
     """Serve on a free port, print the port, and wait until the process is terminated."""
     sizes = [MESSAGE_BYTES] * (size_bytes // MESSAGE_BYTES) + [size_bytes % MESSAGE_BYTES]
@@ -61,15 +52,7 @@ async def serve(size_bytes: int, credentials: grpc.ServerCredentials | None) -> 
         for message in messages:
             yield message
 
-    async def sink(received: AsyncIterator[bytes], _context: Any) -> bytes:
-        async for _ in received:
-            pass
-        return b""
-
-    methods: dict[str, Any] = {
-        "Stream": grpc.unary_stream_rpc_method_handler(stream),
-        "Sink": grpc.stream_unary_rpc_method_handler(sink),
-    }
+    methods: dict[str, Any] = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
     server = grpc.aio.server(options=(("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     if credentials is None:

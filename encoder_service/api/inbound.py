@@ -55,7 +55,10 @@ class Requests(Generic[Request]):
 
         Raises `TimeoutError` after `timeout_s` or once `interrupt` is set, and `StopAsyncIteration` after the last.
         """
-        reading = self._start_reading()
+        reading = self._reading
+        if reading is None:  # else the wait that began it timed out
+            reading = self._reading = asyncio.create_task(self._next())
+            reading.add_done_callback(_retrieve_exception)
         interrupted = asyncio.ensure_future(interrupt.wait()) if interrupt else None
         try:
             # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
@@ -76,11 +79,6 @@ class Requests(Generic[Request]):
             raise StopAsyncIteration
         return self._parse(raw)
 
-    async def read_ahead(self) -> None:
-        """Start to read the next request, so that gRPC receives it while the current one is served."""
-        self._start_reading()
-        await asyncio.sleep(0)  # let the task run up to its read
-
     async def first(self) -> Request:
         """Return the first request; raises `DeadlineError` if it is late, `InvalidRequestError` if there is none."""
         try:
@@ -91,12 +89,6 @@ class Requests(Generic[Request]):
             ) from error
         except StopAsyncIteration as error:
             raise InvalidRequestError("the call ended before its first message: send a request") from error
-
-    def _start_reading(self) -> "asyncio.Task[bytes | None]":
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._next())
-            self._reading.add_done_callback(_retrieve_exception)
-        return self._reading
 
     async def _next(self) -> bytes | None:
         message = await self._read()

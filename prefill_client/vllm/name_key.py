@@ -39,11 +39,6 @@ def read_name_key(file: str) -> bytes:
     return blake3.blake3(text.strip().encode(), derive_key_context="encoder-service vllm names").digest()
 
 
-def is_shared(file: str) -> bool:
-    """Whether the operator gave the key, so that it can be the same on several hosts."""
-    return bool(file or os.environ.get(VARIABLE))
-
-
 def own_key_file() -> Path:
     """Return the file with the key of this user on this host, in vLLM's own folder (`VLLM_CACHE_ROOT`)."""
     return Path(envs.VLLM_CACHE_ROOT) / "encoder-service" / "name-key"

@@ -123,12 +123,6 @@ def model_fingerprint(folder: Path) -> bytes:
     return hasher.update(weights_fingerprint(folder)).digest()
 
 
-def configuration_fingerprint(folder: Path) -> bytes:
-    """Return 32 bytes: BLAKE3 over all that `model_fingerprint` covers except the weights. For servers without them."""
-    hasher = _hash_of(read_spec(folder)) if _is_own(folder) else _hash_of_files(folder)
-    return hasher.update(b"no weights").digest()
-
-
 def _is_own(folder: Path) -> bool:
     model_type = read_config(folder).get("model_type")
     return not isinstance(model_type, str) or model_type in OWN_TYPES

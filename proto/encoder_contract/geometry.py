@@ -162,12 +162,6 @@ class Geometry:
         return replace(self, min_pixels=new_min, max_pixels=new_max)
 
 
-def grid_of_rows(rows: int, geometry: Geometry | None) -> Grid:
-    """Return a grid with this many rows. `geometry` is None if grids count rows: see `GridRule`."""
-    merge = geometry.merge_size if geometry else 1
-    return Grid(1, rows * merge, merge)
-
-
 def rows_of_grid(grid: Grid, geometry: Geometry | None) -> int:
     """Return how many rows a grid has. `geometry` is None if grids count rows: see `GridRule`."""
     return geometry.tokens(grid) if geometry else grid.patches

@@ -18,7 +18,6 @@ from encoder_contract.errors import InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages
-from encoder_service.api.inbound import Requests
 from encoder_service.api.server import WINDOW_BYTES
 from encoder_service.app import Server
 from encoder_service.config import Config
@@ -242,24 +241,6 @@ async def test_what_a_call_sends_and_nobody_reads_is_a_window_and_no_more(
             assert all(WINDOW_BYTES - len(framed(b"")) <= each <= WINDOW_BYTES for each in sent)
             assert grown < calls * (WINDOW_BYTES + messages.PIECE_BYTES)
         await soon(lambda: not server._listener._health._watches)
-
-
-async def test_the_next_request_is_read_while_one_is_served_and_none_is_lost() -> None:
-    sent: list[bytes] = []
-
-    async def read() -> object:
-        if len(sent) == 4:
-            return grpc.aio.EOF
-        sent.append(b"%d" % len(sent))
-        return sent[-1]
-
-    requests = Requests(read, bytes)
-    assert await requests.first() == b"0"
-    assert len(sent) == 1, "nothing is read ahead"
-    for _ in range(2):  # a second time changes nothing
-        await requests.read_ahead()
-        assert len(sent) == 2
-    assert [request async for request in requests] == [b"1", b"2", b"3"]
 
 
 async def test_a_failing_drain_step_does_not_stop_the_others(

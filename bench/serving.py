@@ -192,7 +192,7 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
     return {
         "busy_fraction": busy / (busy + starved),
         "busy_share_of_wall": busy / seconds,
-        "loop_lag_p99_ms": _lag_p99_s(window) * 1e3,
+        "loop_lag_p99_ms": lag_p99_s(window) * 1e3,
         "images_per_s": images / seconds,
     }
 
@@ -369,7 +369,7 @@ async def offer(endpoint: str, images_per_s: float, seconds: float, base: bytes)
     return outcome
 
 
-def _lag_p99_s(window: Window) -> float:
+def lag_p99_s(window: Window) -> float:
     """Return the upper bound of the bucket that has the p99 of the event loop's lag."""
     buckets = window.buckets("event_loop_lag_seconds")
     return min(edge for edge, count in buckets.items() if count >= 0.99 * buckets[math.inf])

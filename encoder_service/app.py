@@ -58,6 +58,7 @@ from encoder_service.images import Images
 from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
+from encoder_service.rows_port import RowsPort
 from encoder_service.scheduler import Scheduler, Snapshot
 from encoder_service.store import Pin, Store, StoreSizeError, TierName, require_room
 from encoder_service.transport import Transports
@@ -122,6 +123,7 @@ class Server:
         self.engine = self._build_engine()
         self.cluster = self._build_cluster()
         self.images = self._build_images()
+        self._rows_port = self._build_rows_port()
         self._description = describe(config, model, self.budgets, self.replica_id)
         self.service = self._build_service()
 
@@ -158,6 +160,8 @@ class Server:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
         admin = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity)
         try:
+            if self._rows_port is not None:
+                self._rows_port.start()
             self._listener = Listener(
                 self._config.listen,
                 self.service,
@@ -180,6 +184,7 @@ class Server:
             )
             await self._join_cluster()
         except ConfigError:
+            await self._stop_rows_port()
             self.store.close()
             raise
         self.watch.start()
@@ -196,6 +201,7 @@ class Server:
             self._stop_engine,
             self.cluster.close,
             self.watch.stop,
+            self._stop_rows_port,
             partial(asyncio.to_thread, self.store.close),
         ):
             try:
@@ -211,6 +217,10 @@ class Server:
         )
         self.service.draining = True
         self.images.waiters.end_retaining(UnavailableError("the server is draining: use another server"))
+
+    async def _stop_rows_port(self) -> None:
+        if self._rows_port is not None:
+            await asyncio.to_thread(self._rows_port.stop)
 
     async def _stop_engine(self) -> None:
         """Let the workers finish their current images, and fail the queued ones."""
@@ -311,6 +321,10 @@ class Server:
             self.budgets.awaited_images,
         )
 
+    def _build_rows_port(self) -> RowsPort | None:
+        listen = self._config.rows_listen
+        return RowsPort(listen, self._certificates, self.budgets.reader_idle_s) if listen else None
+
     def _build_service(self) -> EncoderService:
         model = self._model
         info = ServerInfo(
@@ -318,7 +332,7 @@ class Server:
             recipe=model.recipe,
             geometry=model.tower.geometry,
             row_bytes=self.store.layout.row_bytes,
-            transports=Transports(self.store),
+            transports=Transports(self.store, self._rows_port),
             identity=self._identity,
         )
         return EncoderService(self.images, info, self.metrics, self.budgets)

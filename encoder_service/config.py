@@ -57,6 +57,11 @@ class Config(Settings):
         help="host:port to serve Prometheus metrics, probes and a status page on; port 0 picks a free port; empty: no "
         "HTTP port",
     )
+    rows_listen: str = knob(
+        "",
+        help="host:port to send rows on, over TCP connections beside the calls, for a fraction of the processor time; "
+        "with the TLS settings of --listen; port 0 picks a free port; empty: rows are sent inline to other hosts",
+    )
     tls_cert: str = knob("", help="PEM file with the server's certificate chain; empty: no TLS")
     tls_key: str = knob("", help="PEM file with the private key of --tls-cert, unencrypted")
     tls_client_ca: str = knob(
@@ -208,8 +213,13 @@ class Config(Settings):
         if self.metrics_listen:
             self._require_endpoint("metrics_listen", tcp=True)
         self._check_tls()
-        same = self.listen == self.metrics_listen and not self.listen.endswith(":0")
-        self._require(not same, "metrics_listen", f"must differ from {flag('listen')}")
+        if self.rows_listen:
+            self._require_endpoint("rows_listen", tcp=True)
+        for name, others in (("metrics_listen", ["listen"]), ("rows_listen", ["listen", "metrics_listen"])):
+            for other in others:
+                address = getattr(self, name)
+                same = address == getattr(self, other) and address and not address.endswith(":0")
+                self._require(not same, name, f"must differ from {flag(other)}")
         self._check_devices()
         if self.index != "memory" and not _is_redis(self.index):
             raise ConfigError(
@@ -278,7 +288,7 @@ class Config(Settings):
             "tenants_file",
             f"needs {flag('fleet_key_file')}, from which the tenants' salts are derived",
         )
-        for name in ("listen", "metrics_listen"):
+        for name in ("listen", "metrics_listen", "rows_listen"):
             self._require(
                 not getattr(self, name)
                 or is_local(getattr(self, name))

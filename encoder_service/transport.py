@@ -1,7 +1,8 @@
 """How rows reach callers: one `Sender` for each transport of the contract, and the choice between them.
 
-Inline rows travel in the call itself, for any caller. With the other two transports, rows stay in shared memory or on
-the device, and the caller gets a handle that says where. These are for processes of the server's user on its host.
+Inline rows travel in the call itself, for any caller, and TCP rows over a connection beside it. With the other two
+transports, rows stay in shared memory or on the device, and the caller gets a handle that says where. These are for
+processes of the server's user on its host.
 
 A new transport needs a value in the enum `Transport`, a sender here with its line in `SENDERS`, and a receiver in
 `prefill_client/transport/` with its line there.
@@ -9,7 +10,7 @@ A new transport needs a value in the enum `Transport`, a sender here with its li
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hmac import compare_digest
 from typing import ClassVar
@@ -17,6 +18,7 @@ from typing import ClassVar
 from encoder_contract.device_memory import CUDA_SHARED_BYTES
 from encoder_contract.framing import frame_rows
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.rows_port import Reader, RowsPort, Transfer
 from encoder_service.store import Pin, Store
 
 # A separate pool: a copy that waits for space must not occupy the event loop's default threads, which checksum and sign
@@ -29,7 +31,7 @@ class Sender(ABC):
 
     Who holds what, and until when: the Fetch call pins an image before `prepare`. With `holds`, it releases the pin
     when the call ends: the caller ends it, dies or falls silent. Otherwise it releases the pin once the last of
-    `frames` is sent. A sender keeps nothing of a call.
+    `frames` is sent, or the transfer of `offer` has ended. A sender keeps nothing of a call.
 
     What is checked: `accepts` decides, before any row is sent, whether the caller may use the transport. The caller of
     `prepare` has checked that the window lies inside the image. The receiver checks, with what `prepare` puts into the
@@ -46,7 +48,7 @@ class Sender(ABC):
     """Whether it works only within one host."""
 
     @abstractmethod
-    def __init__(self, store: Store) -> None: ...
+    def __init__(self, store: Store, rows_port: RowsPort | None) -> None: ...
 
     @property
     def offered(self) -> bool:
@@ -78,7 +80,20 @@ class Sender(ABC):
 
     @abstractmethod
     def frames(self, ready: pb.ImageReady, pin: Pin) -> Iterable[bytes]:
-        """Return the serialised messages that follow it; none if the rows stay in place."""
+        """Return the serialised messages that follow it; none if the rows do not travel in the call."""
+
+    def offer(
+        self,
+        ready: pb.ImageReady,  # noqa: ARG002
+        pin: Pin,  # noqa: ARG002
+        reader: Reader,  # noqa: ARG002
+        on_last: Callable[[], None],  # noqa: ARG002
+    ) -> Transfer | None:
+        """Offer the rows to `reader` beside the call, and put the ticket into the message; None if they are not.
+
+        `on_last` is called before the last bytes are sent.
+        """
+        return None
 
 
 CHECKSUM_ON_LOOP_BYTES = 4 << 20  # XXH3 takes 0.2 ms for it; larger windows go to a worker thread
@@ -91,7 +106,7 @@ class InlineSender(Sender):
     holds = False
     is_local = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rows_port: RowsPort | None) -> None:
         """Keep nothing: the pins give the bytes."""
 
     async def prepare(self, ready: pb.ImageReady, pin: Pin) -> None:
@@ -106,6 +121,36 @@ class InlineSender(Sender):
         return frame_rows(ready.index, pin.rows(ready.row_begin, ready.row_end))
 
 
+class TcpSender(InlineSender):
+    """Sends the bytes of the rows over a connection of the rows port, with the checksum in the call."""
+
+    transport = pb.TRANSPORT_TCP
+
+    def __init__(self, store: Store, rows_port: RowsPort | None) -> None:
+        super().__init__(store, rows_port)
+        self._port = rows_port
+
+    @property
+    def offered(self) -> bool:
+        """Whether this server has a rows port."""
+        return self._port is not None
+
+    def describe(self, description: pb.DescribeResponse) -> None:
+        assert self._port is not None
+        description.rows_port = self._port.port
+
+    def frames(self, _ready: pb.ImageReady, _pin: Pin) -> Iterator[bytes]:
+        return iter(())
+
+    def offer(
+        self, ready: pb.ImageReady, pin: Pin, reader: Reader, on_last: Callable[[], None]
+    ) -> Transfer | None:
+        assert self._port is not None
+        transfer = self._port.offer(pin.rows(ready.row_begin, ready.row_end), reader, on_last)
+        ready.ticket.secret, ready.ticket.port = transfer.secret, self._port.port
+        return transfer
+
+
 class SharedMemorySender(Sender):
     """Sends handles. A caller proves that it runs as our user by sending the first bytes of the segment."""
 
@@ -113,7 +158,7 @@ class SharedMemorySender(Sender):
     holds = True
     is_local = True
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rows_port: RowsPort | None) -> None:  # noqa: ARG002
         self._segment = store.segment
 
     def describe(self, description: pb.DescribeResponse) -> None:
@@ -138,8 +183,8 @@ class DeviceSender(SharedMemorySender):
 
     transport = pb.TRANSPORT_DEVICE
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, rows_port: RowsPort | None) -> None:
+        super().__init__(store, rows_port)
         self._store = store
 
     @property
@@ -165,15 +210,15 @@ class DeviceSender(SharedMemorySender):
 
 # Best first.
 SENDERS: Mapping[pb.Transport.ValueType, type[Sender]] = {
-    sender.transport: sender for sender in (DeviceSender, SharedMemorySender, InlineSender)
+    sender.transport: sender for sender in (DeviceSender, SharedMemorySender, TcpSender, InlineSender)
 }
 
 
 class Transports:
-    """The transports of one server."""
+    """The transports of one server; `rows_port` is its port for rows, if it has one."""
 
-    def __init__(self, store: Store) -> None:
-        self._senders = {transport: sender(store) for transport, sender in SENDERS.items()}
+    def __init__(self, store: Store, rows_port: RowsPort | None) -> None:
+        self._senders = {transport: sender(store, rows_port) for transport, sender in SENDERS.items()}
         self._segment = store.segment
 
     def describe(self, description: pb.DescribeResponse, *, is_local: bool) -> None:
@@ -184,18 +229,20 @@ class Transports:
 
     def choose(self, request: pb.FetchRequest, *, is_local: bool) -> Sender:
         """Return the first of the request's transports that its caller may use; inline if there is none."""
+        return next(self._requested(request, is_local=is_local), self._senders[pb.TRANSPORT_INLINE])
+
+    def choose_sent(self, request: pb.FetchRequest) -> Sender | None:
+        """Return the sender for rows that cannot stay in place; None if the caller accepts no other rows."""
+        for sender in self._requested(request, is_local=True):
+            if not sender.holds:
+                return sender
+        chosen = self.choose(request, is_local=True)
+        return None if chosen.holds else chosen
+
+    def _requested(self, request: pb.FetchRequest, *, is_local: bool) -> Iterator[Sender]:
         usable = {sender.transport: sender for sender in self._usable(is_local=is_local)}
         requested = (usable[transport] for transport in request.transports if transport in usable)
-        return next(
-            (sender for sender in requested if sender.accepts(request)), self._senders[pb.TRANSPORT_INLINE]
-        )
-
-    def inline(self, request: pb.FetchRequest) -> Sender | None:
-        """Return the sender for rows that cannot stay in place; None if the caller accepts no other rows."""
-        accepted = not request.transports or pb.TRANSPORT_INLINE in request.transports
-        if accepted or self.choose(request, is_local=True).transport == pb.TRANSPORT_INLINE:
-            return self._senders[pb.TRANSPORT_INLINE]
-        return None
+        return (sender for sender in requested if sender.accepts(request))
 
     def _usable(self, *, is_local: bool) -> Iterator[Sender]:
         return (

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -22,14 +22,21 @@ SERVICE = "bench.Bare"
 MAX_MESSAGE_BYTES = 8 << 20
 
 
+class Bare(NamedTuple):
+    """A running server."""
+
+    endpoint: str
+    process_id: int
+
+
 @contextmanager
-def bare_server(size_bytes: int = 0, issued: Sequence[str] = ()) -> Iterator[str]:
-    """Run the server in another process, over TLS if there is a certificate; yield its address."""
+def bare_server(size_bytes: int = 0, issued: Sequence[str] = ()) -> Iterator[Bare]:
+    """Run the server in another process, over TLS if there is a certificate."""
     command = [sys.executable, "-m", "bench.transport.bare", str(size_bytes), *issued]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield f"127.0.0.1:{process.stdout.readline().strip()}"
+            yield Bare(f"127.0.0.1:{process.stdout.readline().strip()}", process.pid)
         finally:
             process.kill()
 

@@ -55,18 +55,18 @@ async def hit_figures(rounds: int) -> Figures:
 
 
 async def _figures(client: EncoderClient, rounds: int) -> Figures:
-    one = await _submitted(client, [photo(1280, 720, seed=0)])
-    four = await _submitted(client, [photo(2560, 1440, seed=seed) for seed in range(4)])
-    row_bytes = await _fetch(client, one, "inline")
+    one = await submitted(client, [photo(1280, 720, seed=0)])
+    four = await submitted(client, [photo(2560, 1440, seed=seed) for seed in range(4)])
+    row_bytes = await fetch(client, one, "inline")
     shm, shm_four, inline, bare = [], [], [], []
-    with bare_server(row_bytes) as bare_endpoint:
-        async with grpc.aio.insecure_channel(bare_endpoint, options=CHANNEL_OPTIONS) as channel:
+    with bare_server(row_bytes) as bare_process:
+        async with grpc.aio.insecure_channel(bare_process.endpoint, options=CHANNEL_OPTIONS) as channel:
             # The first call of each kind maps the segment or warms up the connection, so it is not counted.
             for _ in range(rounds + 1):
-                shm.append(await ms_of(_fetch(client, one, "shm")))
-                shm_four.append(await ms_of(_fetch(client, four, "shm")))
+                shm.append(await ms_of(fetch(client, one, "shm")))
+                shm_four.append(await ms_of(fetch(client, four, "shm")))
             for _ in range(rounds + 1):
-                inline.append(await ms_of(_fetch(client, one, "inline")))
+                inline.append(await ms_of(fetch(client, one, "inline")))
                 bare.append(await ms_of(read_bare(channel, row_bytes)))
     inline_ms, bare_ms = median(inline[1:]), median(bare[1:])
     return {
@@ -87,21 +87,21 @@ async def _tls_figures(
     `tls` has the client's credentials and the server's files for the bare stream with TLS.
     """
     files = [photo(1280, 720, seed=0)]
-    requests = await _submitted(plain, files)
-    await _submitted(tls_client, files)
-    row_bytes = await _fetch(plain, requests, "inline")
+    requests = await submitted(plain, files)
+    await submitted(tls_client, files)
+    row_bytes = await fetch(plain, requests, "inline")
     credentials, issued = tls
-    with bare_server(row_bytes) as plain_endpoint, bare_server(row_bytes, issued) as tls_endpoint:
+    with bare_server(row_bytes) as plain_bare, bare_server(row_bytes, issued) as tls_bare:
         async with (
-            Channels(Credentials()).open(plain_endpoint) as bare,
-            Channels(credentials).open(tls_endpoint) as bare_tls,
+            Channels(Credentials()).open(plain_bare.endpoint) as bare,
+            Channels(credentials).open(tls_bare.endpoint) as bare_tls,
         ):
             streams: Pairs = {
-                "inline": [partial(_fetch, each, requests, "inline") for each in (plain, tls_client)],
+                "inline": [partial(fetch, each, requests, "inline") for each in (plain, tls_client)],
                 "bare": [partial(read_bare, each, row_bytes) for each in (bare, bare_tls)],
             }
             ratios = await _ratios(streams, rounds)
-    shared: Pairs = {"shm": [partial(_fetch, each, requests, "shm") for each in (plain, tls_client)]}
+    shared: Pairs = {"shm": [partial(fetch, each, requests, "shm") for each in (plain, tls_client)]}
     ratios |= await _ratios(shared, 5 * rounds)
     return {f"tls_over_plain_{name}": ratio for name, ratio in ratios.items()}
 
@@ -117,17 +117,15 @@ async def _ratios(pairs: Pairs, rounds: int) -> Figures:
     return {name: median(ms[name, 1][1:]) / median(ms[name, 0][1:]) for name in pairs}
 
 
-async def _submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
+async def submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:
     """Submit images, wait until they are encoded, and return the requests for all their rows."""
     submitted = await client.submit(files, timeout_s=ENCODE_S)
     requests = [RowRequest(image.digest) for image in submitted]
-    await _fetch(client, requests, "shm", timeout_s=ENCODE_S)
+    await fetch(client, requests, "shm", timeout_s=ENCODE_S)
     return requests
 
 
-async def _fetch(
-    client: EncoderClient, requests: Sequence[RowRequest], transport: str, **options: Any
-) -> int:
+async def fetch(client: EncoderClient, requests: Sequence[RowRequest], transport: str, **options: Any) -> int:
     """Fetch rows until all can be read; return their size in bytes."""
     size_bytes = 0
     async with client.fetch(requests, transports=[transport], **options) as stream:

@@ -6,11 +6,9 @@ fleet.
 
 import logging
 from dataclasses import replace
-from functools import lru_cache
-from ipaddress import IPv6Address, ip_address, ip_network
 from time import time
-from urllib.parse import unquote
 
+from encoder_contract.endpoint import host_of
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.traceparent import TRACEPARENT, trace_id
@@ -53,27 +51,6 @@ def caller_of(context: Context) -> Caller:
         ),
         signature=signature if isinstance(signature, bytes) else b"",
     )
-
-
-@lru_cache(4096)
-def host_of(peer: str) -> str:
-    """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
-
-    All addresses of a /64 network count as one host, and so do all Unix sockets. An IPv4 address that is mapped into
-    IPv6 counts as that IPv4 address.
-    """
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return peer
-    try:
-        address = ip_address(unquote(rest.rpartition(":")[0]).strip("[]"))
-    except ValueError:
-        return peer.rpartition(":")[0]
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is None:
-            return f"ipv6:{ip_network((int(address), 64), strict=False)}"
-        address = address.ipv4_mapped
-    return f"ipv4:{address}"
 
 
 class Identity:

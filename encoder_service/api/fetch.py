@@ -5,7 +5,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -20,6 +20,7 @@ from encoder_service.cluster.cluster import Locations
 from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
 from encoder_service.limits import TURN_BYTES, TURN_NAMES, Budgets, Caller, Hold, Turns, name_turns
+from encoder_service.rows_port import Reader, Transfer
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 
@@ -82,6 +83,10 @@ class PinnedRows:
         hold.close()
         self._holds.discard(hold)
 
+    def leave(self, hold: ExitStack) -> None:
+        """Leave the rows of one image to the caller of this method, who closes the hold."""
+        self._holds.discard(hold)
+
     def __len__(self) -> int:
         return len(self._holds)
 
@@ -99,6 +104,8 @@ SOURCES = {
 }
 # Images to send that a call pins at a time: the one being sent, and the next one that is ready.
 PINNED_AHEAD = 2
+# Images of a call that are sent beside it at a time: a client has as many connections.
+SENT_BESIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,30 @@ class _Outcome:
         return InvalidRequestError(
             f"the row window [{begin}, {end}) must lie within the image's {tokens} rows and not be empty"
         )
+
+
+class _Beside:
+    """An image that is sent beside the call. It keeps the pin until no thread reads the rows any more."""
+
+    def __init__(self, hold: ExitStack, indexes: Iterable[int]) -> None:
+        """`indexes` are those of its windows."""
+        self._hold = hold
+        self._unsent = {*indexes}
+        self._reading = len(self._unsent)
+        self.transfers: list[Transfer] = []
+
+    def sent(self, index: int) -> bool:
+        """Note that a window has no more bytes to send, or failed. Return whether that is now true of the image."""
+        is_new = index in self._unsent
+        self._unsent.discard(index)
+        return is_new and not self._unsent
+
+    def ended(self) -> bool:
+        """Note that a transfer has ended. Release the rows with the last one, and return whether it is."""
+        self._reading -= 1
+        if not self._reading:
+            self._hold.close()
+        return not self._reading
 
 
 async def row_requests(
@@ -196,12 +227,15 @@ class FetchCall:
         self._local_only = message.local_only
         self._located: Mapping[bytes, Locations] = {}
         self._sender = info.transports.choose(message, is_local=caller.is_local)
-        self._inline = info.transports.inline(message)
+        self._sent_by = info.transports.choose_sent(message)
         self._pinned = PinnedRows(budgets, caller, info.row_bytes)
         self._known: list[_Outcome] = []  # errors, and rows that are read in place
         self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
         self._pinned_ahead = 0
-        self._changed = asyncio.Event()  # either list has grown
+        self._beside: set[_Beside] = set()  # rows that are being sent beside the call
+        self._not_sent: list[pb.ImageError] = []  # those of them that failed
+        self._left = len(requests)  # images that the caller may still lack
+        self._changed = asyncio.Event()  # one of these has changed
         # How to leave the images that are being encoded here, by the request's identity, and tasks that find others.
         self._watched: dict[int, Callable[[], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -221,19 +255,15 @@ class FetchCall:
                 for request in some:
                     if not (self._take_held(request) or self._watch(request)):
                         self._tasks.add(asyncio.create_task(self._resolve(request)))
-            left = len(self._requests)
-            while left:
-                if not (self._known or self._to_send):
+            while self._left or self._beside or self._not_sent:
+                if known := len(self._known) + len(self._not_sent):
+                    message = await self._announcement()
+                    await self._turns.take(self._caller.holder, 1 + known // TURN_NAMES)
+                    yield message
+                elif not self._may_send:
                     self._changed.clear()
                     await self._changed.wait()
-                if known := self._known:
-                    self._known = []
-                    left -= len(known)
-                    message = await self._announcement(known)
-                    await self._turns.take(self._caller.holder, 1 + len(known) // TURN_NAMES)
-                    yield message
                 else:
-                    left -= 1
                     async with aclosing(self._sent(self._to_send.popleft())) as pieces:
                         async for piece in pieces:
                             await self._turns.take(self._caller.holder, _turn_pieces(piece))
@@ -244,6 +274,10 @@ class FetchCall:
                 await asyncio.Event().wait()
         finally:
             await self._end()
+
+    @property
+    def _may_send(self) -> bool:
+        return bool(self._to_send) and len(self._beside) < SENT_BESIDE
 
     # Finding rows
 
@@ -323,7 +357,7 @@ class FetchCall:
         try:
             outcome.hold = self._pinned.lend(pin)
         except OverloadedError as error:
-            if self._inline is not None:
+            if self._sent_by is not None:
                 self._queue(outcome, pin)
                 return
             pin.release()
@@ -332,9 +366,9 @@ class FetchCall:
 
     def _queue(self, outcome: _Outcome, pin: Pin) -> None:
         """Send rows when it is their turn. They are unpinned until then, unless they are among the next ones."""
-        assert self._inline is not None
+        assert self._sent_by is not None
         self._to_send.append(outcome)
-        if self._pinned_ahead < PINNED_AHEAD and self._inline.reaches(pin):
+        if self._pinned_ahead < PINNED_AHEAD and self._sent_by.reaches(pin):
             with suppress(OverloadedError):
                 outcome.hold = self._pinned.send_now(pin)
                 self._pinned_ahead += 1
@@ -343,15 +377,17 @@ class FetchCall:
 
     # Answers
 
-    async def _announcement(self, outcomes: Sequence[_Outcome]) -> pb.FetchResponse:
-        """Return the message with errors, and with handles of rows that the caller reads in place."""
-        message = pb.FetchResponse()
+    async def _announcement(self) -> pb.FetchResponse:
+        """Return the message with all known errors, and with handles of rows that the caller reads in place."""
+        message = pb.FetchResponse(errors=self._not_sent)
+        outcomes, self._known, self._not_sent = self._known, [], []
+        self._left -= len(outcomes)
         for outcome in outcomes:
             began, is_lent = monotonic(), False
             for window in outcome.request.windows:
                 result = outcome.of_window(window)
                 if isinstance(result, EncoderError):
-                    message.errors.append(self._failed(window, outcome.wait_s, result))
+                    message.errors.append(self._failed(window.index, outcome.wait_s, result))
                     continue
                 is_lent = True
                 self._record.fetched(result.source, outcome.wait_s, result.stage_ms)
@@ -366,15 +402,20 @@ class FetchCall:
         return message
 
     async def _sent(self, outcome: _Outcome) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        """Yield the rows of an image in messages, or its error."""
+        """Yield the rows of an image in messages, or its tickets, or its error."""
+        assert self._sent_by is not None
         try:
             await self._pin_again(outcome)
         except Exception as error:  # noqa: BLE001 - only this image fails
             outcome.result = self._images.known_error(error)
+        if self._sent_by.transport == pb.TRANSPORT_TCP:
+            yield await self._offer(outcome)
+            return
+        self._left -= 1
         for window in outcome.request.windows:
             result = outcome.of_window(window)
             if isinstance(result, EncoderError):
-                yield pb.FetchResponse(errors=[self._failed(window, outcome.wait_s, result)])
+                yield pb.FetchResponse(errors=[self._failed(window.index, outcome.wait_s, result)])
                 continue
             async with aclosing(self._sent_window(window, result, outcome.wait_s)) as pieces:
                 async for message in pieces:
@@ -392,9 +433,9 @@ class FetchCall:
             found = self._images.held(outcome.request.key) or await self._rows(
                 outcome.request.key, outcome.request.claim
             )
-            assert self._inline is not None
-            if not self._inline.reaches(found.pin):
-                await self._inline.reach(found.pin)
+            assert self._sent_by is not None
+            if not self._sent_by.reaches(found.pin):
+                await self._sent_by.reach(found.pin)
             return found.pin
 
         again, outcome.hold = await self._pinned.send(await pin(), pin)
@@ -404,14 +445,10 @@ class FetchCall:
     async def _sent_window(
         self, window: pb.FetchImage, result: FetchResult, wait_s: float
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        sender = self._inline
+        sender = self._sent_by
         assert sender is not None
-        self._record.fetched(result.source, wait_s, result.stage_ms)
         began = monotonic()
-        ready = _ready(window, result, self._info)
-        await sender.prepare(ready, result.pin)
-        if self._fleet_key is not None:
-            await _sign(ready, result.pin, self._fleet_key)
+        ready = await self._announced(window, result, wait_s)
         message: pb.FetchResponse | bytes = pb.FetchResponse(ready=[ready])
         for frame in sender.frames(ready, result.pin):
             yield message
@@ -420,15 +457,83 @@ class FetchCall:
         self._record.transferred(sender.transport, ready.row_bytes, monotonic() - began)
         yield message
 
-    def _failed(self, window: pb.FetchImage, wait_s: float, error: EncoderError) -> pb.ImageError:
+    async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
+        """Return the message that announces rows to be sent, with all that the receiver checks."""
+        assert self._sent_by is not None
+        self._record.fetched(result.source, wait_s, result.stage_ms)
+        ready = _ready(window, result, self._info)
+        await self._sent_by.prepare(ready, result.pin)
+        if self._fleet_key is not None:
+            await _sign(ready, result.pin, self._fleet_key)
+        return ready
+
+    async def _offer(self, outcome: _Outcome) -> pb.FetchResponse:
+        """Begin to send an image beside the call. Return the message with its tickets, or its errors."""
+        message = pb.FetchResponse()
+        for window in outcome.request.windows:
+            result = outcome.of_window(window)
+            if isinstance(result, EncoderError):
+                message.errors.append(self._failed(window.index, outcome.wait_s, result))
+            else:
+                message.ready.append(await self._announced(window, result, outcome.wait_s))
+        hold = outcome.hold
+        if hold is not None:
+            self._pinned_ahead -= 1
+        if hold is None or not message.ready:
+            self._left -= 1
+            if hold is not None:
+                self._pinned.release(hold)
+            return message
+        assert isinstance(outcome.result, FetchResult)
+        self._pinned.leave(hold)
+        beside = _Beside(hold, (ready.index for ready in message.ready))
+        self._beside.add(beside)
+        for ready in message.ready:
+            self._send_beside(beside, ready, outcome.result.pin)
+        return message
+
+    def _send_beside(self, beside: _Beside, ready: pb.ImageReady, pin: Pin) -> None:
+        assert self._sent_by is not None
+        began = monotonic()
+
+        def sent() -> None:
+            """Record it before the last bytes are sent: once the caller has them, it may end the call at once."""
+            self._record.transferred(pb.TRANSPORT_TCP, ready.row_bytes, monotonic() - began)
+            self._sent_beside(beside, ready.index)
+
+        def ended(transfer: "asyncio.Future[EncoderError | None]") -> None:
+            if (error := transfer.result()) is not None:
+                self._not_sent.append(self._failed(ready.index, 0.0, error))
+                self._sent_beside(beside, ready.index)
+            if beside.ended():
+                self._beside.discard(beside)
+            self._changed.set()
+
+        reader = Reader(self._caller.holder, self._caller.certificate_names)
+        transfer = self._sent_by.offer(ready, pin, reader, sent)
+        assert transfer is not None
+        beside.transfers.append(transfer)
+        transfer.ended.add_done_callback(ended)
+
+    def _sent_beside(self, beside: _Beside, index: int) -> None:
+        if beside.sent(index):
+            self._left -= 1
+            self._record.complete = not self._left
+
+    def _failed(self, index: int, wait_s: float, error: EncoderError) -> pb.ImageError:
         self._record.fetched("failed", wait_s, {}, error)
-        return messages.error_message(window.index, error)
+        return messages.error_message(index, error)
 
     async def _end(self) -> None:
         for leave in self._watched.values():
             leave()
+        transfers = [transfer for beside in self._beside for transfer in beside.transfers]
+        for transfer in transfers:
+            transfer.withdraw()
         running = [task for task in self._tasks if not task.done()]
         try:
+            if transfers:  # a thread may still read the rows, for a millisecond
+                await asyncio.wait([transfer.ended for transfer in transfers])
             for some, units in name_turns(running):
                 await self._turns.take(self._caller.holder, units)
                 for task in some:

@@ -8,30 +8,34 @@ from collections.abc import Callable, Mapping, Sequence
 
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.device import DeviceReceiver
 from prefill_client.transport.receiver import InlineReceiver, Receiver
 from prefill_client.transport.shared_memory import SharedMemoryReceiver
+from prefill_client.transport.tcp import TcpReceiver
 
 # Best first. Inline is last, because it accepts rows that no other transport announces.
 RECEIVERS: Mapping[pb.Transport.ValueType, type[Receiver]] = {
-    receiver.transport: receiver for receiver in (DeviceReceiver, SharedMemoryReceiver, InlineReceiver)
+    receiver.transport: receiver
+    for receiver in (DeviceReceiver, SharedMemoryReceiver, TcpReceiver, InlineReceiver)
 }
 TRANSPORTS = tuple(TRANSPORT_NAMES[transport] for transport in RECEIVERS)
 """Names of the transports, best first."""
 INLINE = TRANSPORT_NAMES[pb.TRANSPORT_INLINE]
 SHM = TRANSPORT_NAMES[pb.TRANSPORT_SHM]
+TCP = TRANSPORT_NAMES[pb.TRANSPORT_TCP]
 DEVICE = TRANSPORT_NAMES[pb.TRANSPORT_DEVICE]
 BY_DEFAULT = tuple(TRANSPORT_NAMES[transport] for transport, each in RECEIVERS.items() if each.by_default)
 """Names of the transports that a caller uses by default."""
 
 
-def receivers(endpoint: str, description: pb.DescribeResponse) -> dict[str, Receiver]:
+def receivers(endpoint: str, description: pb.DescribeResponse, channels: Channels) -> dict[str, Receiver]:
     """Return the receivers that this process can use with a server, by name, best first."""
-    candidates = (receiver.from_server(endpoint, description) for receiver in RECEIVERS.values())
+    candidates = (receiver.from_server(endpoint, description, channels) for receiver in RECEIVERS.values())
     return {TRANSPORT_NAMES[receiver.transport]: receiver for receiver in candidates if receiver is not None}
 
 
-Receivers = Callable[[str, pb.DescribeResponse], dict[str, Receiver]]
+Receivers = Callable[[str, pb.DescribeResponse, Channels], dict[str, Receiver]]
 """A factory of the receivers for a server: `receivers`, or another one if other processes read the rows."""
 
 
@@ -57,6 +61,7 @@ __all__ = [
     "INLINE",
     "RECEIVERS",
     "SHM",
+    "TCP",
     "TRANSPORTS",
     "Receiver",
     "Receivers",

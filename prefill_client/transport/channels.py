@@ -1,5 +1,7 @@
 """gRPC channels to servers, plain or over TLS, and the translation of gRPC errors."""
 
+import ssl
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -44,13 +46,19 @@ class Channels:
         """Read the credentials' files. Raises `ValueError` if one is invalid."""
         self._certificates = credentials.certificates()
         self._token = credentials.token()
-        name = credentials.server_name
+        self.server_name = name = credentials.server_name
+        """The name to expect in the servers' certificates; empty: the host of each endpoint."""
         self._name = (("grpc.ssl_target_name_override", name),) if name else ()
 
     @property
     def version(self) -> int:
         """A number that changes with the certificates. Channels opened with another version should be replaced."""
         return self._certificates.pem.version if self._certificates else 0
+
+    @property
+    def context(self) -> Callable[[], ssl.SSLContext] | None:
+        """Returns the TLS context for a connection beside gRPC; None without TLS."""
+        return self._certificates.client_context if self._certificates else None
 
     def metadata(self, endpoint: str) -> tuple[tuple[str, str], ...]:
         """Return the metadata of a call to `endpoint`: the client's token, if it has one.

@@ -157,7 +157,8 @@ class Connection:
         except BaseException:  # also when cancelled: the caller gets no connection to close
             await channel.close()
             raise
-        return cls(endpoint, channel, described, receivers(endpoint, described), clock, channels, version)
+        by_transport = receivers(endpoint, described, channels)
+        return cls(endpoint, channel, described, by_transport, clock, channels, version)
 
     async def close(self, after_s: float = 0.0) -> None:
         """Close the channel after `after_s`, or at once if cancelled. This ends calls that still run."""
@@ -167,6 +168,8 @@ class Connection:
             await asyncio.sleep(after_s)  # gRPC's own grace period would refuse new calls
         finally:
             await self.channel.close()
+            for receiver in self.receivers.values():
+                receiver.close()
 
     def submit(self, images: Sequence[Image], caller: pb.Caller, new: Collection[int] = ()) -> SubmitStream:
         """Start a Submit call. The caller ends it, and may leave it open to keep the images submitted.

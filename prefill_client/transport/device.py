@@ -16,6 +16,7 @@ from encoder_contract.errors import StaleHandleError
 from encoder_contract.handle import Handle
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.receiver import Arrival
 from prefill_client.transport.rows import Rows, array_view
 from prefill_client.transport.shared_memory import SharedMemoryReceiver, SharedRows
@@ -113,7 +114,12 @@ class DeviceReceiver(SharedMemoryReceiver):
         return True
 
     @classmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
+    def from_server(
+        cls,
+        endpoint: str,
+        description: pb.DescribeResponse,
+        channels: Channels,  # noqa: ARG003
+    ) -> Self | None:
         """Return a receiver if the server has rows on a GPU, its segment can be read, and torch is installed."""
         if cls.transport not in description.transports or importlib.util.find_spec("torch") is None:
             return None

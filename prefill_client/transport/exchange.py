@@ -36,11 +36,18 @@ class Exchange:
 
     async def _read(self) -> Any:
         """Return the next message. Raises the error of the call. A call that ends here has ended too early."""
+        message = await self._read_or_end()
+        if message is grpc.aio.EOF:
+            raise await ended_early(self._call, self._endpoint)
+        return message
+
+    async def _read_or_end(self) -> Any:
+        """Return the next message, or `grpc.aio.EOF` if the server has ended the call. Raises the error of the call."""
         try:
             message = await self._call.read()
         except _ENDED as error:
             raise await self._why(error) from error
-        if message is grpc.aio.EOF:
+        if message is grpc.aio.EOF and await self._call.code() is not grpc.StatusCode.OK:
             raise await ended_early(self._call, self._endpoint)
         if message is None:  # bytes that gRPC could not parse
             self.close()

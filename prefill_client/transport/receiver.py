@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from encoder_contract.errors import InternalError
 from encoder_contract.framing import Checksum
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.rows import OwnRows, Rows, element_type
 
 # Bytes kept for reuse: two images of 2560x1440 in Qwen3-VL-8B.
@@ -69,6 +70,14 @@ class Arrival(ABC):
         """Whether all bytes have arrived."""
         return True
 
+    @property
+    def beside(self) -> bool:
+        """Whether the bytes arrive beside the call: `fill` receives them."""
+        return False
+
+    async def fill(self) -> None:  # noqa: B027 - nothing is the default
+        """Receive all bytes. Raises `StaleHandleError` if they cannot be reached. Cancelling it ends the transfer."""
+
     def add(self, data: memoryview) -> None:  # noqa: ARG002
         """Append the next bytes of the rows. Raises `InternalError` if there are too many."""
         raise InternalError("the server sent the bytes of rows that should stay in its memory")
@@ -108,8 +117,11 @@ class Receiver(ABC):
 
     @classmethod
     @abstractmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
-        """Return a receiver for a server; None if the server does not offer it or this process cannot use it."""
+    def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: Channels) -> Self | None:
+        """Return a receiver for a server; None if the server does not offer it or this process cannot use it.
+
+        `channels` has the credentials for further connections.
+        """
 
     @staticmethod
     @abstractmethod
@@ -124,8 +136,16 @@ class Receiver(ABC):
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:
         """Return the arrival of the announced rows. `is_open` returns whether the call is known to be open."""
 
+    def close(self) -> None:  # noqa: B027 - nothing is the default
+        """Close what the receiver has opened. Calls have ended."""
+
 
 _buffers = Buffers()
+
+
+def acquire_buffer(size: int) -> NDArray[np.uint8]:
+    """Return memory for the rows of one image, from the pool of this process: see `Buffers`."""
+    return _buffers.acquire(size)
 
 
 class InlineReceiver(Receiver):
@@ -135,7 +155,7 @@ class InlineReceiver(Receiver):
     holds = False
 
     @classmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self:  # noqa: ARG003
+    def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: Channels) -> Self:  # noqa: ARG003
         """Return a receiver."""
         return cls()
 
@@ -156,7 +176,7 @@ class _InlineArrival(Arrival):
         self._ready = ready
         self._filled = 0
         self._checksum = Checksum()
-        self._buffer = _buffers.acquire(ready.row_bytes)
+        self._buffer = acquire_buffer(ready.row_bytes)
 
     @property
     def complete(self) -> bool:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import grpc
+
 from encoder_contract.errors import DeadlineError, InternalError, StaleHandleError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, ServerClock
 from prefill_client.transport import Receiver, transport_of
-from prefill_client.transport.channels import from_message
+from prefill_client.transport.channels import ended_early, from_message
 from prefill_client.transport.exchange import Exchange
 from prefill_client.transport.receiver import Arrival
 
@@ -55,13 +57,60 @@ class RowStream(Exchange):
         self._receivers = receivers
         self._clock = clock
         self._arriving: dict[int, _Arriving] = {}
+        # Images that arrive beside the call, and the read of the next message meanwhile.
+        self._filling: dict[asyncio.Task[None], _Arriving] = {}
+        self._reading: asyncio.Future[Any] | None = None
+        self._has_ended = False
 
     async def __aiter__(self) -> AsyncIterator[FetchedRows]:
-        completed = 0
-        while completed < len(self._requests):
-            for outcome in self._process(await self._read_in_time()):
-                completed += 1
-                yield outcome
+        left = {*range(len(self._requests))}
+        try:
+            while left:
+                for outcome in await self._next():
+                    if outcome.index in left:
+                        left.discard(outcome.index)
+                        yield outcome
+        finally:
+            for filling in self._filling:
+                filling.cancel()
+            if self._reading is not None and not self._holds:
+                self.close()  # the server may still offer rows that could not be reached
+
+    async def _next(self) -> list[FetchedRows]:
+        """Return the next outcomes, which may be none."""
+        if not self._filling and self._reading is None:
+            return self._process(await self._read_in_time())
+        if self._reading is None and not self._has_ended:
+            self._reading = asyncio.ensure_future(self._read_or_end())
+            self._reading.add_done_callback(_retrieve_exception)
+        awaited: set[asyncio.Future[Any]] = {*self._filling, *([self._reading] if self._reading else [])}
+        left_s = max(0.0, self._deadline - monotonic())
+        done, _ = await asyncio.wait(awaited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(f"{self._endpoint}: the deadline passed")
+        if filled := [filling for filling in self._filling if filling in done]:
+            return [self._filled(filling) for filling in filled]
+        assert self._reading is not None
+        message, self._reading = self._reading.result(), None
+        if message is not grpc.aio.EOF:
+            return self._process(message)
+        if not self._filling:
+            raise await ended_early(self._call, self._endpoint)
+        self._has_ended = True  # the last bytes are on their way
+        return []
+
+    def _filled(self, filling: "asyncio.Task[None]") -> FetchedRows:
+        arriving = self._filling.pop(filling)
+        ready = arriving.ready
+        if filling.cancelled():
+            error: BaseException | None = StaleHandleError(f"{self._endpoint}: the connection was closed")
+        else:
+            error = filling.exception()
+        if isinstance(error, StaleHandleError):
+            return FetchedRows(ready.index, self._requests[ready.index].digest, error=error)
+        if error is not None:
+            raise error
+        return self._outcome(arriving)
 
     async def _read_in_time(self) -> Any:
         reading: Awaitable[Any] = self._read()
@@ -91,9 +140,15 @@ class RowStream(Exchange):
             FetchedRows(error.index, self._requests[error.index].digest, error=from_message(error))
             for error in message.errors
         ]
+        failed = {error.index for error in message.errors}
+        for filling in [each for each, arriving in self._filling.items() if arriving.ready.index in failed]:
+            del self._filling[filling]
+            filling.cancel()
         for ready in message.ready:
             arriving = self._announced(ready)
-            if arriving.arrival.complete:
+            if arriving.arrival.beside:
+                self._filling[asyncio.create_task(arriving.arrival.fill())] = arriving
+            elif arriving.arrival.complete:
                 outcomes.append(self._outcome(arriving))
             else:
                 self._arriving[ready.index] = arriving

@@ -17,6 +17,7 @@ from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import open_segment, segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.receiver import Arrival, Receiver
 from prefill_client.transport.rows import OwnRows, Rows, element_type
 
@@ -114,7 +115,12 @@ class SharedMemoryReceiver(Receiver):
         self._proof = proof
 
     @classmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse) -> Self | None:
+    def from_server(
+        cls,
+        endpoint: str,
+        description: pb.DescribeResponse,
+        channels: Channels,  # noqa: ARG003
+    ) -> Self | None:
         """Return a receiver if the server is on this host and this process can read its segment."""
         proof = segment_proof(endpoint, description.shm_segment)
         return cls(proof) if proof else None

@@ -26,6 +26,7 @@ from encoder_contract.device_memory import open_memory
 from encoder_contract.handle import Handle
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport import DEVICE, Receiver, receivers
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.device import DeviceReceiver, DeviceRows, current_gpu
 
 _log = logging.getLogger("vllm.encoder_service")
@@ -102,10 +103,12 @@ class Staging:
             next(self._numbers), pb.Handle(memory=memory, memory_bytes=memory_bytes)
         )
 
-    def receivers(self, endpoint: str, description: pb.DescribeResponse) -> dict[str, Receiver]:
+    def receivers(
+        self, endpoint: str, description: pb.DescribeResponse, channels: Channels
+    ) -> dict[str, Receiver]:
         """Return the receivers for a server. The workers open its GPU memory, this process does not."""
-        by_transport = receivers(endpoint, description)
-        device = _WorkersReceiver.from_server(endpoint, description)
+        by_transport = receivers(endpoint, description, channels)
+        device = _WorkersReceiver.from_server(endpoint, description, channels)
         if device is not None:
             device.staging = self
             by_transport[DEVICE] = device

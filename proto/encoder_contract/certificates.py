@@ -41,6 +41,9 @@ class Certificates:
         self._lock = threading.Lock()
         self._seen = self._stamps()
         self._pem = self._read(version=1)
+        self._contexts: dict[
+            int, tuple[int, ssl.SSLContext]
+        ] = {}  # by protocol, with the version of the files
 
     @property
     def pem(self) -> Pem:
@@ -66,6 +69,42 @@ class Certificates:
             context.load_cert_chain(cert, key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ValueError(f"{cert} and {key}: {_reason(error)}") from error
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context for new connections from clients. With authorities, clients must have a certificate.
+
+        Raises `ValueError` if the files cannot be used, and never could.
+        """
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the context for new connections to servers, verified by our authorities or the system's.
+
+        Raises `ValueError` as `server_context` does.
+        """
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        pem = self.pem
+        with self._lock:
+            version, context = self._contexts.get(protocol, (0, None))
+            if context is not None and version == pem.version:
+                return context
+            new = ssl.SSLContext(protocol)
+            try:
+                if pem.cert:
+                    self.load_into(new)
+                if pem.ca:
+                    new.load_verify_locations(cadata=pem.ca.decode("ascii", "replace"))
+                    new.verify_mode = ssl.CERT_REQUIRED
+                elif protocol == ssl.PROTOCOL_TLS_CLIENT:
+                    new.load_default_certs()
+            except ValueError:
+                if context is None:
+                    raise
+                return context  # the files are just being replaced: the next connection tries again
+            self._contexts[protocol] = pem.version, new
+            return new
 
     def _read(self, version: int) -> Pem:
         cert, _, ca = self._files

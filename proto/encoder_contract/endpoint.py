@@ -1,8 +1,10 @@
 """Endpoint: the address of a server, as `host:port`, `[ipv6]:port` or `unix:/path`."""
 
 import re
-from ipaddress import ip_address
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import NamedTuple, Self
+from urllib.parse import unquote
 
 MAX_PORT = 65535
 MAX_PATH_BYTES = 107  # Linux's limit for the name of a Unix socket
@@ -61,3 +63,24 @@ def is_local(text: str) -> bool:
         return endpoint.path != "" or endpoint.host == "localhost" or ip_address(endpoint.host).is_loopback
     except ValueError:  # not an endpoint, or a host name
         return False
+
+
+@lru_cache(4096)
+def host_of(peer: str) -> str:
+    """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
+
+    All addresses of a /64 network count as one host, and so do all Unix sockets. An IPv4 address that is mapped into
+    IPv6 counts as that IPv4 address.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    try:
+        address = ip_address(unquote(rest.rpartition(":")[0]).strip("[]"))
+    except ValueError:
+        return peer.rpartition(":")[0]
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is None:
+            return f"ipv6:{ip_network((int(address), 64), strict=False)}"
+        address = address.ipv4_mapped
+    return f"ipv4:{address}"

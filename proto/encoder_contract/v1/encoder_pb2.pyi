@@ -49,6 +49,8 @@ class _TransportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Rows stay on the server's GPU. A `Handle` says where. Rows that are not on the GPU come as with TRANSPORT_SHM. Both
     transports need the same proof.
     """
+    TRANSPORT_TCP: _Transport.ValueType  # 4
+    """Rows travel over a TCP connection of their own, to the caller that presents their `Ticket`."""
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper): ...
 
@@ -61,6 +63,8 @@ TRANSPORT_DEVICE: Transport.ValueType  # 3
 """Rows stay on the server's GPU. A `Handle` says where. Rows that are not on the GPU come as with TRANSPORT_SHM. Both
 transports need the same proof.
 """
+TRANSPORT_TCP: Transport.ValueType  # 4
+"""Rows travel over a TCP connection of their own, to the caller that presents their `Ticket`."""
 Global___Transport: typing_extensions.TypeAlias = Transport
 
 class _State:
@@ -151,6 +155,7 @@ class DescribeResponse(google.protobuf.message.Message):
     DEVICE_PROBE_BYTES_FIELD_NUMBER: builtins.int
     VIDEO_DECODER_FIELD_NUMBER: builtins.int
     PATCHES_PER_S_FIELD_NUMBER: builtins.int
+    ROWS_PORT_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Semantic version of the server."""
     model_type: builtins.str
@@ -190,6 +195,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """Measured rate of encoding over all devices, patches per second of their time; 0 until it is known. A caller of
     several servers gives them images by their rates.
     """
+    rows_port: builtins.int
+    """With TRANSPORT_TCP: the port for rows, at the host of this server. 0: the server has no such port."""
     @property
     def geometry(self) -> Global___Geometry:
         """Unset if only the server can compute grids and tokens. The caller then names images without a grid, and reads both
@@ -224,9 +231,10 @@ class DescribeResponse(google.protobuf.message.Message):
         device_probe_bytes: builtins.int = ...,
         video_decoder: builtins.str = ...,
         patches_per_s: builtins.float = ...,
+        rows_port: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "patches_per_s", b"patches_per_s", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "video_decoder", b"video_decoder", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_s", b"clock_s", "deepstack_levels", b"deepstack_levels", "device_probe", b"device_probe", "device_probe_bytes", b"device_probe_bytes", "dtype", b"dtype", "geometry", b"geometry", "hidden", b"hidden", "limits", b"limits", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "model_type", b"model_type", "patches_per_s", b"patches_per_s", "processor_fingerprint", b"processor_fingerprint", "replica_id", b"replica_id", "rows_port", b"rows_port", "shm_segment", b"shm_segment", "transports", b"transports", "version", b"version", "video_decoder", b"video_decoder", "width", b"width"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -847,6 +855,7 @@ class ImageReady(google.protobuf.message.Message):
     STAGE_MS_FIELD_NUMBER: builtins.int
     STAGE_BEGAN_S_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
     index: builtins.int
     address: builtins.bytes
     row_begin: builtins.int
@@ -876,6 +885,10 @@ class ImageReady(google.protobuf.message.Message):
     def stage_began_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """When each of these stages began, seconds on the server's monotonic clock (see `DescribeResponse.clock_s`)."""
 
+    @property
+    def ticket(self) -> Global___Ticket:
+        """Set when the rows travel over a connection of their own."""
+
     def __init__(
         self,
         *,
@@ -893,11 +906,38 @@ class ImageReady(google.protobuf.message.Message):
         stage_ms: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         stage_began_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         signature: builtins.bytes = ...,
+        ticket: Global___Ticket | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["grid", b"grid", "handle", b"handle"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "signature", b"signature", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["grid", b"grid", "handle", b"handle", "ticket", b"ticket"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "signature", b"signature", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "ticket", b"ticket", "width", b"width"]) -> None: ...
 
 Global___ImageReady: typing_extensions.TypeAlias = ImageReady
+
+@typing.final
+class Ticket(google.protobuf.message.Message):
+    """The right to read the rows of one window, once, while the Fetch call is open. The caller opens a connection to `port`
+    at the server's host (TLS if the server uses TLS, with the caller's certificate if it has one), and sends `secret`.
+    The server answers with the number of bytes (uint64, little-endian) and the rows, or with 0 if the ticket is not
+    valid. After that, the caller may send the next ticket on the same connection. If the server cannot send the rows, the
+    image ends in an `ImageError` on the call.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECRET_FIELD_NUMBER: builtins.int
+    PORT_FIELD_NUMBER: builtins.int
+    secret: builtins.bytes
+    """16 random bytes."""
+    port: builtins.int
+    def __init__(
+        self,
+        *,
+        secret: builtins.bytes = ...,
+        port: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["port", b"port", "secret", b"secret"]) -> None: ...
+
+Global___Ticket: typing_extensions.TypeAlias = Ticket
 
 @typing.final
 class Rows(google.protobuf.message.Message):

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from encoder_contract.endpoint import host_of
 from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.api.caller import Identity, caller_of, host_of
+from encoder_service.api.caller import Identity, caller_of
 from encoder_service.api.tenants import Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from encoder_contract.credentials import NO_CREDENTIALS
 from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -11,6 +12,7 @@ from encoder_service.transport import SENDERS
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.images import ServerClock
 from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers
+from prefill_client.transport.channels import Channels
 from prefill_client.transport.row_stream import RowStream
 from testing.photos import photo
 from tests.calls import collect, connection
@@ -22,6 +24,7 @@ def test_every_transport_has_a_sender_a_receiver_and_a_name() -> None:
         pb.TRANSPORT_INLINE: "inline",
         pb.TRANSPORT_SHM: "shm",
         pb.TRANSPORT_DEVICE: "device",
+        pb.TRANSPORT_TCP: "tcp",
     }
     assert list(SENDERS) == list(RECEIVERS)
     assert set(RECEIVERS) == set(TRANSPORT_NAMES)
@@ -35,7 +38,11 @@ def test_every_transport_has_a_sender_a_receiver_and_a_name() -> None:
 
 def test_rows_of_a_remote_server_arrive_inline() -> None:
     description = pb.DescribeResponse(shm_segment="/dev/shm/anything", transports=[3, 2, 1])
-    assert list(receivers("192.0.2.1:50051", description)) == ["inline"]
+    channels = Channels(NO_CREDENTIALS)
+    assert list(receivers("192.0.2.1:50051", description, channels)) == ["inline"]
+    description.rows_port = 50052
+    assert list(receivers("192.0.2.1:50051", description, channels)) == ["tcp", "inline"]
+    assert list(receivers("unix:/run/encoder", description, channels)) == ["inline"]
 
 
 async def test_the_callers_first_usable_transport_is_used(client: EncoderClient) -> None:
@@ -53,7 +60,7 @@ async def test_the_callers_first_usable_transport_is_used(client: EncoderClient)
 async def test_an_unknown_transport_is_refused_with_the_known_ones(
     client: EncoderClient,
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="unknown transports pigeon: use device, shm, inline"):
+    with pytest.raises(InvalidRequestError, match="unknown transports pigeon: use device, shm, tcp, inline"):
         client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
 
 
@@ -69,4 +76,4 @@ async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClie
 
 
 def test_device_rows_come_only_on_request() -> None:
-    assert BY_DEFAULT == ("shm", "inline")
+    assert BY_DEFAULT == ("shm", "tcp", "inline")

@@ -1,0 +1,235 @@
+"""The client's side of a server's rows port: a few connections that receive rows straight into the caller's memory.
+
+`Ticket` in encoder.proto has the protocol. The server's side is `encoder_service/rows_port.py`.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+from encoder_contract.errors import StaleHandleError
+from encoder_contract.framing import Checksum
+
+log = logging.getLogger(__name__)
+
+TICKET_BYTES = 16
+SIZE = struct.Struct("<Q")
+"""The answer to a ticket: the number of bytes of rows that follow; 0: the ticket is not valid."""
+CONNECTIONS = 4
+"""Most connections to a server. One carries what a network of 25 Gbit/s does; several tickets are fetched at once."""
+CONNECT_S = 1.0
+# How long a port is avoided after a failure: a firewall or proxy that breaks one connection breaks the next one too.
+AVOID_S = 60.0
+# A server that sends nothing for so long has died: it serves its readers in turn, every few milliseconds.
+SILENCE_S = 10.0
+PIECE_BYTES = 1 << 20  # still in the processor's cache when it is checksummed
+
+
+class RowsConnections:
+    """Connections to the rows port of one server. Use it from one event loop; a thread per connection does the work."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        context: Callable[[], ssl.SSLContext] | None = None,
+        server_name: str = "",
+    ) -> None:
+        """`context` returns the TLS context for a new connection; None: no TLS.
+
+        The server's certificate must be for `server_name`, or for `host` if that is empty.
+        """
+        self._host, self._port = host, port
+        self._context = context
+        self._server_name = server_name or host
+        self._threads = ThreadPoolExecutor(CONNECTIONS, f"rows-{port}")
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._running: set[_Reception] = set()
+        self._closed = False
+        self._avoid_until = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether the port worked when it was last used, or is due to be tried again."""
+        return monotonic() >= self._avoid_until
+
+    async def receive(self, secret: bytes, into: memoryview) -> int:
+        """Receive the rows of a ticket into `into`, and return their checksum. Cancelling it ends the transfer.
+
+        Raises `StaleHandleError` if the ticket is not valid or the connection fails: fetch the rows again.
+        """
+        reception = _Reception(secret, into)
+        try:
+            receiving = self._threads.submit(self._receive, reception)
+        except RuntimeError as error:
+            raise StaleHandleError("the client was closed") from error
+        try:
+            return await asyncio.wrap_future(receiving)
+        except asyncio.CancelledError:
+            reception.abort()
+            raise
+
+    def close(self) -> None:
+        """Close all connections, which ends running transfers."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            running = list(self._running)
+        for reception in running:
+            reception.abort()
+        for connection in idle:
+            connection.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # In a thread of its own
+
+    def _receive(self, reception: "_Reception") -> int:
+        with self._lock:
+            self._running.add(reception)
+        try:
+            while (connection := self._unused()) is not None:
+                try:
+                    return self._receive_by(connection, reception)
+                except _ClosedError:
+                    continue  # the server had closed an idle connection
+            try:
+                return self._receive_by(self._connect(), reception)
+            except _ClosedError as error:
+                raise self._failed(reception, "the server closed it") from error
+        except OSError as error:
+            raise self._failed(reception, str(error)) from error
+        finally:
+            with self._lock:
+                self._running.discard(reception)
+
+    def _unused(self) -> socket.socket | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection((self._host, self._port), CONNECT_S)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._context is not None:
+                try:
+                    context = self._context()
+                except ValueError as error:
+                    raise OSError(str(error)) from error
+                connection = context.wrap_socket(connection, server_hostname=self._server_name)
+            connection.settimeout(SILENCE_S)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _receive_by(self, connection: socket.socket, reception: "_Reception") -> int:
+        """Receive by `connection`, which is kept for the next ticket or closed."""
+        is_reusable = False
+        try:
+            reception.begin(connection)
+            checksum = reception.receive()
+            is_reusable = True
+        finally:
+            reception.end()
+            with self._lock:
+                if is_reusable and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+        return checksum
+
+    def _failed(self, reception: "_Reception", reason: str) -> StaleHandleError:
+        """Avoid the port for a while, unless the transfer was aborted. Return the error of its image."""
+        if reception.aborted:
+            return StaleHandleError("the fetch has ended")
+        with self._lock:
+            is_new = self.usable
+            self._avoid_until = monotonic() + AVOID_S
+        if is_new:
+            log.warning(
+                "rows of %s arrive inline for %g s: the connection to its rows port %d failed (%s)",
+                self._host,
+                AVOID_S,
+                self._port,
+                reason,
+            )
+        return StaleHandleError(f"{self._host}:{self._port}: the rows did not arrive ({reason})")
+
+
+class _ClosedError(Exception):
+    """The server closed the connection before it answered the ticket."""
+
+
+class _Reception:
+    """One ticket, and the memory for its rows. `abort` may be called by another thread than the others."""
+
+    def __init__(self, secret: bytes, into: memoryview) -> None:
+        self._secret = secret
+        self._into = into
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._aborted = False
+
+    def begin(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connection = connection
+            if self._aborted:
+                raise StaleHandleError("the fetch has ended")
+
+    def end(self) -> None:
+        with self._lock:
+            self._connection = None
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            if self._connection is not None:
+                try:  # not the method of an SSLSocket, which would let its thread read on without TLS
+                    socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+                except OSError:
+                    return
+
+    @property
+    def aborted(self) -> bool:
+        with self._lock:
+            return self._aborted
+
+    def receive(self) -> int:
+        connection, into = self._connection, self._into
+        assert connection is not None
+        try:
+            connection.sendall(self._secret)
+            answer = connection.recv(SIZE.size)
+        except (ConnectionError, ssl.SSLError) as error:
+            raise _ClosedError from error
+        if not answer:
+            raise _ClosedError
+        while len(answer) < SIZE.size:
+            answer += _some(connection.recv(SIZE.size - len(answer)))
+        (size,) = SIZE.unpack(answer)
+        if size != len(into):
+            raise OSError(
+                f"it announced {size} bytes of {len(into)}" if size else "it does not know the ticket"
+            )
+        checksum, filled = Checksum(), 0
+        while filled < size:
+            received = connection.recv_into(into[filled : filled + PIECE_BYTES])
+            if not received:
+                raise OSError(f"it ended after {filled} of {size} bytes")
+            checksum.add(into[filled : filled + received])
+            filled += received
+        return checksum.value
+
+
+def _some(data: bytes) -> bytes:
+    if not data:
+        raise OSError("it ended within an answer")
+    return data

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+import grpc
+
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.serving import lag_p99_s
 from bench.transport.bare import Bare, bare_server, read_bare
@@ -106,7 +108,7 @@ async def plain_figures(server: ServerProcess, rounds: int, seconds: float) -> F
         size = await fetch(client, large, "inline")
         with bare_server(size) as bare:
             async with Channels(Credentials()).open(bare.endpoint) as channel:
-                ways = _ways(client, large, server, bare, partial(read_bare, channel, size))
+                ways = _ways(client, large, server, bare, channel)
                 one = await costs(ways, rounds)
                 four = await costs(ways, max(1, rounds // 4), at_once=4)
         smalls = {
@@ -134,12 +136,17 @@ async def plain_figures(server: ServerProcess, rounds: int, seconds: float) -> F
 
 
 def _ways(
-    client: EncoderClient, requests: Sequence[RowRequest], server: ServerProcess, bare: Bare, stream: Read
+    client: EncoderClient,
+    requests: Sequence[RowRequest],
+    server: ServerProcess,
+    bare: Bare,
+    channel: grpc.aio.Channel,
 ) -> dict[str, Way]:
     ours = {
         name: Way(partial(fetch, client, requests, name), server.process.pid) for name in ("tcp", "inline")
     }
-    return {**ours, "bare": Way(stream, bare.process_id)}
+    into = memoryview(bytearray(bare.size_bytes))
+    return {**ours, "bare": Way(partial(read_bare, channel, bare.size_bytes, into), bare.process_id)}
 
 
 async def tls_figures(
@@ -151,9 +158,7 @@ async def tls_figures(
         size = await fetch(client, requests, "inline")
         with bare_server(size, issued) as bare:
             async with Channels(credentials).open(bare.endpoint) as channel:
-                found = await costs(
-                    _ways(client, requests, server, bare, partial(read_bare, channel, size)), rounds
-                )
+                found = await costs(_ways(client, requests, server, bare, channel), rounds)
     gb = size / 1e9
     cpu = {name: median(each.cpu_s for each in one) / gb for name, one in found.items()}
     s = {name: median(each.s for each in one) for name, one in found.items()}

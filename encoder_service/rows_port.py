@@ -39,6 +39,8 @@ NEXT_TICKET_S = 60.0
 PROGRESS_BYTES = (
     1 << 20
 )  # a reader must accept this many bytes, or the rest, in the time of one inline message
+# How long a thread waits for one reader while no other connection is ready: passing it on costs more than waiting.
+WAIT_MS = 2.0
 TICK_S = 0.25  # how often times are checked
 BACKLOG = 512
 
@@ -148,6 +150,10 @@ class _ReadyConnections:
             if connections:
                 self._waiting[holder] = connections  # behind the other holders
             return connection
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
 
     def close(self) -> None:
         with self._changed:
@@ -396,29 +402,24 @@ class RowsPort:
         """Send for one turn. Raises as a socket that does not block."""
         transfer = connection.transfer
         assert transfer is not None
-        with self._lock:
-            if transfer.is_withdrawn:
-                is_read = False
-            else:
-                is_read = transfer.is_read = True
-        if not is_read:
-            self._close(connection)
-            return
-        try:
-            self._send_pieces(connection, transfer)
-        finally:
+        while connection.unsent:
             with self._lock:
-                transfer.is_read = False
-                is_withdrawn = transfer.is_withdrawn
-            if is_withdrawn:
-                connection.unsent.clear()
-                self._tell(transfer, None)
-        if is_withdrawn:
-            self._close(connection)
-        elif connection.unsent:
-            self._ready.put(connection)
-        else:
-            self._sent(connection, transfer)
+                transfer.is_read = not transfer.is_withdrawn
+            if not transfer.is_read:
+                self._close(connection)
+                return
+            try:
+                self._send_pieces(connection, transfer)
+            finally:
+                with self._lock:
+                    transfer.is_read = False
+                    is_withdrawn = transfer.is_withdrawn
+                if is_withdrawn:
+                    self._tell(transfer, None)
+            if connection.unsent and not self._ready.is_empty:
+                self._ready.put(connection)
+                return
+        self._sent(connection, transfer)
 
     def _send_pieces(self, connection: _Connection, transfer: Transfer) -> None:
         left = TURN_BYTES
@@ -426,7 +427,12 @@ class RowsPort:
             piece = connection.unsent[0][:left]
             if len(connection.unsent) == 1 and len(piece) == len(connection.unsent[0]):
                 self._tell_last(connection, transfer)
-            count = connection.socket.send(piece)
+            try:
+                count = connection.socket.send(piece)
+            except BlockingIOError:
+                if not self._soon_writable(connection):
+                    raise
+                continue
             left -= count
             connection.until_due -= count
             if connection.until_due <= 0:
@@ -435,6 +441,14 @@ class RowsPort:
                 connection.unsent.popleft()
             else:
                 connection.unsent[0] = connection.unsent[0][count:]
+
+    def _soon_writable(self, connection: _Connection) -> bool:
+        """Wait a moment for a reader that is nearly as fast as we are, unless others wait for this thread."""
+        if not self._ready.is_empty:
+            return False
+        waiting = select.poll()
+        waiting.register(connection.socket, select.POLLOUT)
+        return bool(waiting.poll(WAIT_MS))
 
     def _tell_last(self, connection: _Connection, transfer: Transfer) -> None:
         if not connection.told_last:

@@ -27,6 +27,7 @@ class Bare(NamedTuple):
 
     endpoint: str
     process_id: int
+    size_bytes: int
 
 
 @contextmanager
@@ -36,16 +37,18 @@ def bare_server(size_bytes: int = 0, issued: Sequence[str] = ()) -> Iterator[Bar
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield Bare(f"127.0.0.1:{process.stdout.readline().strip()}", process.pid)
+            yield Bare(f"127.0.0.1:{process.stdout.readline().strip()}", process.pid, size_bytes)
         finally:
             process.kill()
 
 
-async def read_bare(channel: grpc.aio.Channel, size_bytes: int) -> None:
-    """Read the stream to its end."""
+async def read_bare(channel: grpc.aio.Channel, size_bytes: int, into: memoryview | None = None) -> None:
+    """Read the stream to its end, and copy it into one buffer if there is one."""
     received = 0
     stream: Any = channel.unary_stream(f"/{SERVICE}/Stream")  # messages are bytes
     async for message in stream(b""):
+        if into is not None:
+            into[received : received + len(message)] = message
         received += len(message)
     assert received == size_bytes
 

@@ -88,8 +88,12 @@ class RowStream(Exchange):
         done, _ = await asyncio.wait(awaited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise DeadlineError(f"{self._endpoint}: the deadline passed")
-        if filled := [filling for filling in self._filling if filling in done]:
-            return [self._filled(filling) for filling in filled]
+        failures = {filling: _failure(filling) for filling in self._filling if filling in done}
+        if arrived := [filling for filling, error in failures.items() if error is None]:
+            return [self._outcome(self._filling.pop(filling)) for filling in arrived]
+        for error in filter(None, failures.values()):
+            # The server offers further images only once these are sent: another call has to fetch them all.
+            raise error
         assert self._reading is not None
         message, self._reading = self._reading.result(), None
         if message is not grpc.aio.EOF:
@@ -98,19 +102,6 @@ class RowStream(Exchange):
             raise await ended_early(self._call, self._endpoint)
         self._has_ended = True  # the last bytes are on their way
         return []
-
-    def _filled(self, filling: "asyncio.Task[None]") -> FetchedRows:
-        arriving = self._filling.pop(filling)
-        ready = arriving.ready
-        if filling.cancelled():
-            error: BaseException | None = StaleHandleError(f"{self._endpoint}: the connection was closed")
-        else:
-            error = filling.exception()
-        if isinstance(error, StaleHandleError):
-            return FetchedRows(ready.index, self._requests[ready.index].digest, error=error)
-        if error is not None:
-            raise error
-        return self._outcome(arriving)
 
     async def _read_in_time(self) -> Any:
         reading: Awaitable[Any] = self._read()
@@ -147,7 +138,9 @@ class RowStream(Exchange):
         for ready in message.ready:
             arriving = self._announced(ready)
             if arriving.arrival.beside:
-                self._filling[asyncio.create_task(arriving.arrival.fill())] = arriving
+                filling = asyncio.create_task(arriving.arrival.fill())
+                filling.add_done_callback(_retrieve_exception)
+                self._filling[filling] = arriving
             elif arriving.arrival.complete:
                 outcomes.append(self._outcome(arriving))
             else:
@@ -193,3 +186,10 @@ def _retrieve_exception(reading: "asyncio.Future[Any]") -> None:
     """Retrieve the exception of a read that has no waiter, so that asyncio does not log it."""
     if not reading.cancelled():
         reading.exception()
+
+
+def _failure(filling: "asyncio.Task[None]") -> BaseException | None:
+    """Return why the rows of an image did not arrive; None if they did. The task is done."""
+    if filling.cancelled():
+        return StaleHandleError("the connection for rows was closed")
+    return filling.exception()

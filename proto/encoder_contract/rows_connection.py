@@ -124,7 +124,11 @@ class RowsConnections:
                 except ValueError as error:
                     raise OSError(str(error)) from error
                 connection = context.wrap_socket(connection, server_hostname=self._server_name)
-            connection.settimeout(SILENCE_S)
+            # In the kernel, which waits until a piece is complete; a time limit of Python's would wait for each part.
+            connection.settimeout(None)
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(SILENCE_S), 0)
+            )
         except BaseException:
             connection.close()
             raise
@@ -220,13 +224,23 @@ class _Reception:
                 f"it announced {size} bytes of {len(into)}" if size else "it does not know the ticket"
             )
         checksum, filled = Checksum(), 0
-        while filled < size:
-            received = connection.recv_into(into[filled : filled + PIECE_BYTES])
-            if not received:
-                raise OSError(f"it ended after {filled} of {size} bytes")
-            checksum.add(into[filled : filled + received])
-            filled += received
+        for begin in range(0, size, PIECE_BYTES):
+            piece = into[begin : begin + PIECE_BYTES]
+            while piece:
+                received = _receive_into(connection, piece)
+                if not received:
+                    raise OSError(f"it ended after {filled} of {size} bytes")
+                filled += received
+                piece = piece[received:]
+            checksum.add(into[begin : begin + PIECE_BYTES])
         return checksum.value
+
+
+def _receive_into(connection: socket.socket, piece: memoryview) -> int:
+    """Receive what is there with TLS, which is a record of 16 KiB at most, else all of the piece."""
+    if isinstance(connection, ssl.SSLSocket):
+        return connection.recv_into(piece)
+    return connection.recv_into(piece, 0, socket.MSG_WAITALL)
 
 
 def _some(data: bytes) -> bytes:

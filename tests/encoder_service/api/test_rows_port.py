@@ -1,21 +1,34 @@
 """Rows over the rows port: the same bytes as inline, tickets that work once, and faults of either side."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from typing import Any
 
+import grpc
 import pytest
 
+from encoder_contract.rows_connection import CONNECT_S, SIZE, TICKET_BYTES
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api.fetch import SENT_BESIDE
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.rows_port import RowsPort, _Connection, _ReadyConnections
 from prefill_client import EncoderClient, RowRequest
+from prefill_client.transport import Receiver, receivers
+from prefill_client.transport.channels import Channels
 from testing.photos import photo
-from tests.calls import collect
+from tests.calls import collect, stub
+from tests.closed_port import closed_port
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import PATIENCE_S, soon
 
 ROWS: dict[str, Any] = {"rows_listen": "127.0.0.1:0"}
 PHOTOS = [photo(256 + 32 * n, 256, n) for n in range(8)]
+LARGE = photo(1024, 768, 99)
 
 
 @pytest.fixture
@@ -25,10 +38,75 @@ async def server(config: Config, model: Model) -> AsyncIterator[Server]:
         yield server
 
 
+def port_of(server: Server) -> RowsPort:
+    assert server._rows_port is not None
+    return server._rows_port
+
+
 async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowRequest]:
     answers = await client.submit(images)
     assert [each.error for each in answers] == [None] * len(images)
     return [RowRequest(each.digest) for each in answers]
+
+
+@asynccontextmanager
+async def raw_fetch(client: EncoderClient, requests: list[RowRequest]) -> AsyncIterator[Any]:
+    """Make a Fetch whose tickets nobody presents yet."""
+    call = (await stub(client)).Fetch(
+        pb.FetchRequest(
+            images=[request.to_message(index) for index, request in enumerate(requests)],
+            transports=[pb.TRANSPORT_TCP],
+            grace_ms=10_000,
+        ),
+        timeout=PATIENCE_S,
+    )
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+async def first_ready(call: Any) -> pb.ImageReady:
+    (ready,) = (await call.read()).ready
+    return ready
+
+
+def connect(server: Server, ticket: bytes) -> socket.socket:
+    """Present a ticket on a connection of its own."""
+    connection = socket.create_connection(("127.0.0.1", port_of(server).port), PATIENCE_S)
+    connection.sendall(ticket)
+    return connection
+
+
+def received(connection: socket.socket, size: int = 1 << 62) -> bytes:
+    """Receive `size` bytes, or what comes until the server closes the connection."""
+    parts = []
+    with suppress(ConnectionResetError):  # the server does not read what follows an invalid ticket
+        while size and (data := connection.recv(min(size, 1 << 20))):
+            parts.append(data)
+            size -= len(data)
+    return b"".join(parts)
+
+
+async def answer(server: Server, ticket: bytes) -> bytes:
+    """Present a ticket; return all that the server sends."""
+
+    def present() -> bytes:
+        with closing(connect(server, ticket)) as connection:
+            connection.settimeout(PATIENCE_S)
+            with suppress(OSError):  # the server has closed it already
+                connection.shutdown(socket.SHUT_WR)  # it closes it once it has sent the rows
+            return received(connection)
+
+    return await asyncio.to_thread(present)
+
+
+async def unpinned(server: Server) -> None:
+    await soon(lambda: server.store.stats().pins == 0)
+    assert server.budgets.pinned_bytes.held == 0
+
+
+REFUSED = SIZE.pack(0)
 
 
 async def test_rows_by_tcp_are_those_of_inline(server: Server, client: EncoderClient) -> None:
@@ -40,10 +118,249 @@ async def test_rows_by_tcp_are_those_of_inline(server: Server, client: EncoderCl
     for index, rows in inline.items():
         assert by_tcp[index].error is None
         assert by_tcp[index].array.tobytes() == rows.array.tobytes()
-    await soon(lambda: server.store.stats().pins == 0)
+    await unpinned(server)
+    # The client keeps its connections for the next call.
+    opened = port_of(server).connections
+    await collect(client, requests, transports=["tcp"])
+    assert port_of(server).connections <= max(opened, SENT_BESIDE)
 
 
 async def test_shared_memory_comes_first_on_one_host(client: EncoderClient) -> None:
     requests = await submitted(client, PHOTOS[:1])
     (rows,) = (await collect(client, requests)).values()
     assert rows.transport == "shm"
+
+
+async def test_a_call_offers_a_few_images_at_a_time(server: Server, client: EncoderClient) -> None:
+    requests = await submitted(client, PHOTOS)
+    await collect(client, requests, transports=["inline"])
+    async with raw_fetch(client, requests) as call:
+        ready = [await first_ready(call) for _ in range(SENT_BESIDE)]
+        assert server.store.stats().pins == SENT_BESIDE
+        for each in ready:
+            assert len(await answer(server, each.ticket.secret)) == SIZE.size + each.row_bytes
+        for _ in range(len(PHOTOS) - SENT_BESIDE):
+            each = await first_ready(call)
+            assert len(await answer(server, each.ticket.secret)) == SIZE.size + each.row_bytes
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+    await unpinned(server)
+
+
+async def test_a_ticket_works_once(server: Server, client: EncoderClient) -> None:
+    requests = await submitted(client, PHOTOS[:1])
+    async with raw_fetch(client, requests) as call:
+        ticket = (await first_ready(call)).ticket.secret
+        assert len(await answer(server, ticket)) > SIZE.size
+        assert await answer(server, ticket) == REFUSED
+
+
+@pytest.mark.parametrize("sent", [b"\0" * TICKET_BYTES, b"GET / HTTP/1.1\r\n\r\n", b"short"])
+async def test_garbage_gets_nothing(server: Server, sent: bytes) -> None:
+    assert await answer(server, sent) in (REFUSED, b"")
+    await soon(lambda: port_of(server).connections == 0)
+
+
+async def test_the_ticket_of_an_ended_call_is_not_valid(server: Server, client: EncoderClient) -> None:
+    requests = await submitted(client, PHOTOS[:1])
+    async with raw_fetch(client, requests) as call:
+        ticket = (await first_ready(call)).ticket.secret
+    await unpinned(server)
+    assert await answer(server, ticket) == REFUSED
+
+
+async def test_a_ticket_that_nobody_presents_ends_in_an_error(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, **ROWS, limits={"reader_idle_s": 0.2}) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        requests = await submitted(client, PHOTOS[:1])
+        async with raw_fetch(client, requests) as call:
+            ticket = (await first_ready(call)).ticket.secret
+            (error,) = (await call.read()).errors
+            assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            assert "no connection presented the ticket within 0.2 s" in error.message
+            assert await call.read() is grpc.aio.EOF
+            await unpinned(server)
+            assert await answer(server, ticket) == REFUSED
+
+
+async def test_a_reader_that_stops_ends_in_an_error_and_delays_nobody(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, **ROWS, limits={"reader_idle_s": 2.0}) as server,
+        await EncoderClient.connect(server.endpoint, client_id="stalls") as stalls,
+        await EncoderClient.connect(server.endpoint, client_id="reads") as reads,
+    ):
+        requests = await submitted(stalls, [LARGE])
+        async with raw_fetch(stalls, requests) as call:
+            ready = await first_ready(call)
+            with stalled(server, ready):
+                for _ in range(8):
+                    others = await collect(reads, await submitted(reads, PHOTOS[3:6]), transports=["tcp"])
+                    assert {each.transport for each in others.values()} == {"tcp"}
+                (error,) = (await call.read()).errors
+                assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+                assert "the caller stopped reading its rows for 2 s" in error.message
+                assert await call.read() is grpc.aio.EOF
+        await unpinned(server)
+
+
+def stalled(server: Server, ready: pb.ImageReady) -> "closing[socket.socket]":
+    """Begin to read the rows of a large image, and stop. Both ends have small buffers."""
+    port_of(server)._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port_of(server).port))
+    connection.sendall(ready.ticket.secret)
+    assert SIZE.unpack(received(connection, SIZE.size)) == (ready.row_bytes,)
+    return closing(connection)
+
+
+async def test_rows_of_an_ended_call_are_not_read_any_more(config: Config, model: Model) -> None:
+    """A reader stalls, its call ends, and the pages get rows of other images: the reader gets none of those."""
+    async with (
+        server_of(config, model, **ROWS, store_host_gib=4 / 1024) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        requests = await submitted(client, [LARGE])
+        whole = (await collect(client, requests, transports=["inline"]))[0].array.tobytes()
+        async with raw_fetch(client, requests) as call:
+            ready = await first_ready(call)
+            with stalled(server, ready) as connection:
+                call.cancel()
+                await unpinned(server)
+                others = await submitted(client, [photo(512, 768, seed) for seed in range(6)])
+                await collect(client, others, transports=["inline"])
+                assert not server.store.contains(ready.address), "its pages have other rows"
+                connection.settimeout(PATIENCE_S)
+                got = await asyncio.to_thread(received, connection)
+    assert len(got) < len(whole)
+    assert got == whole[: len(got)]
+
+
+def by_port(port: int) -> Callable[[str, pb.DescribeResponse, Channels], dict[str, Receiver]]:
+    """Return receivers that find the rows port at another port of this host."""
+
+    def found(endpoint: str, description: pb.DescribeResponse, channels: Channels) -> dict[str, Receiver]:
+        changed = pb.DescribeResponse()
+        changed.CopyFrom(description)
+        changed.rows_port = port
+        return receivers(endpoint, changed, channels)
+
+    return found
+
+
+async def test_rows_of_a_connection_that_dies_come_inline(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await TcpProxy(port_of(server).port).start()
+    async with await EncoderClient.connect(server.endpoint, receivers=by_port(proxy.port)) as client:
+        requests = await submitted(client, [LARGE, *PHOTOS])
+        expected = await collect(client, requests, transports=["inline"])
+        proxy.throttle(5e6)  # so that the rows are still on their way
+
+        async def cut() -> None:
+            await soon(lambda: port_of(server).connections > 0)
+            proxy.cut()
+
+        cutting = asyncio.create_task(cut())
+        outcomes = await collect(client, requests, transports=["tcp"])
+        await cutting
+        assert [each.error for each in outcomes.values()] == [None] * len(requests)
+        assert outcomes[0].transport == "inline"
+        for index, rows in expected.items():
+            assert outcomes[index].array.tobytes() == rows.array.tobytes()
+        proxy.mend()
+        assert {
+            each.transport for each in (await collect(client, requests, transports=["tcp"])).values()
+        } == {"inline"}
+    assert caplog.text.count("arrive inline for 60 s") == 1
+    await unpinned(server)
+    await proxy.stop()
+
+
+async def test_a_port_that_drops_connections_costs_a_second_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with full_port() as port:
+        async with await EncoderClient.connect(server.endpoint, receivers=by_port(port)) as client:
+            requests = await submitted(client, PHOTOS)
+            began = asyncio.get_running_loop().time()
+            outcomes = await collect(client, requests, transports=["tcp"])
+            assert asyncio.get_running_loop().time() - began >= CONNECT_S
+            assert {each.transport for each in outcomes.values()} == {"inline"}
+            again = await collect(client, requests, transports=["tcp"])
+            assert {each.transport for each in again.values()} == {"inline"}
+    assert caplog.text.count(f"the connection to its rows port {port} failed (timed out)") == 1
+    await unpinned(server)
+
+
+@contextmanager
+def full_port() -> Iterator[int]:
+    """Yield a port that answers no SYN, as behind a firewall that drops: its queue of connections is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+async def test_a_refusing_port_costs_nothing(server: Server) -> None:
+    with closed_port() as address:
+        port = int(address.rpartition(":")[2])
+        async with await EncoderClient.connect(server.endpoint, receivers=by_port(port)) as client:
+            requests = await submitted(client, PHOTOS)
+            outcomes = await collect(client, requests, transports=["tcp"])
+            assert {each.transport for each in outcomes.values()} == {"inline"}
+    await unpinned(server)
+
+
+async def test_many_connections_of_one_host_leave_room_for_a_new_one(
+    server: Server, client: EncoderClient
+) -> None:
+    port = port_of(server)
+    port._max_connections = 16
+    requests = await submitted(client, PHOTOS[:2])
+    await collect(client, requests, transports=["tcp"])
+    with ExitStack() as stack:
+        for _ in range(200):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port.port), PATIENCE_S))
+            connection.sendall(b"half")
+        outcomes = await collect(client, requests, transports=["tcp"])
+        assert {each.transport for each in outcomes.values()} == {"tcp"}
+        assert port.connections <= 16
+
+
+async def test_holders_take_turns_however_many_connections_they_have() -> None:
+    ready = _ReadyConnections()
+    ends = [socket.socketpair() for _ in range(6)]
+    for (end, _), holder in zip(ends, ["a", "a", "a", "a", "b", "c"], strict=True):
+        connection = _Connection(end, "host", shaken=True)
+        connection.holder = holder
+        ready.put(connection)
+    taken = [ready.take() for _ in range(6)]
+    assert [each.holder for each in taken if each] == ["a", "b", "c", "a", "a", "a"]
+    for pair in ends:
+        for end in pair:
+            end.close()
+
+
+async def test_closing_the_client_ends_its_transfers(server: Server) -> None:
+    client = await EncoderClient.connect(server.endpoint)
+    proxy = await TcpProxy(port_of(server).port).start()
+    proxy.throttle(1e5)
+    async with await EncoderClient.connect(server.endpoint, receivers=by_port(proxy.port)) as slow:
+        requests = await submitted(slow, [LARGE])
+        fetching = asyncio.create_task(collect(slow, requests, transports=["tcp"]))
+        await soon(lambda: port_of(server).connections > 0)
+    await asyncio.wait([fetching], timeout=PATIENCE_S)
+    assert fetching.done()
+    assert fetching.exception() is not None or all(rows.error for rows in fetching.result().values())
+    await unpinned(server)
+    await proxy.stop()
+    await client.close()

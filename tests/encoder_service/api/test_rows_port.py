@@ -20,10 +20,10 @@ from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import Receiver, receivers
 from prefill_client.transport.channels import Channels
 from testing.photos import photo
+from testing.tcp_proxy import TcpProxy
 from tests.calls import collect, stub
 from tests.closed_port import closed_port
 from tests.servers import server_of
-from tests.tcp_proxy import TcpProxy
 from tests.waiting import PATIENCE_S, soon
 
 ROWS: dict[str, Any] = {"rows_listen": "127.0.0.1:0"}

@@ -28,6 +28,7 @@ LAYERS = [
     ["families"],
     ["metrics", "vision", "limits"],
     ["cluster", "image", "transport"],
+    ["rows_port"],
     ["scheduler", "store", "keys", "config", "logs", "signals"],
 ]
 

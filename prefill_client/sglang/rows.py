@@ -17,7 +17,7 @@ from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.sglang.counts import count
 from prefill_client.sglang.image_name import ImageName, file_of
 from prefill_client.sglang.settings import Settings
-from prefill_client.transport import BY_DEFAULT, INLINE
+from prefill_client.transport import BY_DEFAULT, TCP
 from prefill_client.transport.rows import element_type
 
 _log = logging.getLogger("sglang.encoder_service")
@@ -84,7 +84,7 @@ class ChunkRows:
         with client.fetch(
             [RowRequest(name.digest, submitted_to=name.endpoint) for name in names.values()],
             grace_ms=0,
-            transports=BY_DEFAULT if self._settings.shared_memory else [INLINE],
+            transports=BY_DEFAULT if self._settings.shared_memory else [TCP],
             timeout_s=_left_s(deadline_s),
         ) as outcomes:
             for outcome in outcomes:

@@ -25,7 +25,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.engine.service import connect
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.images import FetchedRows, RowRequest, read
-from prefill_client.transport import BY_DEFAULT, DEVICE, INLINE
+from prefill_client.transport import BY_DEFAULT, DEVICE, TCP
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_name import ImageName, RequestInfo
@@ -292,7 +292,7 @@ class RowFetcher:
         queries = list(call.waiting)
         info, salt = queries[0].info, queries[0].tenant_salt
         traceparent.set(info.traceparent)  # only in this task
-        host = BY_DEFAULT if self._settings.shared_memory else [INLINE]
+        host = BY_DEFAULT if self._settings.shared_memory else [TCP]
         async with self._client.for_tenant(salt.encode()).fetch(
             [query.request for query in queries],
             request_id=info.request_id,

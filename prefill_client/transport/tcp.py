@@ -23,8 +23,11 @@ class TcpReceiver(Receiver):
 
     @classmethod
     def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: Channels) -> Self | None:
-        """Return a receiver if the server has a rows port."""
-        where = Endpoint.parse(endpoint)
+        """Return a receiver if the server has a rows port, and the endpoint says at which host."""
+        try:
+            where = Endpoint.parse(endpoint)
+        except ValueError:  # another form of gRPC's
+            return None
         if not description.rows_port or where.path:
             return None
         return cls(RowsConnections(where.host, description.rows_port, channels.context, channels.server_name))

@@ -43,6 +43,7 @@ def test_rows_of_a_remote_server_arrive_inline() -> None:
     description.rows_port = 50052
     assert list(receivers("192.0.2.1:50051", description, channels)) == ["tcp", "inline"]
     assert list(receivers("unix:/run/encoder", description, channels)) == ["inline"]
+    assert list(receivers("ipv4:192.0.2.1:50051", description, channels)) == ["inline"]
 
 
 async def test_the_callers_first_usable_transport_is_used(client: EncoderClient) -> None:

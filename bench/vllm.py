@@ -2,16 +2,18 @@
 
 Engines run one by one in this process, on one core; the service has the other core. Every prompt has new images. The
 model is small, but sized so that both encoding an image and prefilling its tokens take time, as on a GPU. Images are
-encoded in three ways: by the engine's own tower; by the service, where a request waits for all its images; by the
-service, where each prefill step waits for its images, with the cache manager. The load of the machine is recorded,
-because on a busy machine the ratios mean little.
+encoded in four ways: by the engine's own tower; by the service, where a request waits for all its images; by the
+service, where each prefill step waits for its images, with the cache manager; by vLLM's own encoder disaggregation, in
+an instance that has the other core instead of the service. The load of the machine is recorded, because on a busy
+machine the ratios mean little.
 """
 
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -23,6 +25,10 @@ from testing.photos import photo
 if TYPE_CHECKING:
     from testing.vllm_engine import Engine
 
+Submit = Callable[[Sequence[bytes]], None]
+"""Lets something encode images before the engine gets their request."""
+FirstToken = Callable[[list[str | bytes]], float]
+"""Returns the milliseconds to the first token of a prompt."""
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -59,11 +65,25 @@ BENCHMARK = Benchmark(
             "own tower / ours, one new image in round 8 of a chat",
             target=">= 1.0",
         ),
+        Figure(
+            "disaggregated_16_ms",
+            "time to first token of 16 images: vLLM's own encoder disaggregation",
+            "ms",
+            shown=True,
+        ),
+        Figure("disaggregated_over_ours_16", "own disaggregation / ours, 16 images", target=">= 1.3"),
+        Figure("disaggregated_round8_ms", "first token in round 8: vLLM's own encoder disaggregation", "ms"),
+        Figure(
+            "round8_disaggregated_over_ours",
+            "own disaggregation / ours, one new image in round 8 of a chat",
+            target=">= 1.3",
+        ),
+        Figure("fetch_16_ms", "processor time beside the model: a step with 16 stored images", "ms", "<= 7"),
         Figure("step_overhead_ms", "connector's time in a step without images", "ms", target="<= 0.1"),
         Figure("parked_core_percent", "of a core, while one request waits and nothing else runs", "%"),
         Figure("load_before", "processes that wanted a core when it began"),
     ),
-    limit_s=360,
+    limit_s=480,
     quick=("--rounds", "1"),
     why_not=lambda: "" if VLLM_PYTHON.exists() else "no .venv-vllm: make test-vllm",
 )
@@ -74,6 +94,8 @@ STEP_METHODS = (  # the connector's methods that run in a decode step
     "ensure_cache_available", "has_cache_item", "build_connector_meta", "take_unavailable_requests",
     "update_connector_output", "get_ec_connector_stats", "start_load_caches", "build_connector_worker_meta",
 )  # fmt: skip
+FETCH_METHODS = ("update_state_after_alloc", "update_state_after_free", "request_finished", *STEP_METHODS)
+FETCHES, FETCHED_PIXELS = 12, 256  # 64 tokens an image
 IDLE_STEP_S = 0.001
 PARKED_S = 3.0
 WAYS: dict[str, dict[str, Any]] = {
@@ -97,6 +119,7 @@ def main() -> None:
 
 
 def _measure(rounds: int) -> dict[str, Any]:
+    from bench.vllm_parts.disaggregation import encoder_instance, transfer
     from testing.checkpoints import write_checkpoint
     from testing.server_process import running
     from testing.vllm_engine import Engine
@@ -119,21 +142,31 @@ def _measure(rounds: int) -> dict[str, Any]:
             )  # one iterator for all ways: the service has stored what an earlier way submitted
             for way, options in WAYS.items():
                 engine = Engine(model, server.endpoint, **ENGINE, **options)
-                figures |= _way_figures(engine, way, rounds, photos)
+                submit = _nothing if way == "own" else partial(_submit, engine)
+                figures |= _way_figures(engine, way, rounds, photos, submit)
+                engine.close()
+            rows = Path(folder) / "rows"
+            with encoder_instance(model, rows, images=IMAGES, settings=ENGINE) as encoder:
+                engine = Engine(model, server.endpoint, transfer=transfer(rows, "ec_consumer"), **ENGINE)
+                figures |= _way_figures(engine, "disaggregated", rounds, photos, encoder.encode)
                 engine.close()
     figures["ttft_own_over_ours_16"] = _ratio(figures, "own_16_ms", "window_16_ms")
     figures["ttft_request_over_window"] = _ratio(figures, "request_16_ms", "window_16_ms")
     figures["round8_own_over_ours"] = _ratio(figures, "own_round8_ms", "window_round8_ms")
+    figures["disaggregated_over_ours_16"] = _ratio(figures, "disaggregated_16_ms", "window_16_ms")
+    figures["round8_disaggregated_over_ours"] = _ratio(figures, "disaggregated_round8_ms", "window_round8_ms")
     figures["load_after"] = round(os.getloadavg()[0], 1)
     return figures
 
 
-def _way_figures(engine: "Engine", way: str, rounds: int, photos: Iterator[bytes]) -> dict[str, Any]:
+def _way_figures(
+    engine: "Engine", way: str, rounds: int, photos: Iterator[bytes], submit: Submit
+) -> dict[str, Any]:
     """Measure an engine, after a warm-up prompt."""
-    own = way == "own"
-    _first_token_ms(engine, [next(photos), "warm"], own=own)
-    long_ms = [_first_token_ms(engine, [next(photos) for _ in range(IMAGES)], own=own) for _ in range(rounds)]
-    chats_ms = [_chat_ms(engine, photos, own=own) for _ in range(rounds)]
+    first_token_ms = partial(_first_token_ms, engine, submit, own=way in ("own", "disaggregated"))
+    first_token_ms([next(photos), "warm"])
+    long_ms = [first_token_ms([next(photos) for _ in range(IMAGES)]) for _ in range(rounds)]
+    chats_ms = [_chat_ms(first_token_ms, photos) for _ in range(rounds)]
     figures: dict[str, Any] = {
         f"{way}_16_ms": round(median(long_ms), 1),
         f"{way}_round8_ms": round(median(chat[-1] for chat in chats_ms), 1),
@@ -142,14 +175,23 @@ def _way_figures(engine: "Engine", way: str, rounds: int, photos: Iterator[bytes
         figures |= {
             "step_overhead_ms": _step_overhead_ms(engine),
             "parked_core_percent": _parked_core_percent(engine, photos),
+            "fetch_16_ms": _fetch_ms(engine, first_token_ms),
         }
     return figures
 
 
-def _first_token_ms(engine: "Engine", parts: list[str | bytes], *, own: bool) -> float:
+def _nothing(_: Sequence[bytes]) -> None:
+    pass
+
+
+def _submit(engine: "Engine", images: Sequence[bytes]) -> None:
+    engine.submit(*images)
+
+
+def _first_token_ms(engine: "Engine", submit: Submit, parts: list[str | bytes], *, own: bool) -> float:
+    """Return the time of a request, with that of `submit`. With `own`, vLLM gets the images themselves."""
     begun = time.perf_counter()
-    if not own:
-        engine.submit(*(part for part in parts if isinstance(part, bytes)))
+    submit([part for part in parts if isinstance(part, bytes)])
     request_id, ended = engine.start(parts, own=own, tokens=1), {}
     while request_id not in ended:
         step_begun = time.perf_counter()
@@ -159,14 +201,34 @@ def _first_token_ms(engine: "Engine", parts: list[str | bytes], *, own: bool) ->
     return 1000 * (time.perf_counter() - begun)
 
 
-def _chat_ms(engine: "Engine", photos: Iterator[bytes], *, own: bool) -> list[float]:
+def _chat_ms(first_token_ms: FirstToken, photos: Iterator[bytes]) -> list[float]:
     """Return the time to the first token of each round. Earlier rounds are in the prefix cache."""
     parts: list[str | bytes] = []
     rounds = []
     for number in range(CHAT_ROUNDS):
         parts += [next(photos), f" round {number} of the chat "]
-        rounds.append(_first_token_ms(engine, parts, own=own))
+        rounds.append(first_token_ms(parts))
     return rounds
+
+
+def _fetch_ms(engine: "Engine", first_token_ms: FirstToken) -> float:
+    """Return the processor time that 16 stored images cost this process beside the model's, as a median.
+
+    It is that of the connector's methods in the engine's thread, and that of all other threads, which fetch and copy.
+    """
+    photos = _photos(FETCHED_PIXELS)
+    timer = MethodTimer(time.thread_time)
+    timer.watch(engine.scheduler.ec_connector, FETCH_METHODS)
+    found_ms = []
+    for _ in range(FETCHES):
+        images = [next(photos) for _ in range(IMAGES)]
+        first_token_ms([*images, "so that the service stores them"])
+        engine.forget()
+        engine.submit(*images)
+        timer.spent_s, others_s = 0.0, time.process_time() - time.thread_time()
+        engine.run(engine.start(images, tokens=1))
+        found_ms.append(1000 * (timer.spent_s + time.process_time() - time.thread_time() - others_s))
+    return round(median(found_ms), 2)
 
 
 def _step_overhead_ms(engine: "Engine") -> float:
@@ -196,9 +258,10 @@ def _parked_core_percent(engine: "Engine", photos: Iterator[bytes]) -> float:
 
 
 class MethodTimer:
-    """Adds up the time that watched methods take, in `spent_s`; a measurement sets it to 0."""
+    """Adds up the time that watched methods take by a clock, in `spent_s`; a measurement sets it to 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.spent_s = 0.0
 
     def watch(self, watched: object, methods: Iterable[str]) -> None:
@@ -208,11 +271,11 @@ class MethodTimer:
 
     def _timed(self, method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         def timed(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
-            began = time.perf_counter()
+            began = self._clock()
             try:
                 return method(*arguments, **named)
             finally:
-                self.spent_s += time.perf_counter() - began
+                self.spent_s += self._clock() - began
 
         return timed
 

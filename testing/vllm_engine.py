@@ -40,8 +40,10 @@ class Engine:
         *,
         exact: bool = False,
         extra: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        """`transfer` is another connector's configuration; by default, the engine has ours."""
         arguments = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -65,7 +67,7 @@ class Engine:
             arguments["ec_manager_config"] = MANAGER
         self.llm = LLM(
             str(model),
-            ec_transfer_config={**CONNECTOR, "ec_connector_extra_config": settings},
+            ec_transfer_config=transfer or {**CONNECTOR, "ec_connector_extra_config": settings},
             **arguments,
         )
         self.config = self.llm.llm_engine.vllm_config

@@ -105,26 +105,25 @@ class RequestImages:
         vLLM fills the first placeholders of the prompt, in order: those that the caller's text contains, and those that
         the template writes for videos. A placeholder that is left over stays in the prompt as a token.
         """
-        waiting = deque(self._videos)
+        waiting, own = deque(self._videos), {id(video) for video in self._videos}
         written = _users_texts(self.body)
         self._check_placeholders(written)
-        for parts in _part_lists(self.body, self._form):
-            parts[:] = [new for part in parts for new in self._placed(part, waiting, written)]
 
-    def _placed(self, part: Any, waiting: deque[dict[str, Any]], written: set[int]) -> Iterator[Any]:
-        """Yield a part with the next videos in place of its placeholders."""
-        if any(part is video for video in self._videos):
-            yield _text(VIDEO_BEGIN)
-            yield waiting.popleft() if waiting else _text(VIDEO_PLACEHOLDER)
-            yield _text(VIDEO_END)
-        elif id(part) in written and VIDEO_PLACEHOLDER in part["text"]:
-            first, *others = part["text"].split(VIDEO_PLACEHOLDER)
-            yield _text(first)
-            for each in others:
+        def placed(part: Any) -> Iterator[Any]:
+            if id(part) in own:
+                pieces = [VIDEO_BEGIN, VIDEO_END]
+            elif id(part) in written and VIDEO_PLACEHOLDER in part["text"]:
+                pieces = part["text"].split(VIDEO_PLACEHOLDER)
+            else:
+                yield part
+                return
+            yield _text(pieces[0])
+            for piece in pieces[1:]:
                 yield waiting.popleft() if waiting else _text(VIDEO_PLACEHOLDER)
-                yield _text(each)
-        else:
-            yield part
+                yield _text(piece)
+
+        for parts in _part_lists(self.body, self._form):
+            parts[:] = [new for part in parts for new in placed(part)]
 
     def _check_placeholders(self, written: set[int]) -> None:
         """Raise `UnsupportedVideoError` for placeholders where no video can be put, or which would take a frame."""

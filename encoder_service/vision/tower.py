@@ -4,11 +4,11 @@ Tables that depend only on an image's grid (position embeddings, rotary angles, 
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from cachetools import LRUCache, cached
 from torch import Tensor
 
 from encoder_contract.geometry import Geometry, Grid
@@ -65,41 +65,13 @@ class GridTables:
         return self
 
 
-class TableCache:
-    """The tables of recent grids, bounded by their patches, with least-recently-used eviction. Thread-safe."""
+def cached_by_grid(make: Callable[[Grid], GridTables], max_patches: int) -> Callable[[Grid], GridTables]:
+    """Return `make` with a cache of the tables of recent grids, bounded by their patches. Thread-safe.
 
-    def __init__(self, make: Callable[[Grid], GridTables], max_patches: int) -> None:
-        self._lock = threading.Lock()
-        self._make = make
-        self._max_patches = max_patches
-        self._patches = 0
-        self._tables: OrderedDict[Grid, GridTables] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def get(self, grid: Grid) -> GridTables:
-        """Return the tables of `grid`; make them if they are not cached. A grid over the bound is never cached.
-
-        If two threads need the same grid at once, both may make its tables. The cache keeps those of the first.
-        """
-        with self._lock:
-            if grid in self._tables:
-                self._tables.move_to_end(grid)
-                return self._tables[grid]
-        made = self._make(grid)
-        with self._lock:
-            return self._keep(grid, made)
-
-    def _keep(self, grid: Grid, made: GridTables) -> GridTables:
-        if grid.patches > self._max_patches or grid in self._tables:
-            return self._tables.get(grid, made)
-        self._tables[grid] = made
-        self._patches += grid.patches
-        while self._patches > self._max_patches:
-            dropped, _ = self._tables.popitem(last=False)
-            self._patches -= dropped.patches
-        return made
+    If two threads need the same grid at once, both may make its tables. The cache keeps those of the first.
+    """
+    tables: LRUCache[Grid, GridTables] = LRUCache(max_patches, lambda made: made.grid.patches)
+    return cached(tables, lock=threading.Lock())(make)
 
 
 def make_tables(
@@ -252,7 +224,7 @@ class Tower:
         self._module = module
         self._attention = attention
         self._pointwise = pointwise
-        self._tables = TableCache(self._make_tables, MAX_TABLE_PATCHES[device.type])
+        self._tables = cached_by_grid(self._make_tables, MAX_TABLE_PATCHES[device.type])
         self._graphs: Graphs | None = None
 
     @property
@@ -395,7 +367,7 @@ class Tower:
     def prepare(self, grid: Grid) -> None:
         """Make the tables of a grid ahead, on the current stream, so that `encode` need not wait for them."""
         with torch.inference_mode():
-            self._tables.get(grid)
+            self._tables(grid)
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs for batches, and for single images up to the largest patch budget."""
@@ -468,7 +440,7 @@ class Tower:
 
     def _layout(self, grids: Sequence[Grid]) -> Layout:
         """Return one layout for all images, packed together."""
-        tables = [self._tables.get(grid).on_current_stream() for grid in grids]
+        tables = [self._tables(grid).on_current_stream() for grid in grids]
         windows = None
         if self.spec.window:
             windows = Segments.of([length for table in tables for length in table.windows], self.device)

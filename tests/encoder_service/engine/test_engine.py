@@ -30,7 +30,7 @@ from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, Limits, State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower
-from encoder_service.vision.tower import GridTables
+from encoder_service.vision.tower import GridTables, cached_by_grid
 from testing.photos import photo
 from tests.engines import Bench, Changed, Gate, demanded, running
 from tests.waiting import PATIENCE_S, START_S, soon
@@ -310,13 +310,14 @@ async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making: list[str] = []
-    make = cast(Tower, model.tower)._tables._make
+    tower = cast(Tower, model.tower)
+    make = tower._make_tables
 
     def note(grid: Grid) -> GridTables:
         making.append(threading.current_thread().name)
         return make(grid)
 
-    monkeypatch.setattr(cast(Tower, model.tower)._tables, "_make", note)
+    monkeypatch.setattr(tower, "_tables", cached_by_grid(note, 65536))
     encoding: set[str] = set()
 
     def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:

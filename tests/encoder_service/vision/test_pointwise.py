@@ -114,7 +114,7 @@ def test_a_tower_with_kernels_has_the_rows_of_the_plain_one(folders, model_type,
     patches = random_patches(grids, tower.spec.patch_values)
     plain = torch.cat(tower.encode(patches, grids))
     tower._pointwise = TritonPointwise(tower.spec, torch.device("cpu"))
-    tower._tables._tables.clear()
+    tower._tables.cache.clear()  # type: ignore[attr-defined]
     layout = tower._layout(grids)
     assert layout.rotations.shape == (120, 2)
     with torch.inference_mode():

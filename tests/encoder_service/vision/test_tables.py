@@ -1,11 +1,12 @@
 """The tables of a grid: made once, by the first thread that needs them, and bounded."""
 
 import threading
+from typing import Any
 
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_service.vision.tower import MAX_TABLE_PATCHES, GridTables, TableCache
+from encoder_service.vision.tower import MAX_TABLE_PATCHES, GridTables, cached_by_grid
 
 
 def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
@@ -15,18 +16,18 @@ def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
         made.append(grid)
         return GridTables(grid, torch.empty(0))
 
-    cache = TableCache(make, max_patches=100)
+    tables: Any = cached_by_grid(make, max_patches=100)
     small, other, large = Grid(1, 6, 6), Grid(1, 8, 8), Grid(1, 20, 20)
-    assert cache.get(small) is cache.get(small)
-    cache.get(other)
-    cache.get(small)
-    cache.get(Grid(1, 2, 2))  # 104 patches: evicts the least recently used, which is `other`
-    cache.get(small)
+    assert tables(small) is tables(small)
+    tables(other)
+    tables(small)
+    tables(Grid(1, 2, 2))  # 104 patches: evicts the least recently used, which is `other`
+    tables(small)
     assert made == [small, other, Grid(1, 2, 2)]
-    cache.get(large)
-    cache.get(large)
+    tables(large)
+    tables(large)
     assert made.count(large) == 2  # over the bound: never cached
-    assert len(cache) == 2
+    assert len(tables.cache) == 2
 
 
 def test_concurrent_threads_share_the_tables_of_a_grid():
@@ -36,15 +37,15 @@ def test_concurrent_threads_share_the_tables_of_a_grid():
         both.wait()  # neither thread has cached its tables yet
         return GridTables(grid, torch.empty(0))
 
-    cache = TableCache(make, max_patches=100)
+    tables: Any = cached_by_grid(make, max_patches=100)
     grid, found = Grid(1, 6, 6), []
-    threads = [threading.Thread(target=lambda: found.append(cache.get(grid))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(tables(grid))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] is found[1] is cache.get(grid)
-    assert cache._patches == grid.patches
+    assert found[0] is found[1] is tables(grid)
+    assert tables.cache.currsize == grid.patches
 
 
 def test_cached_tables_are_available_while_others_are_made():
@@ -56,15 +57,15 @@ def test_cached_tables_are_available_while_others_are_made():
             assert may_end.wait(60)
         return GridTables(grid, torch.empty(0))
 
-    cache = TableCache(make, max_patches=1000)
-    known = cache.get(Grid(1, 6, 6))
-    slow = threading.Thread(target=lambda: cache.get(Grid(1, 8, 8)))
+    tables: Any = cached_by_grid(make, max_patches=1000)
+    known = tables(Grid(1, 6, 6))
+    slow = threading.Thread(target=lambda: tables(Grid(1, 8, 8)))
     slow.start()
     assert made.wait(60)
-    assert cache.get(Grid(1, 6, 6)) is known
+    assert tables(Grid(1, 6, 6)) is known
     may_end.set()
     slow.join()
-    assert len(cache) == 2
+    assert len(tables.cache) == 2
 
 
 def test_a_gpu_keeps_a_hundred_and_eighty_grids_of_720p():

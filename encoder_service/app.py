@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from time import time_ns
 from typing import Any
 from uuid import uuid4
@@ -60,7 +61,7 @@ from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.rows_port import RowsPort
 from encoder_service.scheduler import Scheduler, Snapshot
-from encoder_service.store import Pin, Store, StoreSizeError, TierName, require_room
+from encoder_service.store import AnyTier, DiskError, Pin, Store, StoreSizeError, require_room
 from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
@@ -242,8 +243,10 @@ class Server:
                 segment_dir=str(config.store_segment_dir),
                 on_evict=self._on_evict,
                 prefault=True,
+                disk_folder=Path(config.store_disk) if config.store_disk else None,
+                disk_bytes=int(config.store_disk_gib * GIB),
             )
-        except StoreSizeError as error:
+        except (StoreSizeError, DiskError) as error:
             raise ConfigError(str(error)) from error
 
     def _build_jobs(self) -> JobQueue:
@@ -358,7 +361,7 @@ class Server:
         else:
             self.cluster.publish(job.key.address, outcome.grid)
 
-    def _on_evict(self, address: bytes, _tier: TierName) -> None:
+    def _on_evict(self, address: bytes, _tier: AnyTier) -> None:
         """Report the eviction to the event loop. Called on the thread that evicted."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._evicted, address)

@@ -208,6 +208,14 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
     yield counter("store_writes", "Embeddings written.", by_tier(lambda tier: tier.writes), "tier")
     yield counter("store_misses", "Lookups that found the embedding in no tier.", stats.misses)
     yield gauge("store_pins", "Pins on embeddings.", stats.pins)
+    yield counter(
+        "store_damaged_files", "Torn and damaged files of the disk tier, removed.", stats.damaged_files
+    )
+    yield gauge(
+        "store_disk_off",
+        "1 if the disk tier is off: its disk is full or fails.",
+        int(stats.is_disk_off),
+    )
     moves = {"down": stats.demotions, "up": stats.promotions}
     yield counter("store_moves", "Embeddings moved between the tiers.", moves, "direction")
     yield counter(

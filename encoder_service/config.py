@@ -145,6 +145,12 @@ class Config(Settings):
         0.0, zero=True, help="size of the store's device tier, GiB of GPU memory; 0: no device tier"
     )
     store_segment_dir: Path = knob(Path("/dev/shm"), help="folder for the store's shared-memory file")  # noqa: S108
+    store_disk: str = knob(
+        "",
+        help="folder on a local disk for embeddings that leave the host tier; a restart finds them again; one for each "
+        "server; empty: none",
+    )
+    store_disk_gib: float = knob(100.0, help="size of the store's files in --store-disk, GiB")
     source_gib: float = knob(
         0.5,
         zero=True,

@@ -348,6 +348,10 @@ class Images:
         """Return the rows of an image if they are held or being encoded here, else None."""
         if (found := self.held(key)) is not None:
             return found
+        if (loading := self._store.load_later(key.address, claim.holder)) is not None:
+            pin = await asyncio.wrap_future(loading)
+            if pin is not None:
+                return FetchResult(pin, pin.tier)
         if (job := self._jobs.join(key, claim)) is None:
             return None
         pin = await self._jobs.wait(job, claim)
@@ -409,10 +413,11 @@ class Images:
         Raises `ImageLimitError`, or `InvalidRequestError` if the caller's grid is impossible or not the image's.
         """
         self._validator.check_name(key, claimed)
-        if (pin := self._store.pin(key.address)) is None:
-            return None
-        with pin:
-            return confirmed_grid(pin.grid, claimed)
+        if (pin := self._store.pin(key.address)) is not None:
+            with pin:
+                return confirmed_grid(pin.grid, claimed)
+        grid = self._store.grid(key.address)
+        return confirmed_grid(grid, claimed) if grid is not None else None
 
     def _file_of(self, key: ImageKey, *, is_video: bool = False) -> Source | None:
         """Return the file of an image or of frames, if this replica has it, and renew its lifetime."""

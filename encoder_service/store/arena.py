@@ -25,6 +25,7 @@ MAX_RUNS = 4
 """Most runs of an embedding, as long as evicting others could make room for a single run."""
 
 TierName = Literal["device", "host"]
+AnyTier = Literal["device", "host", "disk"]
 Run = tuple[int, int]
 """(first page, number of pages)."""
 

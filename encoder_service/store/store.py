@@ -1,4 +1,4 @@
-"""The embedding store: embeddings by address, in a host tier and an optional device tier, each bounded in bytes.
+"""The embedding store: embeddings by address, in a host tier and optional tiers on device and disk, bounded in bytes.
 
 One lock, held for microseconds, guards all bookkeeping. Bytes are copied outside the lock, into pages that no reader
 sees yet.
@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from heapq import nlargest
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
 from encoder_service.store import segment
-from encoder_service.store.arena import Entry, Layout, Tier, TierName
+from encoder_service.store.arena import AnyTier, Entry, Layout, Tier, TierName
+from encoder_service.store.disk import THREADS, Disk
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
 
@@ -33,7 +36,7 @@ log = logging.getLogger(__name__)
 class TierStats:
     """Statistics of one tier. Bytes are counted in whole pages. Counters only grow."""
 
-    name: TierName
+    name: AnyTier
     size_bytes: int
     used_bytes: int
     pinned_bytes: int
@@ -61,6 +64,8 @@ class StoreStats:
     """Statistics of the whole store. `tiers` lists the fastest first."""
 
     tiers: tuple[TierStats, ...]
+    damaged_files: int
+    is_disk_off: bool
     misses: int
     pins: int
     demotions: int
@@ -84,6 +89,12 @@ _MAX_SLEEP_S = 0.05
 """Longest sleep of a waiting thread: a pin that the garbage collector releases does not wake it."""
 LOW_WATER = 0.1
 """Share of the device tier that the migrator keeps free. New embeddings go to the host while the device has no room."""
+HOST_LOW_WATER = 0.05
+"""The same of the host tier, with a disk; at least the largest embedding, up to a quarter of the tier."""
+WRITE_CHANCE = 0.1
+"""Embeddings with a lower chance of another use are not written to the disk, but for every `SAMPLED`th, whose later use
+shows that their like should be."""
+SAMPLED = 16
 PROMOTE_READERS = 3
 """Of an embedding's readers that prefer the device tier and find it on the host, every third has it copied there."""
 _MAX_PROMOTIONS = 64
@@ -110,15 +121,17 @@ class Store:
         device: str = "cpu",
         segment_dir: str = "/dev/shm",  # noqa: S108 - memory on every Linux; the segment is created safely
         wait_s: float = 2.0,
-        on_evict: Callable[[bytes, TierName], None] | None = None,
+        on_evict: Callable[[bytes, AnyTier], None] | None = None,
         prefault: bool = False,
+        disk_folder: Path | None = None,
+        disk_bytes: int = 0,
     ) -> None:
-        """Allocate all memory. Raises `StoreSizeError`, which names the setting to change, if that fails.
+        """Allocate all memory. Raises `StoreSizeError`, which names the setting to change, if that fails; `DiskError`.
 
         A row has `width` elements of `dtype`. A writer waits for up to `wait_s` while everything is pinned. The thread
-        that drops an embedding from a tier calls `on_evict(address, tier)`, without the lock. By then the other tier
+        that drops an embedding from a tier calls `on_evict(address, tier)`, without the lock. By then another tier
         may hold the address, or the same tier may hold it again: ask `contains`. `prefault` touches the host tier's
-        pages in the background.
+        pages in the background. With `disk_folder`, embeddings leave the host for files of `disk_bytes` in all.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
@@ -152,12 +165,24 @@ class Store:
         self.on_freed: Callable[[], None] = lambda: None
         """Called once when an `Obstacle` that `place` found may be gone; on any thread, with the lock held."""
         self._is_awaited = False  # whether to call it
+        self._low_host_pages = max(
+            1, int(self._host.arena.pages * HOST_LOW_WATER)
+        )  # grows with the largest embedding
+        self._unlikely = 0  # embeddings that were dropped because another use is unlikely
         self._low_pages = 0 if self._device is None else max(1, int(self._device.arena.pages * LOW_WATER))
         self._promotions_due: deque[bytes] = deque(maxlen=_MAX_PROMOTIONS)
         self._misses = self._waits = self._refusals = self._demotions = self._promotions = 0
+        self._loaders = ThreadPoolExecutor(THREADS, "disk-load")
+        self._disk: Disk | None = None
+        if disk_folder is not None:
+            try:
+                self._disk = Disk(disk_folder, disk_bytes, row_bytes, on_drop=self._left_disk)
+            except BaseException:
+                self.segment.close()
+                raise
 
     def pin(self, address: bytes) -> Pin | None:
-        """Pin the embedding, its host copy if there is one; return None if no tier holds it.
+        """Pin the embedding, its host copy if there is one; return None if it is not in memory: see `load_later`.
 
         Counts a hit or a miss. A second copy, in another tier, counts as used.
         """
@@ -175,9 +200,18 @@ class Store:
                 else:
                     tier.touch(entry)
             if found is None:
-                self._misses += 1
+                self._misses += not self._is_on_disk(address)
                 return None
         return Pin(self, found)
+
+    def load_later(self, address: bytes, holder: str = "") -> "Future[Pin | None] | None":
+        """Read an embedding from the disk into the host tier; return None if it is not there.
+
+        The future's result is a pin, or None if the file was damaged. It raises `OverloadedError` as `put` does.
+        """
+        if self._disk is None or address not in self._disk:
+            return None
+        return self._loaders.submit(self._load, address, holder)
 
     def to_device(self, pin: Pin) -> None:
         """Move a pin to the copy in the device tier, for a reader on the device; without one, leave the pin unchanged.
@@ -294,25 +328,44 @@ class Store:
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding. Takes no pin and counts no hit."""
         with self._lock:
-            return any(address in tier.entries for tier in self._tiers)
+            return any(address in tier.entries for tier in self._tiers) or self._is_on_disk(address)
+
+    def grid(self, address: bytes) -> Grid | None:
+        """Return the grid of an embedding that any tier holds, else None. Counts no hit."""
+        with self._lock:
+            for tier in self._tiers:
+                if (entry := tier.entries.get(address)) is not None:
+                    return entry.grid
+        file = self._disk.find(address) if self._disk is not None else None
+        return file.grid if file is not None else None
 
     def grids(self) -> dict[bytes, Grid]:
         """Return the grid of every embedding held, by address."""
+        files = self._disk.files() if self._disk is not None else []
         with self._lock:
             held = [list(tier.entries.values()) for tier in self._tiers]
-        return {entry.address: entry.grid for entries in held for entry in entries}
+        return {file.address: file.grid for file in files} | {
+            entry.address: entry.grid for entries in held for entry in entries
+        }
 
     def evict(self, address: bytes) -> bool:
         """Drop the embedding from all tiers. If it is absent, pinned or being written, do nothing and return False."""
         with self._lock:
             self._unpin_collected()
             entries = [tier.entries[address] for tier in self._tiers if address in tier.entries]
-            if not entries or any(entry.pins for entry in entries) or address in self._writing:
+            is_on_disk = self._is_on_disk(address)
+            if (
+                not (entries or is_on_disk)
+                or any(entry.pins for entry in entries)
+                or address in self._writing
+            ):
                 return False
             for entry in entries:
                 entry.tier.drop(entry)
             self._wake()
         self._report_dropped(entries)
+        if self._disk is not None:
+            self._disk.drop(address)
         return True
 
     def flush(self) -> int:
@@ -324,20 +377,24 @@ class Store:
                 entry.tier.drop(entry)
             self._wake()
         self._report_dropped(entries)
-        return len(entries)
+        files = self._disk.clear() if self._disk is not None else 0
+        return len(entries) + files
 
     def keep_moving(self) -> None:
-        """Demote and promote until the store is closed (a thread's target). Without a device tier, return at once."""
-        while self._device is not None and not self._closed.is_set():
+        """Move embeddings until the store is closed (a thread's target). With a single tier, return at once."""
+        while (self._device is not None or self._disk is not None) and not self._closed.is_set():
             if not self.move_once():
                 self._closed.wait(_IDLE_S)
 
     def move_once(self) -> bool:
-        """Demote or promote one embedding; return False if neither is due or possible. Copies, so takes milliseconds.
+        """Move one embedding between tiers; return False if none is due or possible. Copies, so takes milliseconds.
 
-        Demotion copies an embedding from the device to the host, then drops it from the device. Promotion copies an
-        embedding that `to_device` found on the host to the device.
+        Demotion copies an embedding from the device to the host, or from the host to the disk, then drops it there.
+        Promotion copies an embedding that `to_device` found on the host to the device.
         """
+        return self._move_on_device() or self._demote_to_disk()
+
+    def _move_on_device(self) -> bool:
         if (device := self._device) is None:
             return False
         with self._lock:
@@ -354,8 +411,11 @@ class Store:
         """Return statistics. Takes microseconds, however many embeddings are held."""
         with self._lock:
             self._unpin_collected()
+            memory = map(_tier_stats, reversed(self._tiers))
             return StoreStats(
-                tiers=tuple(map(_tier_stats, reversed(self._tiers))),
+                tiers=(*memory, *([] if self._disk is None else [_disk_stats(self._disk)])),
+                damaged_files=0 if self._disk is None else self._disk.damaged,
+                is_disk_off=self._disk is not None and self._disk.is_off,
                 pins=sum(tier.pins for tier in self._tiers),
                 misses=self._misses,
                 waits=self._waits,
@@ -376,6 +436,9 @@ class Store:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._loaders.shutdown()
+        if self._disk is not None:
+            self._disk.close()
         if self._registered_with:
             segment.unregister_memory(self._host.memory, self._registered_with)
         self.segment.close()
@@ -492,6 +555,9 @@ class Store:
             if (entry := tier.reserve(address, tokens, grid, holder)) is not None:
                 return entry
         host = into[-1]
+        self._low_host_pages = max(
+            self._low_host_pages, min(self.layout.pages(tokens), host.arena.pages // 4)
+        )
         for victim in host.make_room(tokens, holder):
             dropped.append(victim)
             if (entry := host.reserve(address, tokens, grid, holder)) is not None:
@@ -515,9 +581,13 @@ class Store:
             self.unpin(victim)
             return False
         self.unpin(copy)
+        return self._drop_demoted(victim)
+
+    def _drop_demoted(self, victim: Entry) -> bool:
+        """Drop a pinned entry, unless a reader has pinned it too."""
         with self._lock:
             victim.tier.unpin(victim)
-            is_unused = not victim.pins  # no reader has pinned it in the meantime
+            is_unused = not victim.pins
             if is_unused:
                 victim.tier.order.dropped(victim)
                 victim.tier.drop(victim)
@@ -526,6 +596,73 @@ class Store:
         if is_unused:
             self._report_dropped([victim])
         return is_unused
+
+    def _demote_to_disk(self) -> bool:
+        """Write the host's next victim to the disk ahead of need, so that no writer of rows waits for the disk."""
+        if (disk := self._disk) is None or disk.is_off:
+            return False
+        host = self._host
+        with self._lock:
+            self._unpin_collected()
+            is_due = self.is_host_low
+            victim = host.order.victim(time.monotonic()) if is_due else None
+            if victim is None:
+                return False
+            is_likely = victim.reuse.chance >= WRITE_CHANCE
+            self._unlikely += not is_likely
+            host.pin(victim)
+        if victim.address not in disk and (is_likely or self._unlikely % SAMPLED == 0):
+            rows = self._rows(victim)
+            if victim.checksum is None:
+                victim.checksum = checksum(rows)
+            disk.write(victim.address, victim.tokens, victim.grid, rows, victim.checksum)
+        return self._drop_demoted(victim)
+
+    @property
+    def is_host_low(self) -> bool:
+        """Whether the host tier has so little room that embeddings should move to the disk."""
+        return self._host.arena.free_pages < self._low_host_pages
+
+    def _load(self, address: bytes, holder: str) -> Pin | None:
+        """Return a pin on an embedding of the disk, in memory by now; None if its file is gone or damaged."""
+        disk = self._disk
+        assert disk is not None
+        if (file := disk.find(address)) is None:
+            return self.pin(address)
+        if self.layout.pages(file.tokens) > self._host.arena.pages:
+            disk.drop(address)
+            return None
+        entry, is_new = self._pin_or_reserve(
+            address,
+            file.tokens,
+            file.grid,
+            holder,
+            self._tiers,
+            (self._host,),
+            time.monotonic() + self.wait_s,
+        )
+        if not is_new:
+            return Pin(self, entry)
+        try:
+            entry.checksum = disk.read(file, self._rows(entry))
+        except BaseException:  # any error: pages that stay reserved would be lost
+            self.abandon(entry)
+            raise
+        if entry.checksum is None:
+            self.abandon(entry)
+            return None
+        with self._lock:
+            entry.uses = 1  # before it went to the disk: this is another use
+            self._commit(entry)
+            self._host.order.use(entry, time.monotonic())
+            self._wake()
+        return Pin(self, entry)
+
+    def _rows(self, entry: Entry) -> list[memoryview]:
+        """Return the bytes of an entry of the host tier, in order, without a copy."""
+        view, base = self.segment.view, self.segment.data_offset
+        extents = entry.extents(0, entry.tokens)
+        return [view[base + offset : base + offset + length] for offset, length in extents]
 
     def _promote(self, address: bytes, device: Tier) -> bool:
         """Copy a host entry into free pages of the device. Demotion keeps some pages free."""
@@ -592,6 +729,13 @@ class Store:
             self._wake()
 
     # Without the lock
+
+    def _left_disk(self, address: bytes) -> None:
+        if self._on_evict is not None:
+            self._on_evict(address, "disk")
+
+    def _is_on_disk(self, address: bytes) -> bool:
+        return self._disk is not None and address in self._disk
 
     def _report_dropped(self, dropped: Iterable[Entry]) -> None:
         if self._on_evict is not None:
@@ -677,6 +821,20 @@ def _tier_stats(tier: Tier) -> TierStats:
         evictions=tier.evictions,
         writes=tier.writes,
         largest_free_bytes=arena.largest_free_run * page_bytes,
+    )
+
+
+def _disk_stats(disk: Disk) -> TierStats:
+    return TierStats(
+        name="disk",
+        size_bytes=0 if disk.is_off else disk.max_bytes,
+        used_bytes=disk.used_bytes,
+        pinned_bytes=0,
+        entries=len(disk),
+        hits=disk.hits,
+        evictions=disk.evictions,
+        writes=disk.writes,
+        largest_free_bytes=max(0, disk.max_bytes - disk.used_bytes),
     )
 
 

@@ -13,7 +13,7 @@ from encoder_contract.endpoint import Endpoint
 # The placeholder of a value in --help, by the last word of the field's name.
 _METAVARS = {
     **dict.fromkeys(("listen", "advertise", "encoder"), "HOST:PORT"),
-    **dict.fromkeys(("model", "dir", "folder"), "FOLDER"),
+    **dict.fromkeys(("model", "dir", "folder", "disk"), "FOLDER"),
     **dict.fromkeys(("ca", "cert", "file", "key"), "FILE"),
     **{unit: unit.upper() for unit in ("bytes", "gib", "images", "patches", "pixels", "tflops", "tokens")},
     "ms": "MILLISECONDS",

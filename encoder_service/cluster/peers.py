@@ -13,10 +13,18 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from encoder_contract.certificates import Certificates
-from encoder_contract.errors import ForbiddenError, InternalError, UnavailableError, from_status
+from encoder_contract.endpoint import Endpoint
+from encoder_contract.errors import (
+    ForbiddenError,
+    InternalError,
+    StaleHandleError,
+    UnavailableError,
+    from_status,
+)
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Grid, GridRule
+from encoder_contract.rows_connection import RowsConnections
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.keys import ImageKey, Recipe
 
@@ -71,6 +79,7 @@ class Peers:
         self._on_fetch = on_fetch
         self._silence_s = silence_s
         self._channels = _Channels(certificates, name, silence_s)
+        self._rows_ports = _RowsPorts(certificates, name)
         self._key = key
         self.foreign = 0
         """How many times a peer sent rows without a valid signature."""
@@ -86,11 +95,20 @@ class Peers:
         Raises an `EncoderError` if the peer does not hold the image, fails, is silent or too slow, or sends anything
         but the image's rows.
         """
+        try:
+            return await self._fetch(endpoint, key)
+        except StaleHandleError:  # its rows port cannot be reached: from now on, its rows come inline
+            return await self._fetch(endpoint, key)
+
+    async def _fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
         began, ok = monotonic(), False
-        call = self._call(endpoint, self._request(key, local_only=True))
+        request = self._request(key, local_only=True)
+        if self._rows_ports.usable(endpoint):
+            request.transports.extend((pb.TRANSPORT_TCP, pb.TRANSPORT_INLINE))
+        call = self._call(endpoint, request)
         try:
             with _naming_peer(endpoint):
-                grid, buffer = await self._receive(call, key.address)
+                grid, buffer = await self._receive(endpoint, call, key.address)
             ok = True
         finally:
             call.cancel()
@@ -113,7 +131,9 @@ class Peers:
             call.cancel()
 
     async def close(self) -> None:
-        """Close all channels."""
+        """Close all channels and connections."""
+        while self._rows_ports:
+            self._rows_ports.popitem()
         for endpoint in list(self._channels):
             await self._channels.pop(endpoint).close()
 
@@ -148,7 +168,7 @@ class Peers:
             local_only=local_only,
         )
 
-    async def _receive(self, call: Any, address: bytes) -> tuple[Grid, Tensor]:
+    async def _receive(self, endpoint: str, call: Any, address: bytes) -> tuple[Grid, Tensor]:
         message = await self._next(call)
         if isinstance(message, tuple) or len(message.ready) != 1:
             raise InternalError("the peer did not announce the rows of one image")
@@ -156,8 +176,14 @@ class Peers:
         grid = self._checked(ready, address)
         buffer = torch.empty(ready.row_bytes, dtype=torch.uint8)
         async with asyncio.timeout(self._silence_s + len(buffer) / MIN_BYTES_PER_S):
-            await self._fill(call, buffer.numpy().data)
-        await self._verify(buffer, ready.checksum)
+            if ready.HasField("ticket"):
+                port = self._rows_ports.to(endpoint, ready.ticket.port)
+                found = await port.receive(ready.ticket.secret, buffer.numpy().data)
+            else:
+                await self._fill(call, buffer.numpy().data)
+                found = await _checksum(buffer)
+        if found != ready.checksum:
+            raise InternalError("the peer's rows do not match their checksum")
         if self._key is not None:
             rows, signature = buffer.numpy().data, ready.signature
             if not await asyncio.to_thread(self._key.verify_rows, signature, address, grid, rows):
@@ -180,13 +206,6 @@ class Peers:
             raise InternalError("the peer answered with rows of another image or model")
         return grid
 
-    async def _verify(self, buffer: Tensor, expected: int) -> None:
-        views = [buffer.numpy().data]
-        small = len(buffer) <= CHECKSUM_ON_LOOP_BYTES
-        found = checksum(views) if small else await asyncio.to_thread(checksum, views)
-        if found != expected:
-            raise InternalError("the peer's rows do not match their checksum")
-
     async def _next(self, call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
         """Return the next message of a Fetch call; raises as `_read` does, or `TimeoutError`."""
         async with asyncio.timeout(self._silence_s):
@@ -204,6 +223,12 @@ class Peers:
                 raise InternalError(f"the peer sent more bytes than the {len(buffer)} that it announced")
             buffer[filled : filled + len(data)] = data
             filled += len(data)
+
+
+async def _checksum(buffer: Tensor) -> int:
+    views = [buffer.numpy().data]
+    small = len(buffer) <= CHECKSUM_ON_LOOP_BYTES
+    return checksum(views) if small else await asyncio.to_thread(checksum, views)
 
 
 async def _read(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
@@ -272,3 +297,29 @@ class _Channels(LRUCache[str, grpc.aio.Channel]):
         endpoint, channel = super().popitem()
         asyncio.get_running_loop().create_task(channel.close(CLOSE_S))
         return endpoint, channel
+
+
+class _RowsPorts(LRUCache[str, RowsConnections]):
+    """The connections to the rows port of each peer, by endpoint, as `_Channels`."""
+
+    def __init__(self, certificates: Certificates | None, name: str) -> None:
+        super().__init__(MAX_CHANNELS)
+        self._context = certificates.client_context if certificates else None
+        self._name = name
+
+    def usable(self, endpoint: str) -> bool:
+        """Return whether the port of a peer can be reached, as far as this replica knows."""
+        return endpoint not in self or self[endpoint].usable
+
+    def to(self, endpoint: str, port: int) -> RowsConnections:
+        """Return the connections to a peer's port, which changes if the peer restarts."""
+        if endpoint in self and self[endpoint].port != port:
+            self.pop(endpoint).close()
+        if endpoint not in self:
+            self[endpoint] = RowsConnections(Endpoint.parse(endpoint).host, port, self._context, self._name)
+        return self[endpoint]
+
+    def popitem(self) -> tuple[str, RowsConnections]:
+        endpoint, connections = super().popitem()
+        connections.close()
+        return endpoint, connections

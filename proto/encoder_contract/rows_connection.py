@@ -45,7 +45,7 @@ class RowsConnections:
 
         The server's certificate must be for `server_name`, or for `host` if that is empty.
         """
-        self._host, self._port = host, port
+        self._host, self.port = host, port
         self._context = context
         self._server_name = server_name or host
         self._threads = ThreadPoolExecutor(CONNECTIONS, f"rows-{port}")
@@ -114,7 +114,7 @@ class RowsConnections:
             return self._idle.pop() if self._idle else None
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection((self._host, self._port), CONNECT_S)
+        connection = socket.create_connection((self._host, self.port), CONNECT_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -162,10 +162,10 @@ class RowsConnections:
                 "rows of %s arrive inline for %g s: the connection to its rows port %d failed (%s)",
                 self._host,
                 AVOID_S,
-                self._port,
+                self.port,
                 reason,
             )
-        return StaleHandleError(f"{self._host}:{self._port}: the rows did not arrive ({reason})")
+        return StaleHandleError(f"{self._host}:{self.port}: the rows did not arrive ({reason})")
 
 
 class _ClosedError(Exception):

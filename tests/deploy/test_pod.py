@@ -227,7 +227,7 @@ async def pod(checkpoint: Path, authority: Authority, tmp_path: Path) -> AsyncIt
     (tmp_path / "token").write_text(TOKEN)
     async with redis_by_tls(authority.issue(tmp_path, "redis", ["127.0.0.1"])) as redis_port:
         here = {"/model": str(checkpoint), REDIS: f"127.0.0.1:{redis_port}", "0.0.0.0:50051": "0.0.0.0:0"}
-        here["0.0.0.0:9464"] = "0.0.0.0:0"
+        here["0.0.0.0:9464"] = here["0.0.0.0:50052"] = "0.0.0.0:0"
         manifests = [*charts.render("encoder-service", VALUES).values()]
         pod = Pod(manifests, secrets_of_the_page(tmp_path), tmp_path, here)
         async with running(pod):

@@ -35,12 +35,13 @@ class Started:
     def __init__(self, model: Path, folder: Path) -> None:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.ports = {name: free_port() for name in ("6379", "50051", "9464", "8000", "9090")}
+        self.ports = {name: free_port() for name in ("6379", "50051", "50052", "9464", "8000", "9090")}
         # Values in a container and on this host, longest first.
         self._here = [
             ("http://127.0.0.1:9464", f"http://127.0.0.1:{self.ports['9464']}"),
             ("http://127.0.0.1:8000", f"http://127.0.0.1:{self.ports['8000']}"),
             ("0.0.0.0:50051", f"127.0.0.1:{self.ports['50051']}"),
+            ("0.0.0.0:50052", f"127.0.0.1:{self.ports['50052']}"),
             ("0.0.0.0:9464", f"127.0.0.1:{self.ports['9464']}"),
             ("0.0.0.0:8000", f"127.0.0.1:{self.ports['8000']}"),
             ("encoder:50051", f"127.0.0.1:{self.ports['50051']}"),

@@ -16,7 +16,7 @@ app.kubernetes.io/part-of: encoder-service
 
 {{/* The environment: what all replicas have, then the profile's, those of TLS, and the user's. */}}
 {{- define "encoder.settings" -}}
-{{- $all := dict "ENCSVC_MODEL" "/model" "ENCSVC_LISTEN" (printf "%s:50051" .Values.listen) "ENCSVC_LISTEN_UNPROTECTED" "yes" "ENCSVC_METRICS_LISTEN" (printf "%s:9464" .Values.listen) "ENCSVC_INDEX" (ternary "redis://encoder-redis:6379/0" .Values.index .Values.redis.enabled) "ENCSVC_LOG_FORMAT" "json" -}}
+{{- $all := dict "ENCSVC_MODEL" "/model" "ENCSVC_LISTEN" (printf "%s:50051" .Values.listen) "ENCSVC_LISTEN_UNPROTECTED" "yes" "ENCSVC_ROWS_LISTEN" (printf "%s:50052" .Values.listen) "ENCSVC_METRICS_LISTEN" (printf "%s:9464" .Values.listen) "ENCSVC_INDEX" (ternary "redis://encoder-redis:6379/0" .Values.index .Values.redis.enabled) "ENCSVC_LOG_FORMAT" "json" -}}
 {{- $profile := include "encoder.profile" . | fromYaml -}}
 {{- $all = mergeOverwrite $all $profile.settings -}}
 {{- with .Values.tls }}{{ if .enabled }}

@@ -2,15 +2,18 @@
 
 Processor time comes from /proc/PID/stat, so a busy machine changes it little. `spin_ms` is a fixed piece of
 Python in the same run: a quiet core of this kind needs about 20 ms for it. The floor is bare gRPC with as many calls.
-With `paced` devices, the tower sleeps as long as an H200 is expected to take.
+With `paced` devices, the tower sleeps as long as an H200 is expected to take. To compare images a second with that
+pace, devices are slowed, so that two cores suffice for everything else.
 """
 
 import asyncio
 import itertools
+import math
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,33 +22,46 @@ from bench.edge_parts.floor import floor
 from bench.edge_parts.null_tower import installed
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from encoder_contract.digest import content_digest
+from encoder_service.metrics import Window, quantile
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
 from testing.server_process import ServerProcess, running
+from testing.tcp_proxy import TcpProxy
 
 BENCHMARK = Benchmark(
     "edge",
     "What does an image cost the server's process?",
     (
         Figure("new_ms", "new 256×256, 16 a call, 1 device", "ms", "<= 0.8"),
-        Figure("new_devices_ms", "the same, 4 devices", "ms", "<= 0.8"),
+        Figure("new_devices_ms", "the same, 8 devices", "ms", "<= 0.8"),
         Figure("new_paced_ms", "the same, 1 device at an H200's pace", "ms", "<= 0.9"),
         Figure("new_one_ms", "new 256×256, 1 a call", "ms", "<= 3.2"),
         Figure("new_720p_ms", "new 1280×720, 16 a call", "ms", "<= 1.7"),
+        Figure("new_720p_devices_ms", "the same, 8 devices", "ms", shown=True),
         Figure("chat_ms", "30 names of which 29 known, and the Fetch of the new one", "ms", "<= 5"),
         Figure("hit_ms", "hit by handle, 16 a call, each", "ms", "<= 0.15"),
         Figure("client_new_ms", "the client, new 256×256, 16 a call", "ms", "<= 0.9"),
+        Figure("lag_p99_ms", "event loop late with those files, p99", "ms", "<= 10"),
+        Figure("over_pace_256", "images/s / the pace of a device, slowed 8 times, 256×256", target=">= 0.9"),
+        Figure("over_pace_256_devices", "the same, 4 devices", target=">= 0.9"),
+        Figure("over_pace_720p", "the same, 1 device, 1280×720", target=">= 0.9"),
+        Figure("over_pace_720p_devices", "the same, 4 devices", target=">= 0.9"),
+        Figure("upload_far_s", "upload of 10 MB at a round trip of 100 ms", "s", "<= 0.6"),
         Figure("floor_new_ms", "bare gRPC: two calls, one with 16 such files, each image", "ms", shown=True),
         Figure("floor_one_ms", "bare gRPC: two calls for one image", "ms", shown=True),
         Figure("spin_ms", "a fixed piece of Python (a quiet core: 20)", "ms", shown=True),
     ),
-    limit_s=240,
+    limit_s=420,
     quick=("--ops", "4"),
 )
 
 H200_PATCHES_PER_S = 256 / 0.0006
-DEVICES = 4
+SLOWED = 8
+DEVICES, SLOWED_DEVICES = 8, 4
+SMALL, LARGE = (256, 256), (1280, 720)
+FAR_S = 0.05  # each way
+FAR_BYTES = 10_000_000
 CALLERS = 8
 TOGETHER = 16
 SETTINGS = {"max_queued_images": 20_000, "max_queue_s": 3600, "store_host_gib": 0.25, "decode_threads": 8}
@@ -128,17 +144,14 @@ def _wait_until_prefaulted(server: ServerProcess) -> None:
         time.sleep(0.1)
 
 
-async def with_server(server: ServerProcess, ops: int, *, everything: bool) -> dict[str, float]:
-    """Measure a server whose tower costs nothing."""
+async def costs(server: ServerProcess, ops: int) -> dict[str, float]:
+    """Measure a server with one device that takes no time."""
     process = server.process.pid
-    await asyncio.to_thread(_wait_until_prefaulted, server)
     figures: dict[str, float] = {}
     async with await EncoderClient.connect(server.endpoint) as client:
-        small = Images(client, 256, 256)
+        small = Images(client, *SMALL)
         together = partial(small.encode, TOGETHER)
         figures["new_ms"], figures["client_new_ms"] = await measure(process, together, ops, TOGETHER)
-        if not everything:
-            return figures
         figures["new_one_ms"], _ = await measure(process, partial(small.encode, 1), 4 * ops, 1)
         known = small.new(29)
         await small.submit(known)
@@ -146,11 +159,62 @@ async def with_server(server: ServerProcess, ops: int, *, everything: bool) -> d
         figures["chat_ms"], _ = await measure(process, partial(small.chat, known), ops, 1)
         hit = partial(small.fetch, known[:TOGETHER])
         figures["hit_ms"], _ = await measure(process, hit, 2 * ops, TOGETHER)
-        large = Images(client, 1280, 720)
-        figures["new_720p_ms"], _ = await measure(
-            process, partial(large.encode, TOGETHER), max(1, ops // 3), TOGETHER
-        )
+        large, before = partial(Images(client, *LARGE).encode, TOGETHER), server.metrics()
+        figures["new_720p_ms"], _ = await measure(process, large, max(1, ops // 3), TOGETHER)
+        late = Window(before, server.metrics(), 1.0).buckets("event_loop_lag_seconds")
+        figures["lag_p99_ms"] = (quantile(0.99, late) or math.nan) * 1e3
+    figures["upload_far_s"] = await upload_far_s(server)
     return figures
+
+
+async def upload_far_s(server: ServerProcess) -> float:
+    """Return how long the Submit of a file takes from afar, the best of three."""
+    base, spent = photo(*SMALL, 7), []
+    proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
+    async with await EncoderClient.connect(f"127.0.0.1:{proxy.port}") as client:
+        proxy.delay(FAR_S)
+        for number in range(3):
+            file = with_comment(base, number) + os.urandom(FAR_BYTES - len(base))
+            began = time.monotonic()
+            [answer] = await client.submit([file])
+            spent.append(time.monotonic() - began)
+            if answer.error is not None:
+                raise answer.error
+    await proxy.stop()
+    return min(spent)
+
+
+async def cost(server: ServerProcess, size: tuple[int, int], ops: int) -> float:
+    """Return the processor time of the server for a new image of this size."""
+    async with await EncoderClient.connect(server.endpoint) as client:
+        encode = partial(Images(client, *size).encode, TOGETHER)
+        spent_ms, _ = await measure(server.process.pid, encode, ops, TOGETHER)
+    return spent_ms
+
+
+async def over_pace(server: ServerProcess, size: tuple[int, int], devices: int, seconds: float) -> float:
+    """Return the images a second that the server encodes, over what its slowed devices could."""
+    is_over = asyncio.Event()
+    async with await EncoderClient.connect(server.endpoint) as client:
+        images = Images(client, *size)
+        patches = client.description.geometry.grid(*size).patches
+        pace = devices * H200_PATCHES_PER_S / SLOWED / patches
+        # A caller has as many images as its devices encode in a fifth of a second, at least two, at most sixteen.
+        together = min(TOGETHER, max(2, round(pace / 5 / CALLERS)))
+
+        async def caller() -> None:
+            while not is_over.is_set():
+                await images.encode(together)
+
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(CALLERS):
+                callers.create_task(caller())
+            await asyncio.sleep(seconds / 4)
+            before, began = await asyncio.to_thread(server.encodes), time.monotonic()
+            await asyncio.sleep(seconds)
+            after, ended = await asyncio.to_thread(server.encodes), time.monotonic()
+            is_over.set()
+    return (after - before) / (ended - began) / pace
 
 
 async def floor_figures(ops: int) -> dict[str, float]:
@@ -168,24 +232,34 @@ async def floor_figures(ops: int) -> dict[str, float]:
     return {"floor_new_ms": together, "floor_one_ms": one}
 
 
+@contextmanager
+def server_of(model: Path, devices: int, patches_per_s: float) -> Iterator[ServerProcess]:
+    """Run a server of devices whose towers take no time (0), or sleep at a pace."""
+    with (
+        installed("qwen3_vl", patches_per_s),
+        running(model, devices=",".join(["cpu"] * devices), threads=1, **SETTINGS) as server,
+    ):
+        _wait_until_prefaulted(server)
+        yield server
+
+
 async def figures_of(model: Path, ops: int) -> dict[str, float]:
     """Measure all kinds of servers."""
     figures: dict[str, float] = {}
-    spins = [spin_ms()]
-    model_type = "qwen3_vl"
-    with installed(model_type, 0.0):
-        with running(model, devices="cpu", threads=1, **SETTINGS) as server:
-            figures |= await with_server(server, ops, everything=True)
-        spins.append(spin_ms())
-        devices = ",".join(["cpu"] * DEVICES)
-        with running(model, devices=devices, threads=1, **SETTINGS) as server:
-            figures["new_devices_ms"] = (await with_server(server, ops, everything=False))["new_ms"]
-    with (
-        installed(model_type, H200_PATCHES_PER_S),
-        running(model, devices="cpu", threads=1, **SETTINGS) as server,
-    ):
-        figures["new_paced_ms"] = (await with_server(server, ops, everything=False))["new_ms"]
+    spins, seconds = [spin_ms()], float(ops)
+    with server_of(model, 1, 0.0) as server:
+        figures |= await costs(server, ops)
     spins.append(spin_ms())
+    with server_of(model, DEVICES, 0.0) as server:
+        figures["new_devices_ms"] = await cost(server, SMALL, ops)
+        figures["new_720p_devices_ms"] = await cost(server, LARGE, max(1, ops // 3))
+    with server_of(model, 1, H200_PATCHES_PER_S) as server:
+        figures["new_paced_ms"] = await cost(server, SMALL, ops)
+    spins.append(spin_ms())
+    for devices, suffix in ((1, ""), (SLOWED_DEVICES, "_devices")):
+        with server_of(model, devices, H200_PATCHES_PER_S / SLOWED) as server:
+            for name, size in {"256": SMALL, "720p": LARGE}.items():
+                figures[f"over_pace_{name}{suffix}"] = await over_pace(server, size, devices, seconds)
     return {**figures, **await floor_figures(ops), "spin_ms": sum(spins) / len(spins)}
 
 

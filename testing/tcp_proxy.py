@@ -102,12 +102,12 @@ class TcpProxy:
         loop = asyncio.get_running_loop()
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         arriving = asyncio.create_task(self._arrive(under_way, sink, is_answer=is_answer))
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                await asyncio.sleep(len(data) / self._bytes_per_s)
-                under_way.put_nowait((loop.time() + self._delay_s, data))
-        under_way.put_nowait((loop.time() + self._delay_s, b""))
         try:
+            with contextlib.suppress(OSError):
+                while data := await source.read(1 << 16):
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
+                    under_way.put_nowait((loop.time() + self._delay_s, data))
+            under_way.put_nowait((loop.time() + self._delay_s, b""))
             await arriving
         finally:
             arriving.cancel()

@@ -40,6 +40,8 @@ IDLE_PIXELS = 2_000_000
 It also has at most half of the images that wait: the tower encodes them while the device decodes the others, and
 callers send their next images meanwhile.
 """
+IDLE_IMAGES = 4
+"""Images that it may have in any case: batches of fewer would cost more than they gain."""
 UNSENT_BYTES = 1 << 20
 """Files that a device has not read yet. Above this it gets no more: they stay in the queue, which counts them."""
 QUIET_TICKS = 5
@@ -257,7 +259,7 @@ class Link(asyncio.Protocol):
         images, pixels = BATCH_IMAGES, self._shared.decode_pixels
         if is_idle:
             half = (self._queue.waiting_images + 1) // 2
-            images, pixels = min(images, half), min(pixels, IDLE_PIXELS)
+            images, pixels = min(images, max(IDLE_IMAGES, half)), min(pixels, IDLE_PIXELS)
         jobs = self._queue.next_to_prepare(self.device.number, images, pixels)
         if jobs:
             self._decode_batches.append(self._decode(jobs, single=False))

@@ -152,7 +152,7 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.mark.parametrize("callers", [4, 16, 48])
+@pytest.mark.parametrize("callers", [8, 16, 48])
 def test_the_small_first_batch_of_an_idle_device_slows_no_small_images(
     model: Model, in_virtual_time: Any, monkeypatch: pytest.MonkeyPatch, callers: int
 ) -> None:

@@ -38,7 +38,7 @@ PARTS = {
     "decode": 4,
     "server": 5,
     "load": 3,
-    "budgets": 2,
+    "edge": 3,
     "sanitize": 4,
 }
 BUDGET_S = 1500.0

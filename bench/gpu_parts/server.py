@@ -1,9 +1,8 @@
-"""Measures a real server on the device: misses, hits in both tiers, and rows of rotated PNGs against the CPU's."""
+"""Measures a real server on the device: misses, and hits in both tiers."""
 
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,8 +28,6 @@ CASES = {
 }
 DRY_CASES = {"2x128": (128, 128, 2)}
 HIT, DRY_HIT = "720p", "2x128"  # the case of the device tier; the target is 1 ms
-ROTATED, DRY_ROTATED = 32, 8  # PNGs, with all eight orientations
-MIN_COSINE = 0.99  # between a bfloat16 row of the device and the same row of the CPU
 START_S, CONNECT_S = 600.0, 100.0  # enough for a slow machine
 
 
@@ -65,8 +62,6 @@ def _server(probe: Probe, model: Path, device_gib: float, label: dict[str, Any])
         for name, case in cases.items():
             requests = partial(_requests, probe, endpoint, *case)
             probe.attempt({**label, "case": name}, lambda requests=requests: asyncio.run(requests()))  # type: ignore[misc]
-        if device_gib:
-            probe.attempt({"what": "turned PNGs"}, partial(_rotated, probe, model, endpoint))
     return {"start_s": start_s}
 
 
@@ -111,22 +106,3 @@ async def _fetched(client: EncoderClient, files: Sequence[bytes], transport: str
             if outcome.transport != transport:
                 raise ValueError(f"rows came by {outcome.transport}, not {transport}")
     return [found[index] for index in range(len(requests))]
-
-
-def _rotated(probe: Probe, model: Path, endpoint: str) -> dict[str, Any]:
-    """Return the least and mean cosine between the rows of rotated PNGs here and on the CPU."""
-    count = DRY_ROTATED if probe.dry else ROTATED
-    files = [photo(256 + 32 * (n % 3), 256, n, "PNG", orientation=1 + n % 8) for n in range(count)]
-
-    async def rows(endpoint: str) -> Tensor:
-        async with await connected(endpoint) as client:
-            await submit_and_fetch(client, files)
-            return torch.cat([each.float() for each in await _fetched(client, files, "inline")])
-
-    ours = asyncio.run(rows(endpoint))
-    on_cpu = {**settings(probe, 4.0), "devices": "cpu"}
-    with running(model, within_s=START_S, **on_cpu) if not probe.dry else nullcontext() as other:
-        theirs = asyncio.run(rows(endpoint if other is None else other.endpoint))
-    cosines = torch.cosine_similarity(ours, theirs, dim=1)
-    figures = {"least": float(cosines.min()), "mean": float(cosines.mean())}
-    return {"rows": len(cosines), **figures, "passed": figures["least"] >= MIN_COSINE}

@@ -23,7 +23,7 @@ MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
 # A square image, one of several tiles, one with partial windows, and more images than a graph for one image takes.
 PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
 DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
-NEW_GRIDS = 50  # all of different sizes, encoded one by one, as photos arrive
+BUDGETS = ({"batch_patches": 9600}, {"batch_patches": 16384})  # 4800 is the default
 TOP_KERNELS = 12
 DEFAULT: dict[str, Any] = {"attention": "auto", "graphs": True}
 MIB = 2**20
@@ -35,7 +35,8 @@ def run(probe: Probe) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     folder, runs = one_checkpoint(probe), _backends(probe)
     others: list[dict[str, Any]] = [{"attention": name, "graphs": name != "sdpa"} for name in runs]
-    for options in (DEFAULT, {**DEFAULT, "graphs": False}, {**DEFAULT, "batch_invariant": True}, *others):
+    more: list[dict[str, Any]] = [{"graphs": False}, {"batch_invariant": True}, *BUDGETS]
+    for options in (DEFAULT, *({**DEFAULT, **each} for each in more), *others):
         probe.attempt({**options, "what": "variant"}, partial(_variant, probe, folder, options))
     for model_type in MODEL_TYPES[: 1 if probe.dry else None]:
         label = {"what": "exactness", "model": model_type}
@@ -83,7 +84,6 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
     for name in _cases(probe):
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
     if options == DEFAULT:
-        probe.attempt({"case": f"{NEW_GRIDS} new grids"}, partial(_new_grids, probe, tower))
         for name in _cases(probe)[::4]:
             probe.attempt({"profile": name}, partial(_profile, probe, tower, name))
     return {**loaded, "chosen": tower.attention}
@@ -106,23 +106,6 @@ def _case(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
     if tower._graphs and (found := tower._graphs.for_batch(tower._layout(grids))):
         spent["replay_ms"] = probe.ms(found[1])["ms"]
     return {**spent, "tflops": sum(flops(tower.spec, grid) for grid in grids) / spent["ms"] / 1e9}
-
-
-def _new_grids(probe: Probe, tower: Tower) -> dict[str, float]:
-    """Return the milliseconds per image for images of new grids, then for the same images again."""
-    side = tower.spec.merge_size
-    sizes = [(8 + n, 9 + n) for n in range(2 if probe.dry else NEW_GRIDS)]
-    grids = [Grid(1, side * height, side * width) for height, width in sizes]
-    patches = _patches(probe, tower, grids)
-
-    def encode_all() -> None:
-        for image, grid in zip(patches, grids, strict=True):
-            tower.encode([image], [grid])
-
-    return {
-        name: probe.ms_until_done(encode_all, 1, warm_up=0) / len(grids)
-        for name in ("new_ms_an_image", "again_ms_an_image")
-    }
 
 
 def _profile(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:

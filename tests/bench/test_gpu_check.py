@@ -45,7 +45,7 @@ NEEDED: dict[str, set[str]] = {
     "decode": {"PIL", "cachetools"},
     "server": SERVER,
     "load": SERVER,
-    "budgets": TOWER | CHECKPOINT,
+    "edge": SERVER,
     "group": TOWER | CHECKPOINT,
 }
 # A process that has torch forks a child for each set of missing modules; the child hides them and imports the parts.
@@ -103,7 +103,7 @@ def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path)
     for part, names in {
         "load": {"vit_ms", "service_over_bare_tower"},
         "group": {"group_ms"},
-        "budgets": {"first_ms"},
+        "edge": {"new_ms", "lag_p99_ms", "upload_far_s"},
     }.items():
         assert any(names <= set(line) for line in lines if line["part"] == part), part
     summary = (tmp_path / "summary.txt").read_text()

@@ -21,6 +21,7 @@ TESTS = (
     "tests/encoder_service/engine/test_engine_simulated.py",
     "tests/encoder_service/vision/test_towers_simulated.py",
     "tests/prefill_client/transport/test_device_simulated.py",
+    "tests/prefill_client/test_vllm_simulated.py",
 )
 # Functions and classes that only CUDA's branches use, by file.
 FUNCTIONS = {

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.simulated_gpu import kernels, nccl
+from tests.simulated_gpu import ipc, kernels, nccl
 from tests.simulated_gpu.device import Event, Graph, SimulatedGpu, Stream, join
 from tests.simulated_gpu.tensors import DeviceTensor, OnDevice, over_address
 
@@ -27,7 +27,8 @@ def simulated_gpu(devices: int = 2) -> Iterator[SimulatedGpu]:
         for owner, names in _replaced(gpu):
             for name, value in names.items():
                 patches.enter_context(mock.patch.object(owner, name, value, create=True))
-        patches.enter_context(mock.patch.dict(sys.modules, fa3_fwd_interface=ModuleType("fa3_fwd_interface")))
+        modules = {"fa3_fwd_interface": ModuleType("fa3_fwd_interface"), **ipc.in_place_of_cuda_bindings(gpu)}
+        patches.enter_context(mock.patch.dict(sys.modules, modules))
         patches.enter_context(OnDevice(gpu))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)

@@ -213,15 +213,16 @@ async def over_pace(server: ServerProcess, size: tuple[int, int], devices: int, 
         assert geometry is not None, "the tower of Qwen3-VL has a rule for its rows"
         patches = geometry.grid(*size).patches
         pace = devices * H200_PATCHES_PER_S / SLOWED / patches
-        # A caller has as many images as its devices encode in a fifth of a second, at least two, at most sixteen.
-        together = min(TOGETHER, max(2, round(pace / 5 / CALLERS)))
+        # The callers wait for as many images as the devices encode in half a second, each for two to sixteen.
+        together = min(TOGETHER, max(2, round(pace / 2 / CALLERS)))
+        number_of_callers = max(CALLERS, round(pace / 2 / TOGETHER))
 
         async def caller() -> None:
             while not is_over.is_set():
                 await images.encode(together)
 
         async with asyncio.TaskGroup() as callers:
-            for _ in range(CALLERS):
+            for _ in range(number_of_callers):
                 callers.create_task(caller())
             await asyncio.sleep(seconds / 4)
             before, began = await asyncio.to_thread(server.encodes), time.monotonic()

@@ -36,7 +36,6 @@ BENCHMARK = Benchmark(
             "encodes_per_image",
             "encodes per distinct image, 3 replicas, half of the images shared",
             target="<= 1",
-            summary="encodes of each distinct image that 3 replicas receive",
         ),
         Figure(
             "failed_images",

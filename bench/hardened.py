@@ -2,7 +2,8 @@
 
 The server is a real process with small limits, which an attacker reaches soon. In each request the victim asks for the
 description and the health, submits two photos, of which one is new, and fetches their rows. It makes requests one by
-one, first alone, then during the attack. Each attacker gets a new server. A failed request counts as failed, and its
+one, first alone, then during the attack. Each attacker gets a new server, and calls from another address than the
+victim, since the callers of one host share what it may use. A failed request counts as failed, and its
 time counts as at least the victim's patience. The first "attacker" is an honest neighbour, whose images are as large as
 the attackers': it shows the cost of sharing a server. During the attack `watchers` the server is also told to stop. It
 must notify the victim's health watcher, and end.

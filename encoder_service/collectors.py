@@ -62,14 +62,12 @@ def process_readings(draining: bool) -> Iterator[Reading]:
 
 def certificate_readings(certificates: Certificates | None, peers: Certificates | None) -> Iterator[Reading]:
     """Yield when the certificates of the server, and the authorities of clients and of other replicas, expire."""
-    expire: dict[str, float] = {}
-    if certificates is not None:
-        expire["server"] = min(
-            expirations(certificates.pem.cert)
-        )  # a chain is as good as its first to expire
+    if certificates is None:
+        return
+    # A chain is as good as its first to expire. A file of authorities has an old one beside a new one for a while.
+    expire = {"server": min(expirations(certificates.pem.cert))}
     for name, held in (("client_ca", certificates), ("peer_ca", peers)):
         if held is not None and held.pem.ca:
-            # The file has an old authority beside a new one while certificates are replaced.
             expire[name] = max(expirations(held.pem.ca))
     yield gauge(
         "certificate_expiration_timestamp_seconds",
@@ -164,7 +162,9 @@ def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
     yield gauge("queue_source_bytes", "Bytes of the image files in the queue.", snapshot.source_bytes)
     yield gauge("queue_requests", "Requests with an image in the queue.", snapshot.requests)
     yield gauge("queue_claims", "Claims of callers on images in the queue.", snapshot.claims)
-    yield gauge("queue_clients", "Clients with an image in the queue.", snapshot.clients)
+    yield gauge(
+        "queue_clients", "Tenants, or without tenants hosts, with an image in the queue.", snapshot.clients
+    )
     yield gauge("queue_max_images", "Most images that the queue accepts.", limits.images)
     yield gauge("queue_max_patches", "Most patches that the queue accepts.", limits.patches)
     yield gauge(

@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,8 +16,12 @@ from docs.reference import PROGRAMS, metrics_page, settings_page
 from encoder_contract import errors
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
 from encoder_service.metrics import PREFIX
+from testing.certificates import HOSTS, Authority
 from tests.pages import OF_NOW, PAGES, ROOT, code_in, name_of, named, sources
+from tests.servers import server_of
 from tests.test_architecture import LAYERS
 
 OURS = (
@@ -138,6 +142,14 @@ def test_every_http_path_a_page_names_is_served(page: Path, code: str) -> None:
             r"(?:^|[a-z0-9] |:\d+|POST |GET )(/(?!dev|run/|tmp/|v\d\b(?!/))[a-z][\w/-]*)", span
         ):
             assert f'"{path}"' in code or path in OF_ENGINES, path
+
+
+@pytest.fixture
+async def server(config: Config, model: Model, tmp_path: Path) -> AsyncIterator[Server]:
+    """A server with TLS, which also tells when its certificates expire."""
+    issued = Authority().issue(tmp_path, "server", HOSTS)
+    async with server_of(config, model, tls_cert=issued.cert, tls_key=issued.key) as server:
+        yield server
 
 
 def exported(server: Server) -> dict[str, set[str]]:

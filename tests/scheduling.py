@@ -31,6 +31,11 @@ def names(tasks) -> list[str]:
     return [task.address.decode() for task in tasks]
 
 
+def seconds_of(batch) -> float:
+    """Return the time of a batch at a constant rate."""
+    return sum(task.patches for task in batch) / 1000
+
+
 def encode_order(scheduler, now=0.0) -> list[str]:
     """Return the addresses in the order of encoding, one image per batch."""
     out = []
@@ -40,7 +45,7 @@ def encode_order(scheduler, now=0.0) -> list[str]:
         if not batch:
             return out
         out += names(batch)
-        scheduler.done(batch, 0.1)
+        scheduler.done(batch, seconds_of(batch))
 
 
 def is_empty(scheduler) -> bool:

@@ -277,14 +277,12 @@ class JobQueue:
         return self._of(self._scheduler.next_batch(monotonic(), budget_patches, device))
 
     def next_overtaking(
-        self, device: int, batch: Iterable[Job], most_patches: int, most_of_others: int
+        self, device: int, batch: Iterable[Job], most_patches: int, most_of: Callable[[str], int]
     ) -> list[Job]:
         """Take an image to encode in the middle of `batch`, or nothing. See the scheduler."""
         tasks = [job.task for job in batch]
         return self._of(
-            self._scheduler.next_overtaking(
-                tasks, monotonic(), most_patches, device, most_of_others=most_of_others
-            )
+            self._scheduler.next_overtaking(tasks, monotonic(), most_patches, device, most_of=most_of)
         )
 
     def decoded(self, jobs: Sequence[Job], seconds: float) -> None:

@@ -7,8 +7,10 @@ image that was sent comes back by one message, which returns its credit: see `me
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any, ClassVar, cast
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 
 CREDIT_S = 0.025
 """Seconds of work that the tower has ahead, so that it does not wait for a pass of the event loop."""
+LEAST_TURN_S = 0.005
+"""Least time that a batch gets between two images of a holder that overtake it."""
 MOST_BATCHES = 8
 """Most batches of the tower that a device has at a time, however short they are."""
 DECODE_BATCHES = 2
@@ -66,6 +70,11 @@ class Batch:
     """Patches that may still overtake it: together no more than its own, so that it takes at most twice as long."""
     urgent: bool = False
     ticks_left: float = 0.0
+
+    @property
+    def holders(self) -> set[str]:
+        """The holders that are charged for its images."""
+        return {holder for job in self.jobs for holder in job.task.holders}
 
 
 @dataclass(eq=False, slots=True)
@@ -152,8 +161,10 @@ class Link(asyncio.Protocol):
         self.patches = 0  # of all its images: its load
         self.silent_ticks = 0
         self.idle_since: float | None = None
-        self._head_since = 0.0
-        self._credit_timer: asyncio.TimerHandle | None = None
+        self._head_since = 0.0  # when the tower began with the first usual batch
+        self._overtaken_s = 0.0  # time of urgent batches since then
+        self._had_s: Counter[str] = Counter()  # the same by holder
+        self._timer: asyncio.TimerHandle | None = None
         self._unpacker = messages.Unpacker()
 
     # The connection
@@ -174,8 +185,8 @@ class Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """See `asyncio.Protocol`."""
         self.is_up = self.device.is_up = False
-        if self._credit_timer is not None:
-            self._credit_timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self.lost.set()
 
     def data_received(self, data: bytes) -> None:
@@ -327,13 +338,11 @@ class Link(asyncio.Protocol):
             return True
         if len(usual) >= MOST_BATCHES or not all(batch.seconds for batch in usual):
             return False
-        head_s = max(0.0, usual[0].seconds - (monotonic() - self._head_since))
+        head_s = max(0.0, usual[0].seconds - self._head_s)
         left_s = head_s + sum(batch.seconds for batch in usual[1:])
         if left_s < CREDIT_S:
             return True
-        if self._credit_timer is not None:
-            self._credit_timer.cancel()
-        self._credit_timer = asyncio.get_running_loop().call_later(left_s - CREDIT_S, self._queue.poke)
+        self._call_again(left_s - CREDIT_S)
         return False
 
     def _push_batch(self, others: Sequence["Link"], group_number: int) -> bool:
@@ -366,9 +375,10 @@ class Link(asyncio.Protocol):
         overtaken = usual if facts.overtakes else usual[1:]
         while self.is_up and overtaken:
             most = min(each.room for each in overtaken) // 2
-            most_of_others = min(each.patches for each in overtaken) // 2
-            batch = _jobs_of(overtaken)
-            jobs = self._queue.next_overtaking(self.device.number, batch, most, most_of_others)
+            smaller = min(each.patches for each in overtaken) // 2
+            jobs = self._queue.next_overtaking(
+                self.device.number, _jobs_of(overtaken), most, partial(self._most_of, smaller)
+            )
             if not jobs:
                 return
             written: list[Job] = []
@@ -379,6 +389,34 @@ class Link(asyncio.Protocol):
             self._encode(placed, urgent=True)
             for each in overtaken:
                 each.room = max(0, each.room - sum(job.grid.patches for job, _ in placed))
+
+    @property
+    def _head_s(self) -> float:
+        """The time that the tower has spent on the first usual batch, and on urgent batches that have not ended."""
+        return monotonic() - self._head_since - self._overtaken_s
+
+    def _most_of(self, patches: int, holder: str) -> int:
+        """Return `patches` if a holder has had no more time than the tower's batch since that began, else 0.
+
+        If it has had more, have `dispatch` called when the batch has caught up. So the holder's next image waits as
+        long as its last one took, and not for the rest of a large batch.
+        """
+        urgent = [batch for batch in self.batches.values() if batch.urgent]
+        own_s = self._head_s - sum(batch.seconds for batch in urgent)
+        had_s = self._had_s[holder] + sum(batch.seconds for batch in urgent if holder in batch.holders)
+        if had_s <= max(0.0, own_s):
+            return patches
+        self._call_again(max(LEAST_TURN_S, had_s - own_s))
+        return 0
+
+    def _call_again(self, seconds: float) -> None:
+        """Have `dispatch` called after this time, or earlier. One call is pending at a time."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None and loop.time() < self._timer.when() <= loop.time() + seconds:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._queue.poke)
 
     def _placed(
         self, jobs: Sequence[Job], written: list[Job], *, is_urgent: bool = False
@@ -445,7 +483,7 @@ class Link(asyncio.Protocol):
             _ticks(seconds),
         )
         if not urgent and all(each.urgent for each in self.batches.values()):
-            self._head_since = monotonic()
+            self._begin_head()
         self.batches[batch.number] = batch
         self._prepared.difference_update(job.number for job in jobs)
         places: list[messages.Place] = [
@@ -536,6 +574,9 @@ class Link(asyncio.Protocol):
     def _on_encoded(self, message: messages.Encoded) -> None:
         self.device.failures = 0
         batch = self._end_batch(message.batch)
+        if batch.urgent:
+            self._overtaken_s += message.seconds
+            self._had_s.update(dict.fromkeys(batch.holders, message.seconds))
         grids = [job.grid for job in batch.jobs]
         for job in batch.jobs:
             self._forget(job.number)
@@ -598,8 +639,12 @@ class Link(asyncio.Protocol):
         """Return the credit of a batch."""
         batch = self.batches.pop(number)
         if not batch.urgent:
-            self._head_since = monotonic()
+            self._begin_head()
         return batch
+
+    def _begin_head(self) -> None:
+        self._head_since, self._overtaken_s = monotonic(), 0.0
+        self._had_s.clear()
 
     def _forget(self, number: int) -> None:
         self.patches -= self._jobs.pop(number).grid.patches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -59,6 +59,11 @@ class Task:
     def demanded(self) -> bool:
         """Whether a Fetch wants the task; otherwise it is speculative."""
         return self.demands > 0
+
+    @property
+    def holders(self) -> set[str]:
+        """The holders charged when it was last taken out of an order."""
+        return {holder for holders in self.payers.values() for holder in holders}
 
 
 @dataclass(eq=False, slots=True)
@@ -256,6 +261,14 @@ class FairQueue:
         """Return the head of the flow to serve next."""
         return self._heads[0] if self._heads else None
 
+    def __iter__(self) -> Iterator[Head]:
+        """Yield the heads of all flows, in the order in which they would be served."""
+        return iter(self._heads)
+
+    def has(self, holder: str) -> bool:
+        """Whether the holder has a flow."""
+        return holder in self._flows
+
     def tag(self, holder: str) -> float:
         """Return the tag of a holder, or the tag with which it would start now."""
         flow = self._flows.get(holder)
@@ -276,16 +289,20 @@ class FairQueue:
         self._reposition(flow)
 
     def serve(self, holders: Sequence[str]) -> None:
-        """Record that work of these holders starts; it advances the served tag to the smallest of their tags."""
-        self._served_tag = max(self._served_tag, min(map(self.tag, holders)))
+        """Record that work of these holders starts; it advances the served tag to the smallest of their tags.
+
+        But not beyond the tag of a flow that they have passed: a new holder must not start behind these.
+        """
+        first = self._heads[0][0] if self._heads else math.inf
+        self._served_tag = max(self._served_tag, min(first, *map(self.tag, holders)))
         while self._absent_by_tag and self._absent_by_tag[0][0] <= self._served_tag:
             self._forget(self._absent_by_tag[0][1])
 
     def charge(self, holder: str, patches: float) -> None:
-        """Count `patches` against a holder."""
+        """Count `patches` against a holder, or for it if they are negative."""
         flow = self._flows.get(holder)
         if flow is not None:
-            flow.tag += patches
+            flow.tag = max(self._served_tag, flow.tag + patches)
             self._reposition(flow)
         else:
             self._remember(holder, self.tag(holder) + patches)
@@ -376,20 +393,14 @@ class Order:
         self._forgive()
 
     def charge(self, task: Task, patches: float) -> None:
-        """Count `patches` against each holder that had a claim on the task when it was taken."""
-        for demanded, holders in task.payers.items():
-            for holder in holders:
-                self._queue(demanded=demanded).charge(holder, patches)
+        """Count `patches` more, or fewer, against each holder that had a claim on the task when it was taken.
 
-    def owes_less(self, claim: Claim, taken: Sequence[Task]) -> bool:
-        """Whether the holder of a demanded claim has been charged less than each that was charged for `taken` tasks."""
-        charged = [
-            self._queue(demanded=demanded).tag(holder)
-            for task in taken
-            for demanded, holders in task.payers.items()
-            for holder in holders
-        ]
-        return bool(charged) and self._demanded.tag(claim.holder) < min(charged)
+        Does nothing if what holders owe was forgotten meanwhile.
+        """
+        for demanded, holders in task.payers.items():
+            queue = self._queue(demanded=demanded)
+            for holder in holders if self._working or queue.first() else ():
+                queue.charge(holder, patches)
 
     def rekey(self, request: Request) -> None:
         """Reposition a request whose key has changed."""
@@ -399,7 +410,17 @@ class Order:
     def first(self, now: float) -> Claim | None:
         """Return the best claim on the first task at `now`, without removing it."""
         head = self._first(now)
-        return None if head is None else head[5].tops[0][4].entries[0][2]
+        return None if head is None else _claim(head)
+
+    def firsts(self, now: float) -> Iterator[Claim]:
+        """Yield the best demanded claim of each holder, in order. Do not change the order meanwhile."""
+        self._first(now)
+        for head in self._demanded:
+            yield _claim(head)
+
+    def has_demanded(self, holder: str) -> bool:
+        """Whether the holder has a demanded claim here."""
+        return self._demanded.has(holder)
 
     def comes_before(self, other: Order, now: float) -> bool:
         """Whether the first task here would be the first in `other`. Neither order may be empty."""
@@ -456,6 +477,10 @@ class Order:
 
     def _entry(self, claim: Claim) -> Entry:
         return (self._policy.claim_key(claim), claim.number, claim)
+
+
+def _claim(head: Head) -> Claim:
+    return head[5].tops[0][4].entries[0][2]
 
 
 def _due(claim: Claim) -> Entry:

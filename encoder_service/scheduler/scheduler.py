@@ -6,8 +6,9 @@ what is queued at one moment.
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from encoder_service.scheduler.admission import RECENT_S, Admission, Limits
 from encoder_service.scheduler.policy import (
@@ -222,6 +223,11 @@ SPECULATIVE_BUDGET_SHARE = 0.25
 # A task fails when this many device processes have ended while encoding it. After the first time it is encoded alone.
 MOST_INTERRUPTIONS = 3
 
+# A patch of a batch is charged as at most this many.
+MOST_COST = 8.0
+# The first tasks of this many holders are looked at if there is no room to decode the first of them.
+MOST_PASSED = 16
+
 Batch = Sequence[Task]
 
 
@@ -350,8 +356,7 @@ class Scheduler:
         taken: list[Task] = []
         pixels = 0
         while len(taken) < max_images:
-            first = self._table.orders[State.WAITING].first(now)
-            if first is None or not self._has_room_ahead(task := _task(first), device, now):
+            if (task := self._first_with_room(State.WAITING, device, now)) is None:
                 break
             pixels += task.source_pixels
             if taken and pixels > max_pixels:
@@ -370,12 +375,9 @@ class Scheduler:
         taken does not hold up others.
         """
         for state in self._single_states(now):
-            first = self._table.orders[state].first(now)
-            if first is None:
+            if (task := self._first_with_room(state, device, now)) is None:
                 continue
-            task = _task(first)
-            fits = large if state is State.LARGE else task.source_pixels <= max_pixels
-            if fits and self._has_room_ahead(task, device, now):
+            if large if state is State.LARGE else task.source_pixels <= max_pixels:
                 self._table.take(task, device)
                 self._table.move(task, State.PREPARING_SINGLE, now)
                 return [task]
@@ -395,9 +397,8 @@ class Scheduler:
         for task in tasks:
             share = task.source_pixels / pixels if pixels else 1 / len(tasks)
             excess = seconds * share * self.patches_per_s - task.patches
-            states = SINGLES if task.decoded_from in SINGLES else (task.decoded_from,)
-            for state in states if excess > 0 else ():
-                self._table.orders[state].charge(task, excess)
+            for order in self._decode_orders(task) if excess > 0 else ():
+                order.charge(task, excess)
 
     def retry_single(self, task: Task, now: float) -> None:
         """Report that the batch decoder failed on a task: it is decoded by itself next."""
@@ -427,34 +428,49 @@ class Scheduler:
         return self._start(self._choose(now, budget_patches, device), now)
 
     def next_overtaking(
-        self, batch: Batch, now: float, most_patches: int, device: int = 0, *, most_of_others: int = 0
+        self,
+        batch: Batch,
+        now: float,
+        most_patches: int,
+        device: int = 0,
+        *,
+        most_of: Callable[[str], int] = lambda _holder: 0,
     ) -> list[Task]:
-        """Take the first task of a device if it may be encoded in the middle of `batch`; return it, or nothing.
+        """Take a task of a device that may be encoded in the middle of `batch`; return it, or nothing.
 
-        The task must be demanded, have at most `most_patches`, and its lane must be as good as those of all tasks that
-        its holder has in the batch. A holder that has had less of the device than each holder of the batch may have
-        `most_of_others` patches instead.
+        The task must be demanded, the first of its holder, and its lane must be as good as those of all tasks that its
+        holder has in the batch. `most_of(holder)` is the limit of its patches. For a holder that has tasks in the batch
+        the limit is `most_patches`, and the task must be the first of all.
         """
         order = self._table.prepared[device]
-        first = order.first(now)
-        if first is None or not first.demanded:
-            return []
-        if _task(first).patches > most_patches and not (
-            _task(first).patches <= most_of_others and order.owes_less(first, batch)
-        ):
-            return []
-        if any(self._table.comes_before(task, first, now) for task in batch):
-            return []
-        self._table.take(task := _task(first), device)
-        return self._start([task], now)
+        in_batch = {holder for task in batch for holder in task.holders}
+        for place, claim in enumerate(islice(order.firsts(now), MOST_PASSED)):
+            task, holder = _task(claim), claim.holder
+            if any(self._table.comes_before(other, claim, now) for other in batch):
+                continue
+            if task.patches <= (
+                most_of(holder) if holder not in in_batch else most_patches if place == 0 else 0
+            ):
+                self._table.take(task, device)
+                return self._start([task], now)
+        return []
 
     def done(self, batch: Batch, seconds: float) -> None:
-        """Report that a batch is encoded, and the seconds that the device was busy with it."""
+        """Report that a batch is encoded, and the seconds that the device was busy with it.
+
+        The holders were charged the patches when the tasks were taken. The difference to the patches that are encoded
+        in that time on average is charged now: so holders get equal times, although a patch of a large image costs
+        more. A stall of the machine is not charged.
+        """
         patches = sum(task.patches for task in batch)
         for rate in (self._admission.rate, self._admission.recent_rate):
             rate.add(patches, seconds)
+        cost = seconds * self.patches_per_s / patches
         for task in batch:
             assert task.state is State.ENCODING, task
+            difference = (min(cost, MOST_COST) - 1) * task.patches
+            for order in (self._table.prepared[task.device], *self._decode_orders(task)):
+                order.charge(task, difference)
             self._forget(task)
 
     def failed(self, batch: Batch) -> list[Task]:
@@ -542,6 +558,11 @@ class Scheduler:
 
     # Internals
 
+    def _decode_orders(self, task: Task) -> list[Order]:
+        """Return the orders that charge for a task which was taken to be decoded."""
+        states = SINGLES if task.decoded_from in SINGLES else (task.decoded_from,)
+        return [self._table.orders[state] for state in states]
+
     def _single_state(self, task: Task) -> State:
         return State.LARGE if self.is_large(task) else State.SINGLE
 
@@ -589,12 +610,32 @@ class Scheduler:
             self._forget(task)
         return ended
 
-    def _has_room_ahead(self, task: Task, device: int, now: float) -> bool:
-        """Whether a device may decode `task`, the first of its stage, now, within its bounds on decoding ahead.
+    def _first_with_room(self, state: State, device: int, now: float) -> Task | None:
+        """Return the first task that a device may decode ahead; None if there is none.
+
+        That is the first of its stage. If there is no room for it, the first of another holder that has no decoded
+        image there may pass it: nobody waits until the tower has made room for the large image of somebody else.
+        """
+        order, prepared = self._table.orders[state], self._table.prepared[device]
+        first = order.first(now)
+        if first is None or self._has_room_ahead(first, device, now):
+            return None if first is None else _task(first)
+        for claim in islice(order.firsts(now), 1, MOST_PASSED):
+            if prepared.has_demanded(claim.holder):
+                continue
+            demanded, speculative = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
+            images, patches = demanded.images + speculative.images, demanded.patches + speculative.patches
+            if self._fits(images, patches, _task(claim), 2):
+                return _task(claim)
+        return None
+
+    def _has_room_ahead(self, first: Claim, device: int, now: float) -> bool:
+        """Whether a device may decode the first task of a stage now, within its bounds on decoding ahead.
 
         The bounds double for a demanded task beside speculative ones, and for a task that will be the next in the ViT.
         Tasks being decoded by themselves do not count: they may be slow, and must not keep others from being decoded.
         """
+        task = _task(first)
         demanded, speculative = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
         images, patches = demanded.images + speculative.images, demanded.patches + speculative.patches
         if images == 0:
@@ -603,17 +644,17 @@ class Scheduler:
             return self._fits(images, patches, task, 1)
         # Such a task fits beside no other, and the device may always have others.
         if task.patches > self._max_ahead.patches:
-            return self._fits(images, patches - task.patches, task, 2) and self._is_next(task, device, now)
+            return self._fits(images, patches - task.patches, task, 2) and self._is_next(first, device, now)
         if not self._fits(images, patches, task, 2):
             return False
-        return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(task, device, now)
+        return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(first, device, now)
 
-    def _is_next(self, task: Task, device: int, now: float) -> bool:
-        prepared = self._table.prepared[device]
+    def _is_next(self, first: Claim, device: int, now: float) -> bool:
+        prepared, state = self._table.prepared[device], _task(first).state
         if prepared.first(now) is None:
             # Only batches in decoding are ahead, and there may always be another.
-            return task.state in SINGLES
-        return self._table.orders[task.state].comes_before(prepared, now)
+            return state in SINGLES
+        return self._table.orders[state].comes_before(prepared, now)
 
     def _fits(self, images: int, patches: int, task: Task, times: int) -> bool:
         most = self._max_ahead

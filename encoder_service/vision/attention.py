@@ -82,34 +82,67 @@ def _auto(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention
 _UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+# On the CPU, a long segment is computed in parts, so that small images can be encoded in between. A part has this many
+# queries, the last one up to twice as many, of one head for each thread. From 768 queries on, torch's kernel takes 256
+# at a time: a row has the same bits as in one call.
+PART_QUERIES = 768
+
+
 class SegmentAttention:
     """torch's scaled dot product attention on any device. Adjacent segments of equal length are one dense batch."""
 
     name, graphs = "sdpa", False
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        between: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """See `Attention`."""
         runs = [(length, len(list(run))) for length, run in groupby(segments.lengths) if length]
         if len(runs) == 1:
-            return self._run(query, key, value, *runs[0], scale)
+            return self._run(query, key, value, *runs[0], scale, between)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for length, count in runs:
             rows = slice(begin, begin + length * count)
-            output[rows] = self._run(query[rows], key[rows], value[rows], length, count, scale)
+            output[rows] = self._run(query[rows], key[rows], value[rows], length, count, scale, between)
             begin = rows.stop
         return output
 
     def _run(
-        self, query: Tensor, key: Tensor, value: Tensor, length: int, count: int, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        length: int,
+        count: int,
+        scale: float,
+        between: Callable[[], None],
     ) -> Tensor:
         heads, head_size = query.shape[1:]
         query, key, value = (
             part.view(count, length, heads, head_size).transpose(1, 2) for part in (query, key, value)
         )
-        with sdpa_kernel(_UNPLANNED) if query.is_cuda else nullcontext():
-            mixed = functional.scaled_dot_product_attention(query, key, value, scale=scale)
-        return mixed.transpose(1, 2).reshape(count * length, heads, head_size)
+        if query.is_cuda or length < 2 * PART_QUERIES:
+            with sdpa_kernel(_UNPLANNED) if query.is_cuda else nullcontext():
+                mixed = functional.scaled_dot_product_attention(query, key, value, scale=scale)
+            return mixed.transpose(1, 2).reshape(count * length, heads, head_size)
+        output = torch.empty(count, length, heads, head_size, dtype=query.dtype)
+        for head in range(0, heads, threads := torch.get_num_threads()):
+            group = slice(head, head + threads)
+            for begin in range(0, length - PART_QUERIES + 1, PART_QUERIES):
+                is_last = begin + 2 * PART_QUERIES > length
+                rows = slice(begin, length if is_last else begin + PART_QUERIES)
+                between()
+                output[:, rows, group] = functional.scaled_dot_product_attention(
+                    query[:, group, rows], key[:, group], value[:, group], scale=scale
+                ).transpose(1, 2)
+        return output.view(count * length, heads, head_size)
 
 
 class TorchVarlenAttention:
@@ -122,7 +155,15 @@ class TorchVarlenAttention:
 
         self._attend = varlen_attn
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        between: Callable[[], None] = lambda: None,  # noqa: ARG002
+    ) -> Tensor:
         """See `Attention`."""
         bounds, longest = segments.bounds, segments.longest
         output = self._attend(query, key, value, bounds, bounds, longest, longest, scale=scale)
@@ -140,7 +181,15 @@ class FlashAttention2:
 
         self._attend: Callable[..., Tensor] = flash_attn_varlen_func
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        between: Callable[[], None] = lambda: None,  # noqa: ARG002
+    ) -> Tensor:
         """See `Attention`."""
         bounds, longest = segments.bounds, segments.longest
         return self._attend(query, key, value, bounds, bounds, longest, longest, softmax_scale=scale)
@@ -162,7 +211,15 @@ class FlashAttention3:
         operators = getattr(torch.ops, self._BUILDS[module.__name__])
         self._attend: Callable[..., Sequence[Tensor]] = operators.fwd
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        between: Callable[[], None] = lambda: None,  # noqa: ARG002
+    ) -> Tensor:
         """See `Attention`."""
         output, *_ = self._attend(
             query,

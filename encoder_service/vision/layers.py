@@ -55,8 +55,19 @@ class Attention(Protocol):
     name: str
     graphs: bool  # whether it reads the bounds on the device, so that a CUDA graph can be replayed with other bounds
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-        """[rows, heads, head size] each (strided views are fine) → [rows, heads, head size], contiguous."""
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        between: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """[rows, heads, head size] each (strided views are fine) → [rows, heads, head size], contiguous.
+
+        On the CPU, `between` is called between the parts of a long segment.
+        """
         ...
 
 
@@ -314,10 +325,10 @@ class SelfAttention(nn.Module):
     ) -> list[Tensor]:
         """Return the attention of the stream's norm, as tiles [patches, embed], before the output projection.
 
-        `between` is called before each tile.
+        `between` is called before each tile, and between the parts of the attention.
         """
         query, key, value = self._project(hidden, norm, layout, between).unbind(1)
-        mixed = layout.attend(query, key, value, segments, self._scale)
+        mixed = layout.attend(query, key, value, segments, self._scale, between)
         return layout.cut(mixed.flatten(1))
 
     def _project(self, hidden: Residual, norm: Norm, layout: Layout, between: Callable[[], None]) -> Tensor:

@@ -7,7 +7,7 @@ of some of the heads.
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
@@ -160,7 +160,15 @@ class UlyssesAttention:
         self._group = group
         self._shares = shares
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        between: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """See `Attention`; `segments` are those of the whole image."""
         group, (own_patches, heads, head_size) = self._group, query.shape
         head_shares = even_shares(heads, group.size)
@@ -171,7 +179,7 @@ class UlyssesAttention:
             [3 * count * own_heads * head_size for count in self._shares],
         ).view(-1, 3, own_heads, head_size)
         query, key, value = whole.unbind(1)
-        mixed = self._inner(query, key, value, segments, scale)
+        mixed = self._inner(query, key, value, segments, scale, between)
         sizes = [own_patches * count * head_size for count in head_shares]
         received = group.exchange(torch.split(mixed, list(self._shares)), sizes)
         chunks = torch.split(received, sizes)

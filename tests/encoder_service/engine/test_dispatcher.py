@@ -249,7 +249,12 @@ async def test_overtakers_are_together_less_work_than_the_batch(model: Model) ->
         assert (await device.next(messages.Encode)).images == [fourth.number]
 
 
-async def test_holders_that_had_less_of_the_device_overtake_until_they_had_as_much(model: Model) -> None:
+async def test_other_holders_and_a_large_batch_take_turns_of_equal_time(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of another holder waits as long as that holder's last one took, not for the rest of the batch."""
+    now = [100.0]
+    monkeypatch.setattr(linking, "monotonic", lambda: now[0])
     eighth = Grid(1, 16, 32)  # 512 patches
     async with floor(model) as at:
         [device] = at.devices
@@ -257,19 +262,24 @@ async def test_holders_that_had_less_of_the_device_overtake_until_they_had_as_mu
             lambda holder=holder: Claim(holder, holder, demanded=True)
             for holder in ("large", "small", "other")
         )
+        await measured(at, 0.5, eighth)
         _, first = await a_batch(at, b"large", LARGE, claim=large())
-        for number in range(8):  # together as much as the batch
+        for number in range(7):
             for name, claim in ((b"small", small()), (b"other", other())):
-                _, batch = await a_batch(at, b"%b %d" % (name, number), eighth, claim=claim)
+                job = at.submit(b"%b %d" % (name, number), claim, grid=eighth)
+                await at.prepare(job)
+                if number and name == b"small":
+                    await soon(lambda job=job: job.number in at.links[0]._prepared)
+                    assert nothing_sent(at)(), "the batch has had less"
+                    now[0] += 0.5
+                    at.jobs.poke()
+                batch = await device.next(messages.Encode)
                 assert batch.urgent
-                device.encoded(batch)
-        last = at.submit(b"small 8", small(), grid=eighth)
-        await device.next(messages.Decode)
-        device.prepared(last.number)
-        await soon(lambda: last.number in at.links[0]._prepared)
-        assert nothing_sent(at)(), "it has had as much"
+                now[0] += 0.5
+                device.encoded(batch, 0.5)
+                await soon(lambda job=job: job in [ended for ended, _ in at.ended])
         device.encoded(first)
-        assert (await device.next(messages.Encode)).images == [last.number]
+        await soon(lambda: len(at.ended) == 16)
 
 
 async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_waiting_batches(

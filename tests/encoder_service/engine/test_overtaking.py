@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from torch import Tensor, uint8
+from torch import Tensor, get_num_threads, uint8
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
@@ -14,6 +14,7 @@ from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower
+from encoder_service.vision.attention import PART_QUERIES
 from encoder_service.vision.tower import CPU_TILE_PATCHES
 from testing.decoding import decode_files
 from testing.photos import photo
@@ -104,13 +105,16 @@ async def test_an_image_without_store_space_does_not_overtake(model: Model) -> N
     assert tower.done[0] == of_large
 
 
-def test_a_large_image_can_be_interrupted_before_each_tile(model: Model) -> None:
-    """A small image waits for 256 patches of a block, not for a block of the large image."""
+def test_a_large_image_can_be_interrupted_before_each_tile_and_part_of_its_attention(model: Model) -> None:
+    """A small image waits for 256 patches of a block, or for 768 queries of its attention, not for a block."""
     [pixels] = decode_files(model.decoder, [LARGE])
     grid = model.tower.geometry.grid(640, 640)
     patches = model.tower.inputs([pixels], [grid])
     calls: list[None] = []
     [rows] = model.tower.encode(patches, [grid], lambda: calls.append(None))
+    spec = cast(Tower, model.tower).spec
     tiles = -(-grid.patches // CPU_TILE_PATCHES)
-    assert len(calls) == 2 * tiles * cast(Tower, model.tower).spec.depth
+    parts = (grid.patches // PART_QUERIES) * -(-spec.heads // get_num_threads())
+    assert parts >= 2
+    assert len(calls) == (2 * tiles + parts) * spec.depth
     assert bytes(rows.contiguous().view(uint8).numpy()) == rows_alone(model, LARGE)

@@ -3,9 +3,9 @@
 import pytest
 
 from encoder_contract.errors import OverloadedError
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, Limits, Scheduler, State
 from encoder_service.scheduler.policy import MAX_ABSENT, FairQueue, Line, Request
-from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, want
+from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, seconds_of, want
 
 
 def fill(scheduler, client, count, *, requests=1, prefix="", **kind) -> list[Claim]:
@@ -50,8 +50,41 @@ def test_busy_holders_get_equal_patches_for_images_of_any_size():
     for _ in range(60):
         for task in (batch := scheduler.next_batch(0.0, 1)):
             done[task.address.decode().rstrip("0123456789")] += task.patches
-        scheduler.done(batch, 0.1)
+        scheduler.done(batch, seconds_of(batch))
         assert abs(done["large"] - done["small"]) <= 400
+
+
+def test_busy_holders_get_equal_times_if_patches_of_large_images_take_longer():
+    scheduler = make()
+    fill(scheduler, "large", 40, patches=400)
+    fill(scheduler, "small", 1000, patches=40)
+    spent = {"large": 0.0, "small": 0.0}
+    prepare_all(scheduler)
+    for _ in range(200):
+        [task] = batch = scheduler.next_batch(0.0, 1)
+        name = task.address.decode().rstrip("0123456789")
+        seconds = seconds_of(batch) * (4 if name == "large" else 1)
+        spent[name] += seconds
+        scheduler.done(batch, seconds)
+    assert abs(spent["large"] - spent["small"]) <= 2 * 400 * 4 / 1000, "two large images"
+    assert min(spent.values()) > 5
+
+
+def test_the_first_image_of_a_holder_passes_a_large_one_that_has_no_room():
+    scheduler = make(ahead_patches=2000, ahead_images=10)
+    fill(scheduler, "large", 4, patches=900)
+    prepare_all(scheduler)
+    for number in range(40):  # soon more patches than those of the large images that are decoded
+        want(scheduler, f"small{number}", f"s{number}", client="small", patches=100)
+        [small] = scheduler.next_to_prepare(0.0, 10)
+        assert small.holder == "small"
+        assert scheduler.prepared(small, 0.0)
+        scheduler.drop(small)
+    want(scheduler, "one", "s", client="small", patches=100)
+    want(scheduler, "two", "s", client="small", patches=100)
+    prepare_all(scheduler)
+    assert scheduler.next_to_prepare(0.0, 10) == []
+    assert scheduler.snapshot().images[State.WAITING, True] == 2, "two large images"
 
 
 def test_a_batch_holds_images_of_every_holder_that_has_some():
@@ -94,7 +127,7 @@ def test_submitting_one_image_at_a_time_gains_no_extra_share():
         prepare_all(scheduler)
         while scheduler.waiting_images:
             batch = scheduler.next_batch(0.0, 1)
-            scheduler.done(batch, 0.1)
+            scheduler.done(batch, seconds_of(batch))
             name = batch[0].address.decode().rstrip("0123456789")
             done[name] += batch[0].patches
             if name == "single":
@@ -132,10 +165,12 @@ def test_a_small_image_of_another_holder_overtakes_a_priority_batch():
     batch = scheduler.next_batch(0.0, 1)
     want(scheduler, "own", "r", client="large", patches=100)
     prepare_all(scheduler)
-    assert scheduler.next_overtaking(batch, 0.0, 500) == [], "of its own holder, and of a lower priority"
+    assert scheduler.next_overtaking(batch, 0.0, 500, most_of=lambda _: 500) == [], (
+        "of its own holder, and of a lower priority"
+    )
     want(scheduler, "other", "r", client="small", patches=100)
     prepare_all(scheduler)
-    assert names(scheduler.next_overtaking(batch, 0.0, 500)) == ["other"]
+    assert names(scheduler.next_overtaking(batch, 0.0, 500, most_of=lambda _: 500)) == ["other"]
 
 
 # Decoding

@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,7 @@ from bench.simulation.trials import POLICIES
 from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import Claim, Limits, Scheduler, State, Task, least_work_left
 from encoder_service.scheduler.policy import STRETCH, allowance
+from encoder_service.scheduler.scheduler import MOST_COST
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +30,9 @@ class Model:
     clocks: dict[str, int] = field(default_factory=dict)  # by holder
     marks: dict[tuple[str, str], int] = field(default_factory=dict)
     # By stage and class: the charge of each holder, and the tag of the holder that was served last.
-    charged: dict[tuple[State, bool], dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    served: dict[tuple[State, bool], int] = field(default_factory=lambda: defaultdict(int))
+    charged: dict[tuple[State, bool], dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    served: dict[tuple[State, bool], float] = field(default_factory=lambda: defaultdict(float))
+    payers: dict[int, list[tuple[bool, str]]] = field(default_factory=dict)
 
     def named(self, claim: Claim, live: list[Claim]) -> None:
         name = claim.holder, claim.request_id
@@ -38,13 +41,13 @@ class Model:
         if claim.task not in [c.task for c in others]:
             self.marks[name] = clock
 
-    def tag(self, state: State, claim: Claim) -> int:
+    def tag(self, state: State, claim: Claim) -> float:
         stage = state, claim.demanded
         return max(self.served[stage], self.charged[stage].get(claim.holder, 0))
 
-    def rank(self, task: Task, live: list[Claim], now: float) -> tuple:
+    def rank(self, task: Task, live: list[Claim], now: float, holder: str | None = None) -> tuple:
         ranks = []
-        for claim in (c for c in live if c.task is task):
+        for claim in (c for c in live if c.task is task and holder in (None, c.holder)):
             name = claim.holder, claim.request_id
             tasks = {c.task for c in live if (c.holder, c.request_id) == name and c.task}
             due = self.marks[name] + allowance(sum(t.patches for t in tasks), claim.request.scale)
@@ -52,14 +55,25 @@ class Model:
             ranks.append((not claim.demanded, self.tag(task.state, claim), -claim.priority, ahead, due))
         return min(ranks)
 
-    def take(self, task: Task, state: State, claims: list[Claim]) -> None:
-        tags = {(c.demanded, c.holder): self.tag(state, c) for c in claims}
-        demanded = any(c.demanded for c in claims)
-        self.served[state, demanded] = max(
-            self.served[state, demanded], min(tag for (kind, _), tag in tags.items() if kind == demanded)
-        )
+    def take(self, state: State, task: Task, left: list[Task]) -> None:
+        tags = {(c.demanded, c.holder): self.tag(state, c) for c in task.claims}
+        waiting = [self.tag(state, c) for t in left for c in t.claims if c.demanded == task.demanded]
+        self.served[state, task.demanded] = max(self.served[state, task.demanded], min(waiting))
+        self.payers[id(task)] = list(tags)
         for (kind, holder), tag in tags.items():
             self.charged[state, kind][holder] = tag + task.patches
+
+    def done(self, batch: list[Task], cost: float, live: list[Claim], tasks: list[Task]) -> None:
+        """Charge the difference between the time of a batch and its patches, where anybody waits or is worked on."""
+        for task in batch:
+            for state, worked_on in WORKED_ON.items():
+                is_busy = any(t.state in worked_on for t in tasks)
+                for demanded, holder in self.payers[id(task)]:
+                    stage = state, demanded
+                    waits = any(c.task and c.task.state is state and c.demanded is demanded for c in live)
+                    if is_busy or waits:
+                        tag = max(self.served[stage], self.charged[stage].get(holder, 0))
+                        self.charged[stage][holder] = tag + (cost - 1) * task.patches
 
     def started(self, task: Task, claims: list[Claim]) -> None:
         self.clock += task.patches
@@ -159,14 +173,44 @@ class Schedule:
         now = [(task, task.state) for task in left]
         for task, _ in now:
             task.state = state
-        for task in taken:
+        for at, task in enumerate(taken):
             ranks = {id(t): self.model.rank(t, self.live, self.now) for t in left}
-            assert ranks[id(task)] == min(ranks.values())
-            self.model.take(task, state, list(task.claims))
+            if ranks[id(task)] != (first := min(ranks.values())):
+                assert state is State.WAITING
+                best = [t for t in left if ranks[id(t)] == first]
+                self.check_passing(task, best, left, taken[:at])
+            self.model.take(state, task, left)
             left.remove(task)
         for task, after in now:
             task.state = after
         return taken
+
+    def check_passing(self, task: Task, best: list[Task], left: list[Task], taken: list[Task]) -> None:
+        """Check that a task which is none of the best may be decoded.
+
+        There is no room for a best one, and the task is the first of a holder that has nothing decoded.
+        """
+        decoded = [t for t in self.tasks if t.state is State.PREPARED]
+        ahead = [t for t in self.tasks if t.state is State.PREPARING] + decoded + taken
+        asked = [t for t in ahead if t.demanded]
+
+        def holders(t: Task) -> set[str]:
+            return {c.holder for c in t.claims if c.demanded}
+
+        def fits(tasks: list[Task], t: Task, times: int) -> bool:
+            patches = sum(other.patches for other in tasks) + t.patches
+            return len(tasks) < times * AHEAD_IMAGES and patches <= times * AHEAD_PATCHES
+
+        def is_first(holder: str) -> bool:
+            own = [t for t in left if holder in holders(t)]
+            ranks = {id(t): self.model.rank(t, self.live, self.now, holder) for t in own}
+            return ranks[id(task)] == min(ranks.values())
+
+        assert ahead, "an idle device decodes the best"
+        assert not all(fits(asked if t.demanded else ahead, t, 1) and fits(ahead, t, 2) for t in best)
+        assert fits(ahead, task, 2)
+        idle = holders(task) - {holder for t in decoded for holder in holders(t)}
+        assert any(is_first(holder) for holder in idle)
 
     def prepare(self) -> None:
         self.preparing += self.took(State.WAITING, lambda: self.scheduler.next_to_prepare(self.now, 3))
@@ -203,7 +247,12 @@ class Schedule:
             return
         batch = self.batches.pop(self.random.randrange(len(self.batches)))
         if self.random.random() < 0.8:
-            self.scheduler.done(batch, 0.1)
+            seconds = self.random.choice((0.05, 0.1, 0.2))
+            working = [t for t in self.tasks if t.state is not State.GONE]
+            rate, patches = copy(self.scheduler._admission.rate), sum(task.patches for task in batch)
+            rate.add(patches, seconds)
+            self.model.done(batch, min(seconds * rate.patches_per_s / patches, MOST_COST), self.live, working)
+            self.scheduler.done(batch, seconds)
             for task in batch:
                 self.outcome(task, "encoded")
         else:

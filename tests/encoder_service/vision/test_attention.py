@@ -9,6 +9,7 @@ import torch
 from encoder_service.vision import attention
 from encoder_service.vision.attention import (
     BACKENDS,
+    PART_QUERIES,
     FlashAttention3,
     SegmentAttention,
     make_attention,
@@ -30,6 +31,22 @@ def test_attention_by_segments_equals_masked_attention():
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
     weights = scores.masked_fill(owner[:, None] != owner, float("-inf")).softmax(-1)
     torch.testing.assert_close(mixed, torch.einsum("hqk,khd->qhd", weights, value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [PART_QUERIES, 2 * PART_QUERIES, 1600, 2500])
+def test_a_long_segment_in_parts_has_the_bits_of_one_call(length, dtype):
+    packed = torch.randn(length, 3, 3, 72, generator=torch.Generator().manual_seed(0)).to(dtype)
+    calls: list[None] = []
+    query, key, value = packed.unbind(1)
+    segments = Segments.of([length], CPU)
+    mixed = SegmentAttention()(query, key, value, segments, 0.1, lambda: calls.append(None))
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        *(part.transpose(0, 1)[None] for part in (query, key, value)), scale=0.1
+    )
+    assert torch.equal(mixed, whole[0].transpose(0, 1))
+    parts = length // PART_QUERIES
+    assert len(calls) == (parts * -(-3 // torch.get_num_threads()) if parts > 1 else 0)
 
 
 class Backend:

@@ -15,7 +15,7 @@ from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmar
 from bench.harness.results import BUSY, DIRTY, ROOT, Result, stored
 
 PAGES = (BENCHMARKS_PAGE, ROOT / "README.md")
-SUMMARY_ROWS = 8  # the README quotes at most this many
+SUMMARY_ROWS = 7  # the README quotes at most this many
 ABSENT = "–"
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 

@@ -110,7 +110,7 @@ def test_a_missing_figure_is_a_dash() -> None:
         assert value(Figure("a", "says"), figures) == "–"
 
 
-def test_the_summary_has_the_newest_figures_and_at_most_eight() -> None:
+def test_the_summary_has_the_newest_figures_and_at_most_seven() -> None:
     newer = replace(GOOD, hardware="another, AMX", measured_on="2026-01-03", figures={"hit_ms": 2.5})
     *_, row = summary([STORE], [newer, GOOD]).splitlines()
     assert row == (
@@ -118,7 +118,7 @@ def test_the_summary_has_the_newest_figures_and_at_most_eight() -> None:
         "`python -m bench.store` |"
     )
     assert summary([STORE], []) == "Not measured yet."
-    with pytest.raises(ValueError, match=r"README\.md quotes at most 8"):
+    with pytest.raises(ValueError, match=r"README\.md quotes at most 7"):
         summary([replace(STORE, figures=STORE.figures * (SUMMARY_ROWS + 1))], [GOOD])
 
 

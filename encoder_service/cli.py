@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from encoder_contract import spans
 from encoder_contract.command_line import (
     BAD_USAGE,
     FAILED,
@@ -206,6 +207,7 @@ def _serve_with(config: Config) -> int:
     read_tenants(config)
     check_model(config.model)
     _announce_loading(config)
+    spans.export("encoder-service", os.environ)
     devices = start_devices(config)
     # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.
     from encoder_service.app import Server, require_host_memory

@@ -30,7 +30,7 @@ class Caller:
     request_id: str = ""
     proxy_request_id: str = ""
     """The `x-request-id` header of a proxy or framework, for the log."""
-    trace_id: str = ""
+    traceparent: str = field(default="", repr=False)
     priority: int = 0
     salt: bytes = field(default=b"", repr=False)
     authorization: str | None = field(default=None, repr=False)

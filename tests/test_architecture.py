@@ -97,6 +97,7 @@ ENVIRONMENT = {
 
 # Modules that read the wall clock. It may jump, so all waiting, expiry and order use the monotonic clock.
 WALL_CLOCK = {
+    "encoder_contract/spans": "puts spans on the clock that collectors expect",
     "encoder_service/api/caller": "refuses signatures of replicas that are a minute old, which may be replayed",
     "encoder_service/app": "tells the starts of a replica apart",
     "encoder_service/cluster/peers": "says when a call to a replica was signed",

@@ -11,7 +11,7 @@ from time import time
 from encoder_contract.endpoint import host_of
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
-from encoder_contract.traceparent import TRACEPARENT, trace_id
+from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.messages import Context
@@ -44,7 +44,7 @@ def caller_of(context: Context) -> Caller:
         is_local=connection.startswith(_LOCAL),
         name=host,
         proxy_request_id=str(metadata.get("x-request-id", "")),
-        trace_id=trace_id(str(metadata.get(TRACEPARENT, ""))),
+        traceparent=str(metadata.get(TRACEPARENT, "")),
         authorization=authorization if isinstance(authorization, str | None) else "",
         certificate_names=tuple(
             name.decode(errors="replace") for kind in _CERTIFICATE_NAMES for name in certificate.get(kind, ())

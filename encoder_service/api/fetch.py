@@ -390,7 +390,9 @@ class FetchCall:
                     message.errors.append(self._failed(window.index, outcome.wait_s, result))
                     continue
                 is_lent = True
-                self._record.fetched(result.source, outcome.wait_s, result.stage_ms)
+                self._record.fetched(
+                    result.source, outcome.wait_s, result.stage_ms, stage_began_s=result.stage_began_s
+                )
                 ready = _ready(window, result, self._info)
                 await self._sender.prepare(ready, result.pin)
                 self._record.transferred(
@@ -460,7 +462,7 @@ class FetchCall:
     async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
         """Return the message that announces rows to be sent, with all that the receiver checks."""
         assert self._sent_by is not None
-        self._record.fetched(result.source, wait_s, result.stage_ms)
+        self._record.fetched(result.source, wait_s, result.stage_ms, stage_began_s=result.stage_began_s)
         ready = _ready(window, result, self._info)
         await self._sent_by.prepare(ready, result.pin)
         if self._fleet_key is not None:

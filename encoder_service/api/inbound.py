@@ -14,6 +14,8 @@ import grpc
 from google.protobuf.message import Message
 
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, Status
+from encoder_contract.spans import CallSpan, SpanName, current
+from encoder_contract.traceparent import trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.caller import caller_of
@@ -216,6 +218,7 @@ def _serialize(message: Message | bytes) -> bytes:
 
 
 CallKind: TypeAlias = Literal["submit", "fetch"]
+NO_TIMES: Mapping[str, float] = {}
 
 
 class CallRecord:
@@ -236,7 +239,11 @@ class CallRecord:
         # Text, not the error: its traceback refers to the call's frames, which refer to this record.
         self._status, self._error_message = "", ""
         self._proxy_request_id = caller.proxy_request_id
-        self._trace = {"trace": caller.trace_id} if caller.trace_id else {}
+        trace = trace_id(caller.traceparent)
+        self._trace = {"trace": trace} if trace else {}
+        self._span = CallSpan.begin(SpanName(f"encoder.{kind}"), caller.traceparent)
+        if self._span is not None:
+            current.set(self._span.traceparent)  # for the tasks of this call
         self.set_caller("", caller.host)
         # Set once every image has its outcome: a caller that disconnects later has ended its call normally.
         self.complete = False
@@ -268,9 +275,13 @@ class CallRecord:
         wait_s: float,
         stage_ms: Mapping[str, float],
         error: EncoderError | None = None,
+        *,
+        stage_began_s: Mapping[str, float] = NO_TIMES,
     ) -> None:
         """Record an image of a Fetch: where its rows came from, and how long the caller waited."""
         self._count(outcome, error)
+        if self._span is not None:
+            self._span.stages(stage_began_s, stage_ms, **{"encoder.outcome": outcome})
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)
@@ -288,6 +299,9 @@ class CallRecord:
         """Count the call and write its log line. Stage times are those of its slowest image."""
         name = self._status or ("OK" if self.complete else Status.CANCELLED.name)
         self._metrics.call_ended(self._kind, name)
+        if self._span is not None:
+            images = {f"encoder.images.{outcome}": count for outcome, count in self._outcomes.items()}
+            self._span.end(name, **images)
         fields: dict[str, object] = {**self._caller, **self._trace, "status": name}
         fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
         if self._bytes:

@@ -25,6 +25,8 @@ from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
 from encoder_contract.framing import checksum, parse_fetch_response
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.rows_connection import RowsConnections
+from encoder_contract.spans import CallSpan, SpanName, current
+from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.keys import ImageKey, Recipe
 
@@ -105,7 +107,8 @@ class Peers:
         request = self._request(key, local_only=True)
         if self._rows_ports.usable(endpoint):
             request.transports.extend((pb.TRANSPORT_TCP, pb.TRANSPORT_INLINE))
-        call = self._call(endpoint, request)
+        span = CallSpan.begin(SpanName.PEER_FETCH, current.get(), **{"server.address": endpoint})
+        call = self._call(endpoint, request, span)
         try:
             with _naming_peer(endpoint):
                 grid, buffer = await self._receive(endpoint, call, key.address)
@@ -113,6 +116,8 @@ class Peers:
         finally:
             call.cancel()
             self._on_fetch(monotonic() - began, ok)
+            if span is not None:
+                span.end("OK" if ok else "UNKNOWN")
         if buffer.numel() >= RATED_BYTES:
             rate = buffer.numel() / max(monotonic() - began, 1e-6)
             self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
@@ -137,11 +142,13 @@ class Peers:
         for endpoint in list(self._channels):
             await self._channels.pop(endpoint).close()
 
-    def _call(self, endpoint: str, request: pb.FetchRequest) -> Any:
+    def _call(self, endpoint: str, request: pb.FetchRequest, span: CallSpan | None = None) -> Any:
         raw = request.SerializeToString()
-        metadata: tuple[tuple[str, bytes], ...] = ()
+        metadata: list[tuple[str, str | bytes]] = []
         if self._key is not None:
-            metadata = ((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw, time())),)
+            metadata.append((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw, time())))
+        if span is not None:
+            metadata.append((TRACEPARENT, span.traceparent))
         fetch: Any = self._channels.to(endpoint).unary_stream(FETCH)
         return fetch(raw, metadata=metadata)
 

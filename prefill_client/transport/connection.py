@@ -6,13 +6,14 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import monotonic
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry
+from encoder_contract.spans import CallSpan, SpanName
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -176,7 +177,9 @@ class Connection:
 
         `new` are the indexes of images that the server probably lacks.
         """
-        call = self._stub.Submit(metadata=self.metadata())
+        metadata, span = self._traced(SpanName.CLIENT_SUBMIT, len(images))
+        call = self._stub.Submit(metadata=metadata)
+        _end_with(call, span)
         return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes, new)
 
     def fetch(
@@ -200,7 +203,9 @@ class Connection:
         )
         for receiver in receivers.values():
             receiver.ask(message)
-        call = self._fetch(message, metadata=self.metadata())
+        metadata, span = self._traced(SpanName.CLIENT_FETCH, len(requests))
+        call = self._fetch(message, metadata=metadata)
+        _end_with(call, span)
         if monotonic() - self.clock.estimated_at_s > CLOCK_S and self._clock_task is None:
             self._clock_task = asyncio.create_task(self._update_clock(), name="clock")
         return RowStream(call, requests, receivers, self.endpoint, self.clock, timeout_s)
@@ -210,10 +215,23 @@ class Connection:
         token, context = self._channels.metadata(self.endpoint), traceparent.get()
         return (*token, (TRACEPARENT, context)) if context else token
 
+    def _traced(self, name: SpanName, images: int) -> tuple[tuple[tuple[str, str], ...], CallSpan | None]:
+        """Return the metadata of a call, and its span if the current task's trace is sampled."""
+        attributes: dict[str, str | int] = {"server.address": self.endpoint, "encoder.images": images}
+        if (span := CallSpan.begin(name, traceparent.get(), **attributes)) is None:
+            return self.metadata(), None
+        return (*self._channels.metadata(self.endpoint), (TRACEPARENT, span.traceparent)), span
+
     async def _update_clock(self) -> None:
         with suppress(grpc.aio.AioRpcError, EncoderError):  # the next Fetch reports the error
             self.clock = await _estimate_clock(self.channel, CLOCK_S, self._channels.metadata(self.endpoint))
         self._clock_task = None
+
+
+def _end_with(call: Any, span: CallSpan | None) -> None:
+    """End the span when the call ends."""
+    if span is not None:
+        call.add_done_callback(lambda ended: span.end("CANCELLED" if ended.cancelled() else "OK"))
 
 
 async def _estimate_clock(

@@ -1,0 +1,120 @@
+"""OpenTelemetry spans of calls, at clients and servers. They exist only if the caller's `traceparent` is sampled.
+
+`SpanName` lists all spans. The span of a call begins with the call, because the calls that it causes carry its id. The
+spans of an image's stages are made after the fact, from the times that servers record anyway. Without a sampled
+`traceparent` nothing of OpenTelemetry is called, or even imported. Needs the extra `otel`.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextvars import ContextVar
+from enum import StrEnum
+from functools import cache
+from time import monotonic, time_ns
+from typing import Any, Self
+
+from encoder_contract.traceparent import TRACEPARENT, is_sampled
+
+log = logging.getLogger(__name__)
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""A server exports its spans if one of these environment variables is set. OpenTelemetry reads them."""
+
+current: ContextVar[str] = ContextVar("span", default="")
+"""The `traceparent` of the span that this task works for, which calls to other servers carry. Empty: none."""
+
+
+class SpanName(StrEnum):
+    """All spans, and whose they are."""
+
+    CLIENT_SUBMIT = "encoder.client.submit"  # an attempt of a client at one server
+    CLIENT_FETCH = "encoder.client.fetch"
+    SUBMIT = "encoder.submit"  # a call at the server
+    FETCH = "encoder.fetch"
+    PEER_FETCH = "encoder.peer_fetch"  # a replica's Fetch from another one
+    QUEUE = "encoder.queue"  # stages of an image that was encoded for the call, at the server
+    DECODE = "encoder.decode"
+    PREPROCESS = "encoder.preprocess"
+    VIT = "encoder.vit"
+    COPY_OUT = "encoder.copy_out"
+
+
+STAGES = {
+    name.removeprefix("encoder."): name
+    for name in (SpanName.QUEUE, SpanName.DECODE, SpanName.PREPROCESS, SpanName.VIT, SpanName.COPY_OUT)
+}
+_CALLERS = (SpanName.CLIENT_SUBMIT, SpanName.CLIENT_FETCH, SpanName.PEER_FETCH)
+
+
+class CallSpan:
+    """The span of a running call. Always `end` it."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    @classmethod
+    def begin(cls, name: SpanName, traceparent: str, **attributes: str | int) -> Self | None:
+        """Begin a span under `traceparent`; return None if that is not sampled, or OpenTelemetry is not installed."""
+        if not is_sampled(traceparent) or (trace := _opentelemetry()) is None:
+            return None
+        from opentelemetry.trace.propagation import tracecontext
+
+        parent = tracecontext.TraceContextTextMapPropagator().extract({TRACEPARENT: traceparent})
+        kind = trace.SpanKind.CLIENT if name in _CALLERS else trace.SpanKind.SERVER
+        span = trace.get_tracer("encoder").start_span(name, parent, kind, attributes)
+        return cls(span)
+
+    @property
+    def traceparent(self) -> str:
+        """The `traceparent` of calls that belong to this span."""
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+    def stages(
+        self, began_s: Mapping[str, float], stage_ms: Mapping[str, float], **attributes: str | int
+    ) -> None:
+        """Add the stages of an image, from when each began (`time.monotonic`) and how long it took."""
+        trace = _opentelemetry()
+        assert trace is not None, "this span exists"
+        here, now_ns, now_s = trace.set_span_in_context(self._span), time_ns(), monotonic()
+        tracer = trace.get_tracer("encoder")
+        for stage, begin_s in began_s.items():
+            if (name := STAGES.get(stage)) is not None:
+                begin_ns = now_ns - round((now_s - begin_s) * 1e9)
+                span = tracer.start_span(name, here, attributes=attributes, start_time=begin_ns)
+                span.end(begin_ns + round(stage_ms.get(stage, 0.0) * 1e6))
+
+    def end(self, status: str = "OK", **attributes: str | int) -> None:
+        """End the span with the call's gRPC status."""
+        self._span.set_attributes({"rpc.grpc.status": status, **attributes})
+        self._span.end()
+
+
+def export(service: str, environment: Mapping[str, str]) -> None:
+    """Export the spans of this process as the environment says (`ENDPOINTS`); otherwise do nothing."""
+    if not any(map(environment.get, ENDPOINTS)):
+        return
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        log.warning(
+            "%s is set, but spans need the extra otel: pip install 'encoder-service[otel]'", ENDPOINTS[0]
+        )
+        return
+    name = environment.get("OTEL_SERVICE_NAME", service)
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+
+
+@cache
+def _opentelemetry() -> Any:
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace

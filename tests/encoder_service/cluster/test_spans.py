@@ -1,0 +1,131 @@
+"""OpenTelemetry spans: client, server, stages and peer under the caller's trace, and none without a sampled one."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from encoder_contract import spans
+from encoder_contract.spans import CallSpan, SpanName
+from encoder_contract.traceparent import is_sampled
+from prefill_client import traceparent
+from testing.photos import photo
+from tests.cluster_replica import Start
+from tests.waiting import soon
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed")
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{CALLER}-01", f"00-{TRACE}-{CALLER}-00"
+
+
+@pytest.fixture(scope="module")
+def exporter() -> object:
+    """All spans of this process that have ended."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory = InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    return memory
+
+
+@pytest.fixture
+def ended(exporter) -> Iterator[object]:
+    exporter.clear()
+    yield exporter.get_finished_spans
+    exporter.clear()
+
+
+def named(ended, name: str) -> list:
+    return [span for span in ended() if span.name == name]
+
+
+async def test_client_server_stages_and_peer_form_one_trace(start: Start, ended) -> None:
+    a, b = await start(), await start()
+    token = traceparent.set(SAMPLED)
+    try:
+        (image,) = await a.client.submit([photo(300, 280, 4242)])
+        await a.fetch(image.digest)
+        await soon(lambda: b.locates(image.digest))
+        assert (await b.fetch(image.digest)).source == "peer"
+    finally:
+        traceparent.reset(token)
+    await soon(
+        lambda: len(named(ended, "encoder.fetch")) == 3 and len(named(ended, "encoder.client.fetch")) == 2
+    )
+    await soon(lambda: len(named(ended, "encoder.submit")) == 1)
+    by_id = {span.context.span_id: span for span in ended()}
+    assert {f"{span.context.trace_id:032x}" for span in ended()} == {TRACE}
+
+    def parents(name: str) -> set[str]:
+        found = [by_id.get(span.parent.span_id) for span in named(ended, name)]
+        return {span.name if span is not None else "caller" for span in found}
+
+    assert parents("encoder.client.submit") == parents("encoder.client.fetch") == {"caller"}
+    assert {f"{span.parent.span_id:016x}" for span in named(ended, "encoder.client.fetch")} == {CALLER}
+    assert parents("encoder.submit") == {"encoder.client.submit"}
+    assert parents("encoder.peer_fetch") == {"encoder.fetch"}
+    assert parents("encoder.fetch") == {"encoder.client.fetch", "encoder.peer_fetch"}
+    for stage in spans.STAGES.values():
+        (span,) = named(ended, stage)
+        assert parents(stage) == {"encoder.fetch"}
+        assert span.start_time <= span.end_time
+        assert span.attributes["encoder.outcome"] == "encoded"
+    (decode,), (vit,) = named(ended, "encoder.decode"), named(ended, "encoder.vit")
+    assert decode.start_time < vit.start_time
+    fetch = by_id[vit.parent.span_id]
+    assert abs(vit.end_time - fetch.end_time) < 60e9, "on the clock of all other spans"
+    assert fetch.attributes["rpc.grpc.status"] == "OK"
+    assert fetch.attributes["encoder.images.encoded"] == 1
+
+
+@pytest.mark.parametrize("context", [UNSAMPLED, "", "rubbish", f"00-{'0' * 32}-{CALLER}-01", SAMPLED + "-x"])
+async def test_nothing_of_opentelemetry_is_called_for_other_requests(
+    start: Start, ended, monkeypatch: pytest.MonkeyPatch, context: str
+) -> None:
+    def called() -> None:
+        raise AssertionError("OpenTelemetry was called")
+
+    monkeypatch.setattr(spans, "_opentelemetry", called)
+    assert not is_sampled(context)
+    a = await start()
+    token = traceparent.set(context)
+    try:
+        (image,) = await a.client.submit([photo(300, 280, 4243)])
+        await a.fetch(image.digest)
+    finally:
+        traceparent.reset(token)
+    assert ended() == ()
+
+
+def test_opentelemetry_is_imported_for_sampled_calls_only() -> None:
+    code = (
+        "import sys\n"
+        "from encoder_contract.spans import CallSpan, SpanName\n"
+        "import prefill_client, prefill_client.client, encoder_service.api.service\n"
+        f"assert CallSpan.begin(SpanName.FETCH, {UNSAMPLED!r}) is None\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        f"assert CallSpan.begin(SpanName.FETCH, {SAMPLED!r}) is not None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_without_the_package_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_opentelemetry", lambda: None)
+    assert CallSpan.begin(SpanName.FETCH, SAMPLED) is None
+
+
+def test_a_server_without_the_extra_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spans.export("encoder-service", {})
+    assert caplog.records == []
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    spans.export("encoder-service", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+    (record,) = caplog.records
+    assert "pip install 'encoder-service[otel]'" in record.getMessage()

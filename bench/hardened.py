@@ -91,6 +91,7 @@ BENCHMARK = Benchmark(
                 ("priority", "images of the highest priority, without an end"),
                 ("seconds", "images that fill the seconds of the queue"),
                 ("large", "images of more pixels than are decoded at a time"),
+                ("tickets", "connections to the rows port that present garbage, or stop reading"),
             )
             for figure in (
                 Figure(f"p99_ratio_{name}", f"{says}: p99 / with none"),
@@ -115,6 +116,7 @@ SETTINGS: dict[str, Any] = {
     "threads": HALF_THE_CORES,
     "drain_s": DRAIN_S,
     "log_level": "error",
+    "rows_listen": "127.0.0.1:0",
 }
 # Settings of the server for one attack.
 ATTACK_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}

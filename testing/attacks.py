@@ -301,6 +301,37 @@ async def large(target: Target, ready: Ready) -> None:
     await _repeat_in_parallel(4, ask, pause_s=0.0)
 
 
+async def tickets(target: Target, ready: Ready) -> None:
+    """Connections to the rows port that present nothing or garbage, and readers of rows that stop."""
+    stub = target.stub()
+    host = target.grpc.rpartition(":")[0]
+    port = (await stub.Describe(pb.DescribeRequest())).rows_port
+    digests = await _submit_files(stub, [photo(512, 512, seed) for seed in range(16)])
+    await _read(stub, _request(digests))
+    request = _request(digests)
+    request.transports.append(pb.TRANSPORT_TCP)
+
+    async def idle() -> None:
+        opened = [await asyncio.open_connection(host, port) for _ in range(64)]
+        for number, (_, writer) in enumerate(opened):
+            writer.write(bytes(number % 40))
+        await asyncio.sleep(RETRY_S)
+        for _, writer in opened:
+            writer.transport.abort()
+
+    async def stall() -> None:
+        call = stub.Fetch(request)
+        async for answer in call:
+            for each in answer.ready:
+                _, writer = await asyncio.open_connection(host, port, limit=1)
+                writer.write(each.ticket.secret)
+
+    await ready()
+    await asyncio.gather(
+        _repeat_in_parallel(4, idle, pause_s=0.0), _repeat_in_parallel(8, stall, pause_s=0.0)
+    )
+
+
 async def neighbour(target: Target, ready: Ready) -> None:
     """No attack: one honest client that asks for new images, as large as those of the attacks, one by one."""
     stub, base = target.stub(), photo(512, 512, 9)
@@ -314,7 +345,7 @@ ATTACKS: dict[str, Attack] = {
     for attack in (
         *(headers, uploads, readers, decoders, messages),
         *(unknown, partial, claims, dripping, watchers),
-        *(refusals, priority, seconds, large),
+        *(refusals, priority, seconds, large, tickets),
     )
 }
 CALLERS = {neighbour.__name__: neighbour, **ATTACKS}

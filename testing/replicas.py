@@ -48,7 +48,8 @@ class ReplicaProcess:
 
     def start(self, **settings: Any) -> None:
         """Start it and wait until it listens. `settings` override those of the constructor."""
-        merged = {**SETTINGS, "listen": self.endpoint, **self._settings, **settings}
+        ports = {"listen": self.endpoint, "rows_listen": f"{self.endpoint.rpartition(':')[0]}:0"}
+        merged = {**SETTINGS, **ports, **self._settings, **settings}
         self._server = ServerProcess(self._model, **merged)
         self._server.wait_until_it_listens()
 

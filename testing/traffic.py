@@ -164,7 +164,7 @@ class Traffic:
                 end(image.digest, "", image.error)
         left = set(range(len(good)))
         requests = [RowRequest(digest) for _, digest in good]
-        async with client.fetch(requests, timeout_s=self._timeout_s, transports=["inline"]) as stream:
+        async with client.fetch(requests, timeout_s=self._timeout_s, transports=["tcp"]) as stream:
             async for outcome in stream:
                 left.remove(outcome.index)
                 number, digest = good[outcome.index]

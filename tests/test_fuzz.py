@@ -27,12 +27,13 @@ def test_seeded_calls_pass_and_leave_nothing_on_a_server() -> None:
         "images",
         "videos",
         "crowds",
+        "rows",
         "--cases",
-        "440",
+        "480",
     ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert '"cases": 440' in ran.stdout
+    assert '"cases": 480' in ran.stdout
 
 
 def test_crashes_and_hangs_are_counted_with_the_command_that_repeats_them(

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from encoder_contract.digest import content_digest
+from encoder_contract.framing import checksum
 from encoder_contract.v1 import encoder_pb2 as pb
 from testing.fuzz.answers import SERVICE, check
 from testing.fuzz.mutation import mutated
@@ -21,6 +22,7 @@ from testing.photos import damaged, photo
 
 # For a busy machine; a case takes some milliseconds.
 PATIENCE_S = 60.0
+READ_S = 2.0  # how long a caller of rows waits for the next answer
 
 Case = Callable[[Any, int, random.Random], Coroutine[Any, Any, None]]
 """Runs on a channel, with a seed and its random numbers; messages are bytes."""
@@ -108,7 +110,7 @@ async def fetch(channel: Any, _seed: int, draw: random.Random) -> None:
     ]
     request = pb.FetchRequest(
         images=images,
-        transports=draw.choices((0, 1, 2, 77), k=draw.randrange(3)),  # type: ignore[arg-type]
+        transports=draw.choices((0, 1, 2, 4, 77), k=draw.randrange(3)),  # type: ignore[arg-type]
         grace_ms=draw.choice((0, 0, 1, 20)),
         shm_proof=draw.randbytes(draw.choice((0, 16))),
         local_only=draw.random() < 0.2,
@@ -226,7 +228,57 @@ async def crowds(channel: Any, _seed: int, draw: random.Random) -> None:
     await check(call, [])
 
 
-CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, videos, crowds)}
+async def rows(channel: Any, _seed: int, draw: random.Random) -> None:
+    """Rows over the rows port: tickets are presented, repeated, damaged or left, and readers leave in the middle."""
+    files = draw.sample(_FILES, 4)
+    submit: Any = channel.stream_stream(f"{SERVICE}/Submit")()
+    names = [
+        pb.ImageName(index=index, digest=content_digest(file), size_bytes=len(file))
+        for index, file in enumerate(files)
+    ]
+    sent = [pb.ImageBytes(index=index, data=file, last=True) for index, file in enumerate(files)]
+    step = pb.SubmitRequest(open=pb.Caller(), names=pb.ImageNames(names=names), bytes=sent, last=True)
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await submit.write(step.SerializeToString())
+        while await submit.read() is not grpc.aio.EOF:
+            pass
+    wanted = [pb.FetchImage(index=index, digest=content_digest(file)) for index, file in enumerate(files)]
+    request = pb.FetchRequest(images=wanted, transports=[pb.TRANSPORT_TCP])
+    call: Any = channel.unary_stream(f"{SERVICE}/Fetch")(request.SerializeToString())
+    answers: list[pb.FetchResponse] = []
+    left, readers = draw.choice((1, 2, 100, 100)), set()
+    # A call whose tickets nobody presents waits for them.
+    with suppress(grpc.aio.AioRpcError, TimeoutError):
+        async with asyncio.timeout(READ_S):
+            while left and (raw := await call.read()) is not grpc.aio.EOF:
+                answers.append(pb.FetchResponse.FromString(raw))
+                left -= 1
+                for ready in answers[-1].ready:
+                    readers.add(asyncio.create_task(_read_rows(draw, ready)))
+                    if draw.random() < 0.1:
+                        left = 0  # the call ends before its rows are read
+    call.cancel()
+    await asyncio.gather(*readers)
+    await check(call, [error for answer in answers for error in answer.errors])
+
+
+async def _read_rows(draw: random.Random, ready: pb.ImageReady) -> None:
+    """Present a ticket on one or two connections, in one of many ways."""
+    for _ in range(draw.choice((1, 1, 1, 2))):
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", ready.ticket.port)
+            secret = ready.ticket.secret
+            writer.write(draw.choice((secret, secret, secret, secret[:7], mutated(draw, secret), secret * 3)))
+            with suppress(asyncio.IncompleteReadError):
+                size = int.from_bytes(await reader.readexactly(8), "little") if draw.random() < 0.9 else 0
+                assert size in (0, ready.row_bytes), f"{size} bytes of rows instead of {ready.row_bytes}"
+                if size and draw.random() < 0.8:
+                    data = await reader.readexactly(size)
+                    assert checksum([memoryview(data)]) == ready.checksum, "the rows of another image"
+            writer.transport.abort()
+
+
+CASES: dict[str, Case] = {each.__name__: each for each in (submit, fetch, images, videos, crowds, rows)}
 _FILES = [b"", b"no image", *(photo(40 + 8 * n, 40, n) for n in range(4)), *(damaged(n) for n in range(6))]
 
 

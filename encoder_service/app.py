@@ -172,6 +172,7 @@ class Server:
                 max_images=MAX_IMAGES_PER_CALL,
             )
             self.endpoint = self._listener.endpoint
+            self.engine.on_answers = self._listener.set_serving
             self.metrics.read_from(self.readings)
             self.watch = Watch(
                 self._config.metrics_listen,

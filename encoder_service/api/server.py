@@ -112,7 +112,11 @@ class Listener:
     async def start(self) -> None:
         """Start to answer calls, and report health as serving."""
         await self._server.start()
-        self._health.start()
+        self._health.set_serving(True)
+
+    def set_serving(self, serving: bool) -> None:
+        """Report health as serving or not, until `stop`."""
+        self._health.set_serving(serving)
 
     def abort_calls(self) -> None:
         """End running calls now, regardless of the grace period passed to `stop`."""
@@ -187,7 +191,7 @@ class UnknownServiceError(EncoderError):
 
 
 class Health:
-    """The health of the server and its services `names`: not serving until `start`, and again from `stop` on."""
+    """The health of the server and its services `names`: not serving before `set_serving`, and again from `stop` on."""
 
     def __init__(self, names: Collection[str], calls: Budget) -> None:
         self._names = frozenset(names)
@@ -205,9 +209,10 @@ class Health:
             "Watch": self._gate.one_request(self.watch, parse),
         }
 
-    def start(self) -> None:
-        """Report that the server is serving."""
-        self._set_status(SERVING)
+    def set_serving(self, serving: bool) -> None:
+        """Report whether the server is serving. Does nothing from `stop` on."""
+        if not self._stopping:
+            self._set_status(SERVING if serving else NOT_SERVING)
 
     async def stop(self) -> None:
         """Report to every watcher that the server no longer serves, and wait until all that read are notified."""

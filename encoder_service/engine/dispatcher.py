@@ -68,6 +68,8 @@ class Dispatcher:
         self._rendezvous = start_rendezvous() if len(devices) > 1 else None
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self.on_answers: Callable[[bool], None] = lambda _answers: None
+        """Called with `answers` when that has changed."""
         self._tasks: list[asyncio.Task[None]] = []
         queue.dispatch, queue.on_gone, store.on_freed = self._dispatch, self._gone, self._on_freed
 
@@ -187,6 +189,7 @@ class Dispatcher:
         return True
 
     async def _watch(self) -> None:
+        answered = True
         while True:
             await asyncio.sleep(TICK_S)
             for link in self.links:
@@ -194,6 +197,9 @@ class Dispatcher:
                     log.error("the process of %s is stuck, %s: killing it", link.device.name, why)
                     link.device.is_stuck = True
                     link.device.kill()
+            if self.answers is not answered:
+                answered = self.answers
+                self.on_answers(answered)
 
     def _keep_moving(self) -> None:
         try:

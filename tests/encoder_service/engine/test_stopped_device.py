@@ -7,8 +7,10 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.config import Config
 from encoder_service.engine import EXIT_STUCK, dispatcher, link
@@ -38,6 +40,21 @@ async def test_a_stopped_process_is_replaced_and_its_images_are_encoded(config: 
         assert device.restarts["stuck"] == 1
         assert stopped.returncode == -signal.SIGKILL
         await soon(lambda: server._not_ready() == "")
+
+
+async def test_health_follows_the_devices(config: Config, quick: None) -> None:
+    async with (
+        serving(config, "cpu") as (server, _, [device]),
+        grpc.aio.insecure_channel(server.endpoint) as channel,
+    ):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        os.kill(device.process.pid, signal.SIGSTOP)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert server._not_ready() == "no device answers"
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING, "it was restarted"
+        assert device.restarts["stuck"] == 1
+        watch.cancel()
 
 
 async def test_images_of_a_stopped_process_go_to_another_device(

@@ -4,6 +4,7 @@ It computes from the model's own config (FLOP count, geometry) and measures noth
 comes from `bench.vit`, or from a running server's utilisation metric times its peak.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,10 @@ BENCHMARK = Benchmark(
     ),
     limit_s=60,
 )
-HEADS = ("image", "patches", "tokens", "TFLOP", "MB", "per GiB", "images/s", "patches/s", "encoder devices")
+HEADS = (
+    *("image", "patches", "tokens", "TFLOP", "MB", "per GiB", "images/s", "patches/s", "GB/s out"),
+    "encoder devices",
+)
 
 
 def _model(folder: Path | None) -> tuple[TowerSpec, Geometry]:
@@ -64,8 +68,19 @@ def cost(
     tokens = geometry.tokens(grid)
     tflop, embedding_bytes = flops(spec, grid) / 1e12, tokens * spec.width * ELEMENT_BYTES
     per_s, prefill_tflop = sustained_tflops / tflop, 2 * llm_billions * tokens / 1e3
-    held = GIB // embedding_bytes, per_s, per_s * grid.patches
+    held = GIB // embedding_bytes, per_s, per_s * grid.patches, per_s * embedding_bytes / 1e9
     return size, grid.patches, tokens, tflop, embedding_bytes / 1e6, *held, tflop / prefill_tflop
+
+
+def example(row: Sequence[str | float], images_per_s: float = 200.0, store_gib: int = 64) -> str:
+    """Return what many new images of a row of `costs` take; a device is loaded to 80 %."""
+    size, megabytes, per_gib, per_s = row[0], float(row[4]), float(row[5]), float(row[6])
+    return (
+        f"Example: 50 requests/s of four new {size} photos are {images_per_s:g} images/s: "
+        f"{math.ceil(images_per_s / per_s / 0.8)} devices and a spare one, "
+        f"{images_per_s * megabytes / 1e3:.1f} GB/s out, of which a host\nwith 100 Gbit/s sends 12.5; "
+        f"a store of {store_gib} GiB holds the images of {store_gib * per_gib / images_per_s:.1f} s."
+    )
 
 
 def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
@@ -99,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"\nEncoder devices: the number for each device that prefills a model of {args.llm_billions:g} billion "
         "parameters\nat the same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
-        f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings."
+        f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings.\n"
+        f"{example(next(row for row in costs if row[0] == '1080p'))}"
     )
     print_figures({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, args)
 

@@ -47,7 +47,7 @@ BENCHMARK = Benchmark(
             "28.8 MB hit inline: with TLS / without",
             target="<= 1.3",
         ),
-        Figure("tls_over_plain_bare", "a bare gRPC stream of as many bytes: with TLS / without", shown=True),
+        Figure("tls_over_plain_bare", "a bare gRPC stream of as many bytes: with TLS / without"),
         Figure("tls_over_plain_shm", "28.8 MB hit over shared memory: with TLS / without", target="<= 1.1"),
         Figure("memcpy_gbps", "memcpy of as many bytes", "GB/s"),
         Figure("read_gbps", "read out of the shared segment", "GB/s"),

@@ -5,14 +5,17 @@ To add a transport, add a value to the enum `Transport`, a receiver to `RECEIVER
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.channels import Channels
 from prefill_client.transport.device import DeviceReceiver
 from prefill_client.transport.receiver import InlineReceiver, Receiver
 from prefill_client.transport.shared_memory import SharedMemoryReceiver
 from prefill_client.transport.tcp import TcpReceiver
+
+if TYPE_CHECKING:  # it imports grpc
+    from prefill_client.transport.channels import Channels
 
 # Best first. Inline is last, because it accepts rows that no other transport announces.
 RECEIVERS: Mapping[pb.Transport.ValueType, type[Receiver]] = {
@@ -29,13 +32,13 @@ BY_DEFAULT = tuple(TRANSPORT_NAMES[transport] for transport, each in RECEIVERS.i
 """Names of the transports that a caller uses by default."""
 
 
-def receivers(endpoint: str, description: pb.DescribeResponse, channels: Channels) -> dict[str, Receiver]:
+def receivers(endpoint: str, description: pb.DescribeResponse, channels: "Channels") -> dict[str, Receiver]:
     """Return the receivers that this process can use with a server, by name, best first."""
     candidates = (receiver.from_server(endpoint, description, channels) for receiver in RECEIVERS.values())
     return {TRANSPORT_NAMES[receiver.transport]: receiver for receiver in candidates if receiver is not None}
 
 
-Receivers = Callable[[str, pb.DescribeResponse, Channels], dict[str, Receiver]]
+Receivers = Callable[[str, pb.DescribeResponse, "Channels"], dict[str, Receiver]]
 """A factory of the receivers for a server: `receivers`, or another one if other processes read the rows."""
 
 

@@ -16,10 +16,12 @@ from encoder_contract.errors import StaleHandleError
 from encoder_contract.handle import Handle
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.channels import Channels
 from prefill_client.transport.receiver import Arrival
 from prefill_client.transport.rows import Rows, array_view
 from prefill_client.transport.shared_memory import SharedMemoryReceiver, SharedRows
+
+if TYPE_CHECKING:  # it imports grpc
+    from prefill_client.transport.channels import Channels
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +120,7 @@ class DeviceReceiver(SharedMemoryReceiver):
         cls,
         endpoint: str,
         description: pb.DescribeResponse,
-        channels: Channels,  # noqa: ARG003
+        channels: "Channels",  # noqa: ARG003
     ) -> Self | None:
         """Return a receiver if the server has rows on a GPU, its segment can be read, and torch is installed."""
         if cls.transport not in description.transports or importlib.util.find_spec("torch") is None:

@@ -4,7 +4,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from encoder_contract.errors import InternalError
 from encoder_contract.framing import Checksum
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.channels import Channels
 from prefill_client.transport.rows import OwnRows, Rows, element_type
+
+if TYPE_CHECKING:  # it imports grpc
+    from prefill_client.transport.channels import Channels
 
 # Bytes kept for reuse: two images of 2560x1440 in Qwen3-VL-8B.
 MAX_IDLE_BYTES = 256 << 20
@@ -117,7 +119,9 @@ class Receiver(ABC):
 
     @classmethod
     @abstractmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: Channels) -> Self | None:
+    def from_server(
+        cls, endpoint: str, description: pb.DescribeResponse, channels: "Channels"
+    ) -> Self | None:
         """Return a receiver for a server; None if the server does not offer it or this process cannot use it.
 
         `channels` has the credentials for further connections.
@@ -155,7 +159,7 @@ class InlineReceiver(Receiver):
     holds = False
 
     @classmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: Channels) -> Self:  # noqa: ARG003
+    def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: "Channels") -> Self:  # noqa: ARG003
         """Return a receiver."""
         return cls()
 

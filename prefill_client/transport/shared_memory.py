@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from cachetools import LRUCache
@@ -17,9 +17,11 @@ from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import open_segment, segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.channels import Channels
 from prefill_client.transport.receiver import Arrival, Receiver
 from prefill_client.transport.rows import OwnRows, Rows, element_type
+
+if TYPE_CHECKING:  # it imports grpc
+    from prefill_client.transport.channels import Channels
 
 _MAPPED_SEGMENTS = 16
 """Number of segments mapped at the same time. The least recently used one is unmapped first."""
@@ -119,7 +121,7 @@ class SharedMemoryReceiver(Receiver):
         cls,
         endpoint: str,
         description: pb.DescribeResponse,
-        channels: Channels,  # noqa: ARG003
+        channels: "Channels",  # noqa: ARG003
     ) -> Self | None:
         """Return a receiver if the server is on this host and this process can read its segment."""
         proof = segment_proof(endpoint, description.shm_segment)

@@ -1,15 +1,17 @@
 """Rows over TCP connections beside the call: the server's rows port sends them into memory of this process."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.errors import InternalError
 from encoder_contract.rows_connection import RowsConnections
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client.transport.channels import Channels
 from prefill_client.transport.receiver import Arrival, Receiver, acquire_buffer
 from prefill_client.transport.rows import OwnRows, element_type
+
+if TYPE_CHECKING:  # it imports grpc
+    from prefill_client.transport.channels import Channels
 
 
 class TcpReceiver(Receiver):
@@ -22,7 +24,9 @@ class TcpReceiver(Receiver):
         self._connections = connections
 
     @classmethod
-    def from_server(cls, endpoint: str, description: pb.DescribeResponse, channels: Channels) -> Self | None:
+    def from_server(
+        cls, endpoint: str, description: pb.DescribeResponse, channels: "Channels"
+    ) -> Self | None:
         """Return a receiver if the server has a rows port, and the endpoint says at which host."""
         try:
             where = Endpoint.parse(endpoint)

@@ -22,7 +22,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 from encoder_service.engine.environment import device_environment
-from encoder_service.engine.messages import Load, receive, send
+from encoder_service.engine.messages import Load, Report, receive, send
 
 if TYPE_CHECKING:
     from encoder_service.engine.facts import DeviceState, ModelFacts
@@ -31,6 +31,8 @@ ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""
 END_S = 5.0
 """How long a process that has closed its socket may take to end."""
+LOAD_SILENCE_S = 300.0
+"""How long a process that loads may say nothing, as it does while Python imports torch, maybe from a slow disk."""
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptors!r}, parent={parent})"
 )
@@ -87,9 +89,17 @@ class DeviceProcess:
             send(self.connection, Load(self._config, self.number, self._processes))
 
     def load(self) -> None:
-        """Wait until the process has loaded. Raises `ConfigError` if it cannot load."""
+        """Wait until the process has loaded. Raises `ConfigError` if it cannot load, or hangs."""
+        report: Report | ModelFacts | ConfigError
+        self.connection.settimeout(LOAD_SILENCE_S)
         try:
-            report: ModelFacts | ConfigError = receive(self.connection)
+            while isinstance(report := receive(self.connection), Report):
+                pass  # it lives
+            self.connection.settimeout(None)
+        except TimeoutError:
+            report = ConfigError(
+                f"{flag('devices')} {self.name}: its process said nothing for {LOAD_SILENCE_S:g} s while it loaded"
+            )
         except OSError:
             status = self.process.wait()
             report = ConfigError(

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -53,7 +54,12 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
         cores = len(os.sched_getaffinity(0))
         if config.devices == "cpu" and processes * torch.get_num_threads() > cores:
             torch.set_num_threads(max(1, cores // processes))
+        loaded = threading.Event()
+        beating = threading.Thread(target=_beat, args=(connection, loaded), name="beat", daemon=True)
+        beating.start()
         model = _load(config, processes)
+        loaded.set()
+        beating.join()
         if isinstance(model, ConfigError):
             messages.send(connection, model)
             end(0)
@@ -118,6 +124,13 @@ def _memory(begin: messages.Begin, device: Device) -> Memory:
         gpu = int(device.name.partition(":")[2] or 0)
         memory["device"] = tensor_over(open_memory(*begin.tier, gpu, writes=True), device.name)
     return memory
+
+
+def _beat(connection: socket.socket, loaded: threading.Event) -> None:
+    """Tell the server regularly that this process lives, until it has loaded."""
+    with suppress(OSError):  # the server has gone: the next message notices
+        while not loaded.wait(messages.REPORT_S):
+            messages.send(connection, messages.Report(None))
 
 
 def _load(config: Config, processes: int) -> Model | ConfigError:

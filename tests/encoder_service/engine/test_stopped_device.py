@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.config import Config
-from encoder_service.engine import EXIT_STUCK, dispatcher, link
+from encoder_service.config import Config, ConfigError
+from encoder_service.engine import EXIT_STUCK, devices, dispatcher, link, messages, process
+from encoder_service.engine.devices import DeviceProcess
 from testing.photos import photo
 from tests.encoder_service.engine.test_devices import fetched, serving
 from tests.encoder_service.engine.test_lost_device import listening, started
@@ -55,6 +58,42 @@ async def test_health_follows_the_devices(config: Config, quick: None) -> None:
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING, "it was restarted"
         assert device.restarts["stuck"] == 1
         watch.cancel()
+
+
+def test_a_process_that_hangs_while_it_loads_is_ended(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "LOAD_SILENCE_S", 1.0)
+    device = DeviceProcess(config, 0, 1)
+    os.kill(device.process.pid, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="said nothing for 1 s while it loaded"):
+        device.load()
+    assert device.process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_loads_for_long_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "REPORT_S", 0.0)
+    ours, theirs = socket.socketpair()
+    loaded = threading.Event()
+    with ours, theirs:
+        beating = threading.Thread(target=process._beat, args=(theirs, loaded))
+        beating.start()
+        assert [messages.receive(ours) for _ in range(3)] == [messages.Report(None)] * 3
+        loaded.set()
+        while beating.is_alive():  # it may wait for room
+            ours.recv(1 << 16)
+
+
+async def test_a_successor_that_hangs_while_it_loads_is_replaced(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(config, "cpu") as (server, client, [device]):
+        with monkeypatch.context() as patched:
+            patched.setattr(devices, "LOAD_SILENCE_S", 0.01)  # it hangs as soon as it starts
+            device.process.kill()
+            await soon(lambda: "said nothing" in caplog.text)
+        await fetched(client, [photo(96, 96, 1)])
+        assert server._not_ready() == ""
 
 
 async def test_images_of_a_stopped_process_go_to_another_device(

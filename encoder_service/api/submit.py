@@ -308,7 +308,8 @@ class SubmitCall:
             try:
                 images.append(self._image(name))
             except InvalidRequestError as error:
-                invalid.append((name.index, None, error))
+                # Without its traceback, which refers to this frame, which refers to the error.
+                invalid.append((name.index, None, error.with_traceback(None)))
         return [*invalid, *await self._look_up(images)]
 
     async def _answer_found(self, found: Sequence[Found], files: Mapping[int, bytes]) -> list[pb.ImageState]:
@@ -331,7 +332,7 @@ class SubmitCall:
                     with suppress(ImageLimitError):  # that image fails alone
                         self._uploads.make_room(image.size_bytes, is_video=image.file_is_video)
         except OverloadedError as error:
-            refusals.append(error)
+            refusals.append(error.with_traceback(None))
         if not refusals:
             return list(found)
         images = [image for _, image, _ in found if image is not None]

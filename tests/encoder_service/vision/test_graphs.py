@@ -33,9 +33,9 @@ CPU = torch.device("cpu")
 class ByBounds(SegmentAttention):
     """Reads `bounds`, as device kernels do."""
 
-    def __call__(self, query, key, value, segments, scale):
+    def __call__(self, query, key, value, segments, scale, between=lambda: None):
         lengths = segments.bounds.diff().tolist()
-        return super().__call__(query, key, value, Segments.of(lengths, CPU), scale)
+        return super().__call__(query, key, value, Segments.of(lengths, CPU), scale, between)
 
 
 @pytest.fixture(scope="module")

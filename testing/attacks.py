@@ -301,6 +301,18 @@ async def large(target: Target, ready: Ready) -> None:
     await _repeat_in_parallel(4, ask, pause_s=0.0)
 
 
+async def towers(target: Target, ready: Ready) -> None:
+    """Twelve callers with photos of a megapixel, each of which takes the tower as long as many small images."""
+    stub, base, numbers = target.stub(), photo(990, 990, 12), itertools.count()
+
+    async def ask() -> None:
+        image = with_comment(base, next(numbers))
+        await _read(stub, _request(await _submit_files(stub, [image]), grace_ms=30_000))
+
+    await ready()
+    await _repeat_in_parallel(12, ask, pause_s=0.0)
+
+
 async def tickets(target: Target, ready: Ready) -> None:
     """Connections to the rows port that present nothing or garbage, and readers of rows that stop."""
     stub = target.stub()
@@ -345,7 +357,7 @@ ATTACKS: dict[str, Attack] = {
     for attack in (
         *(headers, uploads, readers, decoders, messages),
         *(unknown, partial, claims, dripping, watchers),
-        *(refusals, priority, seconds, large, tickets),
+        *(refusals, priority, seconds, large, towers, tickets),
     )
 }
 CALLERS = {neighbour.__name__: neighbour, **ATTACKS}

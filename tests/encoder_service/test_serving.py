@@ -15,7 +15,6 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, RowRequest
-from prefill_client.transport import BY_DEFAULT
 from testing.decoding import decode_files
 from testing.photos import photo
 from testing.tcp_proxy import TcpProxy
@@ -23,6 +22,7 @@ from tests.calls import collect, naming, next_state, stub
 from tests.gate import Gate
 from tests.waiting import soon
 
+TRANSPORTS = ["shm", "inline"]  # of a server without a rows port
 SIZES = [(320, 200), (64, 64), (200, 331), (97, 640)]
 
 
@@ -44,7 +44,7 @@ async def test_describe_tells_model_geometry_and_limits(client: EncoderClient, m
     assert description.max_image_bytes == 32 << 20
 
 
-@pytest.mark.parametrize("transport", BY_DEFAULT)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_submitted_images_return_the_rows_of_the_tower(
     client: EncoderClient, model: Model, transport: str
 ) -> None:
@@ -96,12 +96,12 @@ async def test_a_row_window_is_exactly_those_rows(client: EncoderClient) -> None
         assert np.array_equal(outcomes[index].array, whole[begin : end or None])
 
 
-@pytest.mark.parametrize("transport", BY_DEFAULT)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_an_image_named_many_times_in_a_call_is_pinned_once(
     server: Server, client: EncoderClient, gate: Gate, transport: str
 ) -> None:
     with gate.closed():
-        (image,) = await client.submit([photo(320, 240, 40 + BY_DEFAULT.index(transport))])
+        (image,) = await client.submit([photo(320, 240, 40 + TRANSPORTS.index(transport))])
         named = [RowRequest(image.digest, row, row + 1) for row in range(image.tokens)]
         waiting = asyncio.create_task(collect(client, named, transports=[transport]))
         await soon(

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 CREDIT_S = 0.025
 """Seconds of work that the tower has ahead, so that it does not wait for a pass of the event loop."""
+LONG_S = 0.1
+"""A tower that can be interrupted gets nothing ahead of a batch that takes longer: what it has cannot overtake."""
 LEAST_TURN_S = 0.005
 """Least time that a batch gets between two images of a holder that overtake it."""
 MOST_BATCHES = 8
@@ -337,6 +339,8 @@ class Link(asyncio.Protocol):
         if not usual:
             return True
         if len(usual) >= MOST_BATCHES or not all(batch.seconds for batch in usual):
+            return False
+        if self.device.facts.overtakes and max(usual[0].seconds, self._head_s) > LONG_S:
             return False
         head_s = max(0.0, usual[0].seconds - self._head_s)
         left_s = head_s + sum(batch.seconds for batch in usual[1:])

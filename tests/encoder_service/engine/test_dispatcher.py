@@ -287,6 +287,29 @@ async def test_other_holders_and_a_large_batch_take_turns_of_equal_time(
         await soon(lambda: len(at.ended) == 16)
 
 
+@pytest.mark.parametrize("predicted_s", [0.09, 0.5])
+async def test_nothing_is_sent_behind_a_long_batch_that_can_be_overtaken(
+    model: Model, monkeypatch: pytest.MonkeyPatch, predicted_s: float
+) -> None:
+    """A small image that had been sent behind it would wait for all of it, however wrong the predicted time is."""
+    now = [100.0]
+    monkeypatch.setattr(linking, "monotonic", lambda: now[0])
+    async with floor(model, batch_patches=LARGE.patches) as at:
+        [device] = at.devices
+        await measured(at, predicted_s, LARGE)
+        _, first = await a_batch(at, b"large", LARGE)
+        now[0] += max(predicted_s, linking.LONG_S) + linking.CREDIT_S  # it should have ended
+        job = at.submit(b"another", demanded("another"), grid=LARGE)
+        await at.prepare(job)
+        await soon(lambda: job.number in at.links[0]._prepared)
+        assert nothing_sent(at)()
+        _, small = await a_batch(at, b"small")
+        assert small.urgent
+        device.encoded(small, 0.01)
+        device.encoded(first, 2.0)
+        assert (await device.next(messages.Encode)).images == [job.number]
+
+
 async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_waiting_batches(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

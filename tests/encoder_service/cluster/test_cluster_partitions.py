@@ -71,11 +71,23 @@ async def test_a_replica_disconnected_from_peers_encodes_itself(checkpoint: Path
         assert at_b.errors == []
         assert {served.source for served in at_b.served} == {"encoded", "host"}
         proxy.mend()
+        await soon(lambda: _reads(b, a, supply))  # gRPC pauses between its attempts to connect
         await steady(replicas)
     finally:
         for replica in replicas:
             replica.kill()
         await proxy.stop()
+
+
+async def _reads(reader: ReplicaProcess, holder: ReplicaProcess, supply: Supply) -> bool:
+    """Return whether a replica gets the rows of new images of another one from it."""
+    supply.shared = 0.0
+    async with Traffic([holder.endpoint], supply, workers=1) as first:
+        await first.more(1)
+    supply.shared, supply.hot = 1.0, 4
+    async with Traffic([reader.endpoint], supply, workers=1) as second:
+        await second.more(1)
+    return "peer" in {served.source for served in second.served}
 
 
 async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:

@@ -92,6 +92,7 @@ BENCHMARK = Benchmark(
                 ("seconds", "images that fill the seconds of the queue"),
                 ("large", "images of more pixels than are decoded at a time"),
                 ("towers", "twelve callers with photos of a megapixel, which keep the tower busy"),
+                ("digests", "uploads of megabytes under digests that are not theirs"),
                 ("tickets", "connections to the rows port that present garbage, or stop reading"),
             )
             for figure in (

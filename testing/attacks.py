@@ -313,6 +313,18 @@ async def towers(target: Target, ready: Ready) -> None:
     await _repeat_in_parallel(12, ask, pause_s=0.0)
 
 
+async def digests(target: Target, ready: Ready) -> None:
+    """Eight uploads at a time under digests that are not theirs: each is received and hashed before it is refused."""
+    stub, draw, file = target.stub(), random.Random(13), bytes(8 << 20)
+
+    async def upload() -> None:
+        digest = draw.randbytes(32)
+        await _submit(stub, [pb.ImageName(digest=digest)], {digest: file})
+
+    await ready()
+    await _repeat_in_parallel(8, upload, pause_s=0.0)
+
+
 async def tickets(target: Target, ready: Ready) -> None:
     """Connections to the rows port that present nothing or garbage, and readers of rows that stop."""
     stub = target.stub()
@@ -357,7 +369,7 @@ ATTACKS: dict[str, Attack] = {
     for attack in (
         *(headers, uploads, readers, decoders, messages),
         *(unknown, partial, claims, dripping, watchers),
-        *(refusals, priority, seconds, large, towers, tickets),
+        *(refusals, priority, seconds, large, towers, digests, tickets),
     )
 }
 CALLERS = {neighbour.__name__: neighbour, **ATTACKS}

@@ -31,6 +31,15 @@ PIECE_FIELDS_BYTES = 16
 MAX_REQUEST_ID_BYTES = 128  # an identifier, not a payload; each queued image has a copy
 # The most fields that a request has besides the names of images.
 OTHER_FIELDS = 64
+# The tags of fields with a length; a field with the same number and another type is unknown, as for protobuf.
+_OPEN, _NAMES, _BYTES = (
+    number << 3 | 2
+    for number in (
+        pb.SubmitRequest.OPEN_FIELD_NUMBER,
+        pb.SubmitRequest.NAMES_FIELD_NUMBER,
+        pb.SubmitRequest.BYTES_FIELD_NUMBER,
+    )
+)
 _CODES: Mapping[Status, grpc.StatusCode] = {
     s: c for s in Status for c in grpc.StatusCode if c.value[0] == s.value
 }
@@ -89,8 +98,8 @@ class RawSubmit:
         raw = self.raw
         if not with_files:
             begin, kept = 0, []
-            for number, _, end in _fields(raw):
-                if number != pb.SubmitRequest.BYTES_FIELD_NUMBER:
+            for tag, _, end in _fields(raw):
+                if tag != _BYTES:
                     kept.append(raw[begin:end])
                 begin = end
             raw = b"".join(kept)
@@ -105,15 +114,15 @@ def parse_submit(raw: bytes, max_images: int) -> RawSubmit:
     _check_bytes(pb.SubmitRequest, raw, max_request_bytes(max_images))
     caller, file_bytes, pieces, others = None, 0, 0, 0
     most_others = max_images + OTHER_FIELDS
-    for number, begin, end in _fields(raw):
-        if number == pb.SubmitRequest.BYTES_FIELD_NUMBER:
+    for tag, begin, end in _fields(raw):
+        if tag == _BYTES:
             pieces += 1
             file_bytes += end - begin
             continue
         others += 1
-        if number == pb.SubmitRequest.OPEN_FIELD_NUMBER:
+        if tag == _OPEN:
             caller = raw[begin:end]
-        elif number == pb.SubmitRequest.NAMES_FIELD_NUMBER:
+        elif tag == _NAMES:
             others += _count(raw[begin:end], most_others)
         if max(others - most_others, pieces - max_images) > 0:
             raise _too_many(max_images)
@@ -274,7 +283,7 @@ def _too_many(max_images: int) -> InvalidRequestError:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each field of a message, and where its content begins and ends.
+    """Yield the tag of each field of a message, and where its content begins and ends.
 
     Raises `InvalidRequestError` for bytes that are not a message, and for groups, which the contract does not use.
     """
@@ -296,7 +305,7 @@ def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
                 raise InvalidRequestError("the request is not a valid message")
         if at > len(raw):
             raise InvalidRequestError("the request is not a valid message: its last field is truncated")
-        yield tag >> 3, begin, at
+        yield tag, begin, at
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:

@@ -129,6 +129,12 @@ def test_files_are_counted_and_left_out_before_a_message_is_parsed() -> None:
         messages.parse_submit(whole.SerializeToString(), 2)
 
 
+def test_a_number_where_a_message_belongs_is_an_unknown_field() -> None:
+    raw = messages.parse_submit(b"\x08\x01\x18\x01", 1)  # fields 1, which is `open`, and 3
+    assert raw.open is None
+    assert not raw.parsed().HasField("open")
+
+
 def test_the_largest_names_of_a_call_fit() -> None:
     most, huge = 2**32 - 1, 2**64 - 1
     variant = pb.Variant(min_pixels=huge, max_pixels=huge)

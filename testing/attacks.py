@@ -329,14 +329,14 @@ async def tickets(target: Target, ready: Ready) -> None:
     """Connections to the rows port that present nothing or garbage, and readers of rows that stop."""
     stub = target.stub()
     host = target.grpc.rpartition(":")[0]
-    port = (await stub.Describe(pb.DescribeRequest())).rows_port
-    digests = await _submit_files(stub, [photo(512, 512, seed) for seed in range(16)])
-    await _read(stub, _request(digests))
-    request = _request(digests)
-    request.transports.append(pb.TRANSPORT_TCP)
+    photos, digests = [photo(512, 512, seed) for seed in range(16)], list[bytes]()
+
+    async def port() -> int:
+        return (await stub.Describe(pb.DescribeRequest())).rows_port
 
     async def idle() -> None:
-        opened = [await asyncio.open_connection(host, port) for _ in range(64)]
+        to = await port()
+        opened = [await asyncio.open_connection(host, to) for _ in range(64)]
         for number, (_, writer) in enumerate(opened):
             writer.write(bytes(number % 40))
         await asyncio.sleep(RETRY_S)
@@ -344,16 +344,18 @@ async def tickets(target: Target, ready: Ready) -> None:
             writer.transport.abort()
 
     async def stall() -> None:
-        call = stub.Fetch(request)
-        async for answer in call:
+        to = await port()
+        if not digests:
+            digests.extend(await _submit_files(stub, photos))
+        request = _request(digests)
+        request.transports.append(pb.TRANSPORT_TCP)
+        async for answer in stub.Fetch(request):
             for each in answer.ready:
-                _, writer = await asyncio.open_connection(host, port, limit=1)
+                _, writer = await asyncio.open_connection(host, to, limit=1)
                 writer.write(each.ticket.secret)
 
     await ready()
-    await asyncio.gather(
-        _repeat_in_parallel(4, idle, pause_s=0.0), _repeat_in_parallel(8, stall, pause_s=0.0)
-    )
+    await asyncio.gather(_repeat_in_parallel(4, idle), _repeat_in_parallel(8, stall))
 
 
 async def neighbour(target: Target, ready: Ready) -> None:

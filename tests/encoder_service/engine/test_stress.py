@@ -46,7 +46,10 @@ class RandomDevice:
             await asyncio.sleep(self._dice.choice((0, 0, 0, 0.001, 0.005)))
             with suppress(Empty):
                 while True:
-                    self._connection, sent = self._device.sent.get_nowait()
+                    connection, sent = self._device.sent.get_nowait()
+                    if connection is not self._device.theirs:
+                        continue  # of a process that has ended, read late
+                    self._connection = connection
                     self._seen[type(sent).__name__] += 1
                     if isinstance(sent, messages.Begin):
                         self._has.clear()  # another process

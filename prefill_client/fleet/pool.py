@@ -174,15 +174,18 @@ class Pool:
     async def close(self) -> None:
         """Close all connections, which ends running calls."""
         self._closed = True
-        tasks = [*self._watches.values(), *self._retired, *([self._resolving] if self._resolving else [])]
+        attempts = list(self._connections.values())
+        tasks = [*attempts, *self._watches.values(), *self._retired]
+        if self._resolving is not None:
+            tasks.append(self._resolving)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # Iterate over a copy, because attempts that fail remove themselves.
-        for connecting in list(self._connections.values()):
-            connecting.cancel()
-            with suppress(asyncio.CancelledError, EncoderError):
-                await (await connecting).close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:  # also if this is cancelled, even twice
+            await asyncio.shield(
+                asyncio.gather(*(each.result().close() for each in attempts if _is_open(each)))
+            )
 
     def _is_outdated(self, task: "asyncio.Task[Connection]") -> bool:
         """Return whether the certificates have changed since the connection was opened."""

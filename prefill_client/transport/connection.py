@@ -168,9 +168,11 @@ class Connection:
         try:
             await asyncio.sleep(after_s)  # gRPC's own grace period would refuse new calls
         finally:
-            await self.channel.close()
-            for receiver in self.receivers.values():
-                receiver.close()
+            try:
+                await self.channel.close()
+            finally:
+                for receiver in self.receivers.values():
+                    receiver.close()
 
     def submit(self, images: Sequence[Image], caller: pb.Caller, new: Collection[int] = ()) -> SubmitStream:
         """Start a Submit call. The caller ends it, and may leave it open to keep the images submitted.

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
+from encoder_contract.credentials import Credentials
 from encoder_contract.errors import UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
@@ -16,6 +18,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet import pool
+from prefill_client.transport.channels import Channels
 from testing.photos import photo
 from testing.tcp_proxy import TcpProxy
 from tests.calls import collect
@@ -161,3 +164,32 @@ async def test_without_wait_a_name_is_resolved_once(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnavailableError, match=f"{NAME} does not resolve"):
         await EncoderClient.connect(NAME, timeout_s=PATIENCE_S, wait=False)
     assert names.lookups == 1
+
+
+async def test_a_close_that_is_cancelled_anywhere_leaves_nothing_open(server: Server) -> None:
+    turns, has_ended = 0, False
+    while not has_ended:
+        turns += 1
+        with closed_port() as gone:
+            opened = pool.Pool(
+                [server.endpoint, gone],
+                model=b"",
+                processor=b"",
+                channels=Channels(Credentials()),
+                connect_timeout_s=PATIENCE_S,
+                wait=True,
+            )
+            connection = await opened.connection(server.endpoint)
+            caller = asyncio.create_task(opened.connection(gone))
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(opened.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            has_ended = closing.done()
+            closing.cancel()
+            await asyncio.wait([closing, caller], timeout=PATIENCE_S)
+            assert closing.cancelled() != has_ended, "a cancellation is not swallowed"
+            await soon(lambda opened=opened: all(each.done() for each in opened._connections.values()))  # type: ignore[misc]
+            state = connection.channel.get_state
+            await soon(lambda state=state: state() is grpc.ChannelConnectivity.SHUTDOWN)  # type: ignore[misc]
+    assert turns > 2

@@ -166,6 +166,7 @@ async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch:
     async with running(model, encode, batch_patches=64) as bench:
         # Once the rate is known, several batches are sent ahead, here as many as the server ever sends.
         monkeypatch.setattr(link, "CREDIT_S", 1e9)
+        monkeypatch.setattr(link, "LONG_S", 1e9)
         (await bench.rows(photo(128, 128, 99), demanded())).release()
         rows.clear()
 

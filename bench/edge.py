@@ -22,7 +22,7 @@ from bench.edge_parts.floor import floor
 from bench.edge_parts.null_tower import installed
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from encoder_contract.digest import content_digest
-from encoder_service.metrics import Window, quantile
+from encoder_service.metrics import ScrapeDelta, quantile
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
@@ -95,7 +95,7 @@ def spin_ms() -> float:
     return (time.process_time_ns() - began) / 1e6
 
 
-class Images:
+class EdgeCaller:
     """New files of one size, and what a caller does with them."""
 
     _numbers = itertools.count(int(time.time() * 1000) << 20)
@@ -161,7 +161,7 @@ async def costs(server: ServerProcess, ops: int) -> dict[str, float]:
     process = server.process.pid
     figures: dict[str, float] = {}
     async with await EncoderClient.connect(server.endpoint) as client:
-        small = Images(client, *SMALL)
+        small = EdgeCaller(client, *SMALL)
         together = partial(small.encode, TOGETHER)
         figures["new_ms"], figures["client_new_ms"] = await measure(process, together, ops, TOGETHER)
         figures["new_one_ms"], _ = await measure(process, partial(small.encode, 1), 4 * ops, 1)
@@ -171,9 +171,9 @@ async def costs(server: ServerProcess, ops: int) -> dict[str, float]:
         figures["chat_ms"], _ = await measure(process, partial(small.chat, known), ops, 1)
         hit = partial(small.fetch, known[:TOGETHER])
         figures["hit_ms"], _ = await measure(process, hit, 2 * ops, TOGETHER)
-        large, before = partial(Images(client, *LARGE).encode, TOGETHER), server.metrics()
+        large, before = partial(EdgeCaller(client, *LARGE).encode, TOGETHER), server.metrics()
         figures["new_720p_ms"], _ = await measure(process, large, max(1, ops // 3), TOGETHER)
-        late = Window(before, server.metrics(), 1.0).buckets("event_loop_lag_seconds")
+        late = ScrapeDelta(before, server.metrics(), 1.0).buckets("event_loop_lag_seconds")
         figures["lag_p99_ms"] = (quantile(0.99, late) or math.nan) * 1e3
     figures["upload_far_s"] = await upload_far_s(server)
     return figures
@@ -199,7 +199,7 @@ async def upload_far_s(server: ServerProcess) -> float:
 async def cost(server: ServerProcess, size: tuple[int, int], ops: int) -> float:
     """Return the processor time of the server for a new image of this size."""
     async with await EncoderClient.connect(server.endpoint) as client:
-        encode = partial(Images(client, *size).encode, TOGETHER)
+        encode = partial(EdgeCaller(client, *size).encode, TOGETHER)
         spent_ms, _ = await measure(server.process.pid, encode, ops, TOGETHER)
     return spent_ms
 
@@ -208,7 +208,7 @@ async def over_pace(server: ServerProcess, size: tuple[int, int], devices: int, 
     """Return the images a second that the server encodes, over what its slowed devices could."""
     is_over = asyncio.Event()
     async with await EncoderClient.connect(server.endpoint) as client:
-        images = Images(client, *size)
+        images = EdgeCaller(client, *size)
         geometry = client.description.geometry
         assert geometry is not None, "the tower of Qwen3-VL has a rule for its rows"
         patches = geometry.grid(*size).patches

@@ -33,7 +33,7 @@ import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
-from bench.harness.budget import Budget
+from bench.harness.budget import TimeBudget
 from bench.harness.calls import submit_and_fetch
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -125,13 +125,13 @@ ATTACK_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}
 
 
 @dataclass
-class Requests:
+class RequestOutcomes:
     """The outcomes of requests: the seconds of each, and the errors of those that failed."""
 
     seconds: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
-    def add(self, other: "Requests") -> None:
+    def add(self, other: "RequestOutcomes") -> None:
         """Add the outcomes of other requests."""
         self.seconds += other.seconds
         self.errors += other.errors
@@ -160,25 +160,25 @@ class Victim:
         self._known = photo(320, 240, 2)
         self._numbers = itertools.count()
 
-    async def run_for(self, seconds: float) -> Requests:
+    async def run_for(self, seconds: float) -> RequestOutcomes:
         """Make requests one by one for a while."""
         deadline = time.monotonic() + seconds
-        requests = Requests()
+        requests = RequestOutcomes()
         while time.monotonic() < deadline:
             requests.add(await self._request())
         return requests
 
-    async def _request(self) -> Requests:
+    async def _request(self) -> RequestOutcomes:
         began = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await self._ask()
         except TimeoutError:
-            return Requests([PATIENCE_S], ["it took too long"])
+            return RequestOutcomes([PATIENCE_S], ["it took too long"])
         except Exception as error:  # noqa: BLE001 - any error is a failed request
             took_s = max(PATIENCE_S, time.monotonic() - began)
-            return Requests([took_s], [f"{type(error).__name__}: {error}"[:200]])
-        return Requests([time.monotonic() - began])
+            return RequestOutcomes([took_s], [f"{type(error).__name__}: {error}"[:200]])
+        return RequestOutcomes([time.monotonic() - began])
 
     async def _ask(self) -> None:
         await self._service.Describe(pb.DescribeRequest())
@@ -205,9 +205,9 @@ class Measured:
     `grown_mib` is the growth of the server's own memory during the attack.
     """
 
-    elsewhere: Requests
-    calm: Requests
-    attacked: Requests
+    elsewhere: RequestOutcomes
+    calm: RequestOutcomes
+    attacked: RequestOutcomes
     grown_mib: float
 
 
@@ -276,7 +276,7 @@ async def stop(server: ServerProcess, victim: Victim) -> list[str]:
     return errors
 
 
-async def measure(names: Sequence[str], budget: Budget) -> dict[str, Measured]:
+async def measure(names: Sequence[str], budget: TimeBudget) -> dict[str, Measured]:
     """Measure the neighbour, then as many attacks as there is time for."""
     found: dict[str, Measured] = {}
     slowest_s = 0.0
@@ -299,7 +299,7 @@ async def measure(names: Sequence[str], budget: Budget) -> dict[str, Measured]:
 
 def report(found: dict[str, Measured], left_out: list[str]) -> dict[str, Any]:
     """Print the table; return the figures."""
-    calm = Requests()
+    calm = RequestOutcomes()
     for each in found.values():
         calm.add(each.calm)
     rows: list[list[str | float]] = [[*_row("no attacker", calm, calm), ""]]
@@ -331,7 +331,7 @@ def report(found: dict[str, Measured], left_out: list[str]) -> dict[str, Any]:
     }
 
 
-def _row(name: str, requests: Requests, calm: Requests) -> list[str | float]:
+def _row(name: str, requests: RequestOutcomes, calm: RequestOutcomes) -> list[str | float]:
     counts = [str(len(requests.seconds)), str(len(requests.errors))]
     ratios = [requests.p99_ms / calm.p99_ms, requests.per_s / calm.per_s]
     return [name, *counts, median(requests.seconds) * 1e3, requests.p99_ms, *ratios]
@@ -345,7 +345,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    budget = Budget(args.budget_s)
+    budget = TimeBudget(args.budget_s)
     found = asyncio.run(measure(args.attacks, budget))
     print_figures(report(found, budget.left_out), args)
 

@@ -6,7 +6,7 @@ The order is the server's scheduler, the placement the client's router; only the
 from typing import Any
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
-from bench.simulation.simulator import Load
+from bench.simulation.simulator import RequestLoad
 from bench.simulation.trials import FIRST, OURS, SKEWED, Trial, answer
 
 BENCHMARK = Benchmark(
@@ -44,7 +44,7 @@ COMPARED = {
 def figures_of(replicas: int, requests: int, seeds: int) -> dict[str, float]:
     """Compare orders and placements on the same requests of distinct images."""
     machine: dict[str, Any] = {"replicas": replicas, "prefill_engines": replicas}
-    load = Load(SKEWED, replicas=replicas)
+    load = RequestLoad(SKEWED, replicas=replicas)
     found = answer(
         [
             Trial(order, load, requests, seeds, machine | {"placement": placement})
@@ -71,7 +71,7 @@ UNEQUAL = (1.0, *[1 / 12] * 4)
 
 def unequal_figures(requests: int, seeds: int) -> dict[str, float]:
     """Compare a fleet of one fast and four slow replicas to the fast one alone, on the same requests."""
-    low, high = (Load(SKEWED, load=share * sum(UNEQUAL)) for share in (0.2, 0.9))
+    low, high = (RequestLoad(SKEWED, load=share * sum(UNEQUAL)) for share in (0.2, 0.9))
     fleet: dict[str, Any] = {"replicas": len(UNEQUAL), "rates": UNEQUAL}
     trials = {
         "load 0.2, the fast one alone": (low, {}),

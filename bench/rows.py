@@ -21,7 +21,7 @@ from bench.harness.benchmark import Benchmark, Figure, command_line, print_figur
 from bench.serving import lag_p99_s
 from bench.transport.bare import Bare, bare_server, read_bare
 from bench.transport.hits import fetch, submitted, wide_checkpoint
-from encoder_service.metrics import Window
+from encoder_service.metrics import ScrapeDelta
 from prefill_client import Credentials, EncoderClient, RowRequest
 from prefill_client.transport.channels import Channels
 from testing.certificates import HOSTS, Authority
@@ -186,7 +186,7 @@ async def _lateness(
         await asyncio.sleep(fetched * size / 1e9 - passed)
     sampling.cancel()
     moved = fetched * size / 1e9 / (time.perf_counter() - began)
-    late_s = lag_p99_s(Window(before, server.metrics(), seconds))
+    late_s = lag_p99_s(ScrapeDelta(before, server.metrics(), seconds))
     return {
         "client_late_ms": quantiles(late_ms, n=100)[98],
         "server_late_ms": late_s * 1e3,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness.benchmark import Benchmark, Figure, Table, command_line, print_figures, table
-from bench.simulation.simulator import UNLIMITED, Load
+from bench.simulation.simulator import UNLIMITED, RequestLoad
 from bench.simulation.trials import (
     BIG_IMAGES,
     FIRST,
@@ -22,7 +22,7 @@ from bench.simulation.trials import (
     Trial,
     answer,
 )
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler
 
 BENCHMARK = Benchmark(
     "scheduler",
@@ -47,7 +47,7 @@ BENCHMARK = Benchmark(
 Section = tuple[dict[str, float], list[Table]]
 
 
-def compare(title: str, load: Load, count: int, seeds: int) -> tuple[dict[str, Figures], Table]:
+def compare(title: str, load: RequestLoad, count: int, seeds: int) -> tuple[dict[str, Figures], Table]:
     """Compare all policies on the same requests; return figures by policy, and a table."""
     found = answer([Trial(policy.name, load, count, seeds) for policy in POLICIES])
     base = found[0]
@@ -64,12 +64,12 @@ def compare(title: str, load: Load, count: int, seeds: int) -> tuple[dict[str, F
 def sizes_section() -> Section:
     """Compare the policies on the workload of the targets: one encoder at 80 % load."""
     found, skewed = compare(
-        "Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", Load(SKEWED), 5000, 6
+        "Skewed sizes, Poisson arrivals, load 0.8 (unit: one image)", RequestLoad(SKEWED), 5000, 6
     )
     first, ours = found[FIRST], found[OURS]
-    even, uniform = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", Load(UNIFORM), 2000, 3)
+    even, uniform = compare("Sizes 1 to 32 alike, Poisson arrivals, load 0.8", RequestLoad(UNIFORM), 2000, 3)
     _, bursts = compare(
-        "Skewed sizes, bursts of 8 requests on average, load 0.8", Load(SKEWED, burst=8), 3000, 2
+        "Skewed sizes, bursts of 8 requests on average, load 0.8", RequestLoad(SKEWED, burst=8), 3000, 2
     )
     figures = {
         "mean_ttft_fcfs_over_ours": first.mean / ours.mean,
@@ -89,7 +89,7 @@ def need_section() -> Section:
         # So many prefill engines that none is the bottleneck: each request has one for itself.
         machine = {"prefill_s": prefill_s, "prefill_engines": 10_000}
         names = (FIRST, NEVER_YIELDS.name, OURS)
-        figures = answer([Trial(name, Load(SKEWED), 2000, 2, machine) for name in names])
+        figures = answer([Trial(name, RequestLoad(SKEWED), 2000, 2, machine) for name in names])
         base = figures[0]
         rows += [
             (prefill_s, name, f.mean, base.mean / f.mean, f.p99, f.p99 / base.p99)
@@ -109,7 +109,7 @@ def fleet_table(replicas: Sequence[int]) -> Table:
     rows: list[Sequence[str | float]] = []
     for n in replicas:
         machine = {"replicas": n, "prefill_engines": n}
-        load, count = Load(SKEWED, replicas=n), min(2000 * n, 8000)
+        load, count = RequestLoad(SKEWED, replicas=n), min(2000 * n, 8000)
         first, ours, whole = answer(
             [Trial(FIRST, load, count, 1, machine), Trial(OURS, load, count, 1, machine),
              Trial(OURS, load, count, 1, machine | {"placement": "whole"})]
@@ -131,7 +131,7 @@ def overload_section() -> Section:
     machine = {"limits": OVERLOAD_LIMITS}
     loads = [("0.8", 1), ("10", 1), ("0.8", 16), ("10", 16)]
     found = answer(
-        [Trial(OURS, Load(SKEWED, load=float(load), clients=clients), 4000 if load == "0.8" else 10_000, 2, machine)
+        [Trial(OURS, RequestLoad(SKEWED, float(load), clients=clients), 4000 if load == "0.8" else 10_000, 2, machine)
          for load, clients in loads]
     )  # fmt: skip
     calm, flood = found[:2]
@@ -163,7 +163,7 @@ def cost_section() -> Section:
         spent.setdefault(name, []).append((time.perf_counter() - begin) * 1e6)
         return result
 
-    limits = Limits(images=20_000, patches=10**9, source_bytes=10**12, claims=10**6)
+    limits = QueueLimits(images=20_000, patches=10**9, source_bytes=10**12, claims=10**6)
     scheduler = Scheduler(limits, max_ahead_patches=16_384, max_ahead_images=64)
     claims: list[Claim] = []
     for turn in range(4_000):

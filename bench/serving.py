@@ -17,13 +17,13 @@ import psutil
 import torch
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from bench.harness.budget import Budget
+from bench.harness.budget import TimeBudget
 from bench.harness.calls import fetch_all, ms_of, submit_and_fetch
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, OverloadedError
 from encoder_service.config import Config
 from encoder_service.engine.model import Model, load_model
-from encoder_service.metrics import Window
+from encoder_service.metrics import ScrapeDelta
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint
 from testing.decoding import decode_files
@@ -106,7 +106,7 @@ def checkpoint(folder: Path, depth: int) -> Path:
     return write_checkpoint(folder / "model", vision_only=True, depth=depth)
 
 
-def affordable_depth(shallow: Path, budget: Budget) -> int:
+def affordable_depth(shallow: Path, budget: TimeBudget) -> int:
     """Return the number of blocks that there is time for: all, if the processor has bfloat16 products."""
     model = load_model(Config(model=shallow, devices="cpu"))
     files = [photo(SIDE, SIDE, seed) for seed in range(BATCH)]
@@ -115,7 +115,7 @@ def affordable_depth(shallow: Path, budget: Budget) -> int:
     return budget.count("blocks of the tower", DEPTH, blocks_s, share=SHARE_OF_OVERHEAD, least=SHALLOW)
 
 
-async def latency_section(endpoint: str, budget: Budget) -> Figures:
+async def latency_section(endpoint: str, budget: TimeBudget) -> Figures:
     """Time the answers to a Submit of a new and a known 720p photo, and a hit, on an idle server."""
     new_ms: list[float] = []
     known_ms: list[float] = []
@@ -152,7 +152,7 @@ def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
     return time.perf_counter() - began
 
 
-async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Budget) -> Figures:
+async def overhead_section(endpoint: str, model: Model, rounds: int, budget: TimeBudget) -> Figures:
     """Alternate a batch of misses on the server with the same batch on the bare tower; return the ratio."""
     served_s: list[float] = []
     bare_s: list[float] = []
@@ -173,7 +173,7 @@ async def overhead_section(endpoint: str, model: Model, rounds: int, budget: Bud
     }
 
 
-def images_of_load(wanted: int, batch_s: float, budget: Budget) -> int:
+def images_of_load(wanted: int, batch_s: float, budget: TimeBudget) -> int:
     """Return the number of images, in whole batches, that the full load has time for."""
     batches = budget.count("batches of the full load", wanted // BATCH, batch_s, share=SHARE_OF_LOAD, least=2)
     return batches * BATCH
@@ -187,7 +187,7 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
         began = time.perf_counter()
         await asyncio.gather(*(submit_and_fetch(client, files[n : n + 4]) for n in range(0, images, 4)))
         seconds = time.perf_counter() - began
-    window = Window(before, server.metrics(), seconds)
+    window = ScrapeDelta(before, server.metrics(), seconds)
     busy, starved = (window.increase(f"device_{what}_seconds_total") for what in ("busy", "starved"))
     return {
         "busy_fraction": busy / (busy + starved),
@@ -369,7 +369,7 @@ async def offer(endpoint: str, images_per_s: float, seconds: float, base: bytes)
     return outcome
 
 
-def lag_p99_s(window: Window) -> float:
+def lag_p99_s(window: ScrapeDelta) -> float:
     """Return the upper bound of the bucket that has the p99 of the event loop's lag."""
     buckets = window.buckets("event_loop_lag_seconds")
     return min(edge for edge, count in buckets.items() if count >= 0.99 * buckets[math.inf])
@@ -383,7 +383,7 @@ def _p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100)[98]
 
 
-async def measure(folder: Path, args: Namespace, budget: Budget) -> Figures:
+async def measure(folder: Path, args: Namespace, budget: TimeBudget) -> Figures:
     """Run all sections: overhead and load with the deep tower, latency and overload with a shallow one."""
     overload_s: float = args.overload_s
     small = checkpoint(folder / "small", SHALLOW)
@@ -426,7 +426,7 @@ def main() -> None:
         "--budget-s", type=float, default=BUDGET_S, help="for all but the overload (default %(default)s)"
     )
     args = parser.parse_args()
-    budget = Budget(args.budget_s)
+    budget = TimeBudget(args.budget_s)
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(measure(Path(folder), args, budget))
     print_figures({**figures, "left_out": budget.left_out}, args)

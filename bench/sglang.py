@@ -29,7 +29,7 @@ from uuid import uuid4
 import zmq
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from bench.harness.budget import Budget
+from bench.harness.budget import TimeBudget
 from bench.harness.calls import ms_of, submit_and_fetch
 from bench.vllm import TEXT, TEXT_LAYERS
 from prefill_client import EncoderClient
@@ -130,12 +130,12 @@ def main() -> None:
         sys.exit(run_module(SGLANG_PYTHON, "bench.sglang", "--here", *sys.argv[1:], variables={}))
     # Engines run in their own sessions, so they must be stopped before this process ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    budget = Budget(args.budget_s)
+    budget = TimeBudget(args.budget_s)
     figures = _measure(args.rounds, args.only, budget)
     print_figures({**figures, "left_out": budget.left_out}, args)
 
 
-def _measure(rounds: int, ways: Collection[str], budget: Budget) -> dict[str, Any]:
+def _measure(rounds: int, ways: Collection[str], budget: TimeBudget) -> dict[str, Any]:
     from testing.checkpoints import write_checkpoint
     from testing.server_process import running
     from testing.sglang_engine import add_video_processor
@@ -262,7 +262,7 @@ class Sides:
             _http("POST", f"{self._bootstrap_url}/register_encoder_url", json.dumps({"url": url}).encode())
 
 
-def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Budget) -> dict[str, float]:
+def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: TimeBudget) -> dict[str, float]:
     """Run as many rounds as there is time for; return the medians of both prompts, and ratios."""
     photos = _photos(*SIDE, PROMPT_SEED)
     ms: dict[str, list[float]] = {f"{way}_{kind}_ms": [] for kind in ("16", "round2") for way in ways}

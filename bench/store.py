@@ -17,7 +17,7 @@ from bench.transport.hits import hit_figures
 from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
 from encoder_contract.geometry import Grid
 from encoder_service.store import Store
-from encoder_service.store.arena import Layout, Tier
+from encoder_service.store.arena import PageLayout, Tier
 from prefill_client import SharedRows
 
 BENCHMARK = Benchmark(
@@ -166,7 +166,9 @@ def fragmentation_figures(store_gib: int, images: int) -> Figures:
     `usable_percent` is the least share of the arena that held embeddings once it was full. `one_run_percent` is the
     share of embeddings that lie in one run.
     """
-    layout = Layout(row_bytes=1, page_rows=2)  # stands for pages of two rows of 32 KiB, without their bytes
+    layout = PageLayout(
+        row_bytes=1, page_rows=2
+    )  # stands for pages of two rows of 32 KiB, without their bytes
     tier = Tier("host", torch.empty(store_gib << 15, dtype=torch.uint8), layout)
     draw = random.Random(0)
     used, pieces = [], []

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
-from bench.harness.budget import DEFAULT_S, Budget
+from bench.harness.budget import DEFAULT_S, TimeBudget
 from bench.harness.results import hardware
 from bench.harness.towers import CASES, case_grids, full_checkpoint, load_ours, work
 from encoder_contract.geometry import Grid
@@ -97,7 +97,7 @@ def main() -> None:
 
 def measure(args: Namespace) -> dict[str, Any]:
     """Return the figures that there is time for."""
-    budget = Budget(args.budget_s)
+    budget = TimeBudget(args.budget_s)
     folder = full_checkpoint("qwen3_vl")
     tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
     threads = torch.get_num_threads()
@@ -113,7 +113,7 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Timing:
+class CaseTimes:
     """The best times of a case, in seconds."""
 
     ours: float
@@ -132,7 +132,7 @@ class Timing:
 
 
 def cases(
-    tower: Tower, reference: ReferenceTower, args: Namespace, budget: Budget, pace: float
+    tower: Tower, reference: ReferenceTower, args: Namespace, budget: TimeBudget, pace: float
 ) -> dict[str, Any]:
     """Measure the cases that there is time for, and print them."""
     peak = product_peak()
@@ -164,7 +164,7 @@ def pace_of(tower: Tower, reference: ReferenceTower) -> float:
     return (OURS_IN_ROUND * ours_s + THEIRS_IN_ROUND * theirs_s) / work(tower, PACE_CASE)
 
 
-def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -> Timing:
+def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -> CaseTimes:
     """Alternate our tower, that of `transformers`, and the lower bound."""
     grids = case_grids(tower, name)
     patches = random_patches(grids, tower.spec.patch_values)
@@ -186,7 +186,7 @@ def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -
         fastest = min(fastest, seconds(ours))
         their_fastest = min(their_fastest, seconds(theirs))
         bound.replay()
-    return Timing(fastest, their_fastest, bound.best, bound.luckiest, work(tower, name))
+    return CaseTimes(fastest, their_fastest, bound.best, bound.luckiest, work(tower, name))
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -283,7 +283,7 @@ def patch_embed_ratio(tower: Tower, reference: ReferenceTower) -> float:
 # Exactness
 
 
-def error_ratios(budget: Budget) -> dict[str, float]:
+def error_ratios(budget: TimeBudget) -> dict[str, float]:
     """Return the ratio of our row errors to those of `transformers` at full depth, for every family."""
     ratios = {}
     slowest_s = 0.0

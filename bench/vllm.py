@@ -24,7 +24,7 @@ from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES, run_module
 from testing.photos import photo
 
 if TYPE_CHECKING:
-    from testing.vllm_engine import Engine
+    from testing.vllm_engine import VllmEngine
 
 Submit = Callable[[Sequence[bytes]], None]
 """Lets something encode images before the engine gets their request."""
@@ -121,7 +121,7 @@ def _measure(rounds: int) -> dict[str, Any]:
     from bench.vllm_parts.disaggregation import encoder_instance, transfer
     from testing.checkpoints import write_checkpoint
     from testing.server_process import running
-    from testing.vllm_engine import Engine
+    from testing.vllm_engine import VllmEngine
 
     figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
@@ -140,13 +140,13 @@ def _measure(rounds: int) -> dict[str, Any]:
                 SIDE_PIXELS
             )  # one iterator for all ways: the service has stored what an earlier way submitted
             for way, options in WAYS.items():
-                engine = Engine(model, server.endpoint, **ENGINE, **options)
+                engine = VllmEngine(model, server.endpoint, **ENGINE, **options)
                 submit = _nothing if way == "own" else partial(_submit, engine)
                 figures |= _way_figures(engine, way, rounds, photos, submit)
                 engine.close()
             rows = Path(folder) / "rows"
             with encoder_instance(model, rows, images=IMAGES, settings=ENGINE) as encoder:
-                engine = Engine(model, server.endpoint, transfer=transfer(rows, "ec_consumer"), **ENGINE)
+                engine = VllmEngine(model, server.endpoint, transfer=transfer(rows, "ec_consumer"), **ENGINE)
                 figures |= _way_figures(engine, "disaggregated", rounds, photos, encoder.encode)
                 engine.close()
     figures["ttft_own_over_ours_16"] = _ratio(figures, "own_16_ms", "window_16_ms")
@@ -159,7 +159,7 @@ def _measure(rounds: int) -> dict[str, Any]:
 
 
 def _way_figures(
-    engine: "Engine", way: str, rounds: int, photos: Iterator[bytes], submit: Submit
+    engine: "VllmEngine", way: str, rounds: int, photos: Iterator[bytes], submit: Submit
 ) -> dict[str, Any]:
     """Measure an engine, after a warm-up prompt."""
     first_token_ms = partial(_first_token_ms, engine, submit, own=way in ("own", "disaggregated"))
@@ -183,11 +183,11 @@ def _nothing(_: Sequence[bytes]) -> None:
     pass
 
 
-def _submit(engine: "Engine", images: Sequence[bytes]) -> None:
+def _submit(engine: "VllmEngine", images: Sequence[bytes]) -> None:
     engine.submit(*images)
 
 
-def _first_token_ms(engine: "Engine", submit: Submit, parts: list[str | bytes], *, own: bool) -> float:
+def _first_token_ms(engine: "VllmEngine", submit: Submit, parts: list[str | bytes], *, own: bool) -> float:
     """Return the time of a request, with that of `submit`. With `own`, vLLM gets the images themselves."""
     begun = time.perf_counter()
     submit([part for part in parts if isinstance(part, bytes)])
@@ -210,7 +210,7 @@ def _chat_ms(first_token_ms: FirstToken, photos: Iterator[bytes]) -> list[float]
     return rounds
 
 
-def _fetch_ms(engine: "Engine", first_token_ms: FirstToken) -> float:
+def _fetch_ms(engine: "VllmEngine", first_token_ms: FirstToken) -> float:
     """Return the processor time that 16 stored images cost this process beside the model's, as a median.
 
     It is that of the connector's methods in the engine's thread, and that of the threads that fetch and copy.
@@ -239,7 +239,7 @@ def _other_threads_ms() -> float:
     return spent_ns / 1e6
 
 
-def _step_overhead_ms(engine: "Engine") -> float:
+def _step_overhead_ms(engine: "VllmEngine") -> float:
     """Return the time of our connector in a decode step of eight requests without images."""
     timer = MethodTimer()
     timer.watch(engine.scheduler.ec_connector, STEP_METHODS)
@@ -253,7 +253,7 @@ def _step_overhead_ms(engine: "Engine") -> float:
     return round(per_step_ms, 4)
 
 
-def _parked_core_percent(engine: "Engine", photos: Iterator[bytes]) -> float:
+def _parked_core_percent(engine: "VllmEngine", photos: Iterator[bytes]) -> float:
     """Return the share of a core that the engine's loop takes while a request waits for an image that never comes."""
     request_id = engine.start([next(photos)], tokens=1)
     begun, spent = time.perf_counter(), time.thread_time()

@@ -17,7 +17,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.sources import SourceCache
 from encoder_service.logs import dropped_lines
 from encoder_service.metrics import DEMAND, Reading, counter, gauge
-from encoder_service.scheduler import Limits, Snapshot, State
+from encoder_service.scheduler import QueueLimits, Snapshot, State
 from encoder_service.store import StoreStats, TierStats
 
 
@@ -132,7 +132,7 @@ def model_readings(model: Model) -> Iterator[Reading]:
     )
 
 
-def queue_readings(snapshot: Snapshot, limits: Limits) -> Iterator[Reading]:
+def queue_readings(snapshot: Snapshot, limits: QueueLimits) -> Iterator[Reading]:
     """Yield the queue and its limits. Every state and class has a series, so that an empty one reads 0."""
     places = {
         (state.value, label): (state, demanded)

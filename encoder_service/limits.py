@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import GIB, Config
-from encoder_service.scheduler import Claim, Limits, most_held
+from encoder_service.scheduler import Claim, QueueLimits, most_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Budgets:
     is not submitted yet. The queue counts its own contents (`scheduler.admission`), by the same rule.
     """
 
-    queue: Limits
+    queue: QueueLimits
     calls: Budget
     submits: Budget
     health_calls: Budget
@@ -218,7 +218,7 @@ class Budgets:
         claims = CLAIMS_PER_IMAGE * config.max_queued_images
         pinned_bytes = Budget(int(host_bytes * PINNED_SHARE), "pinned bytes")
         return cls(
-            queue=Limits(
+            queue=QueueLimits(
                 images=config.max_queued_images,
                 patches=QUEUED_PATCHES,
                 source_bytes=upload_bytes,

@@ -382,7 +382,7 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ScrapeDelta:
     """The difference between two scrapes of one endpoint; without an earlier scrape, since its process started."""
 
     before: Scrape | None

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from encoder_contract.credentials import Token
 from encoder_contract.transports import TRANSPORT_NAMES
-from encoder_service.metrics import STAGES, Scrape, ScrapeError, Window, quantile, scrape
+from encoder_service.metrics import STAGES, Scrape, ScrapeDelta, ScrapeError, quantile, scrape
 
 # Columns of what users experience, and of the resources that limit it. They form one table on a terminal of at least
 # `WIDE` characters, else two tables of at most 80 characters.
@@ -23,11 +23,11 @@ WIDE = 140
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaRow:
     """One row: the window of a replica that answers, or the error of one that does not."""
 
     endpoint: str
-    window: Window | None
+    window: ScrapeDelta | None
     error: str = ""
 
 
@@ -41,23 +41,25 @@ class Top:
         self._token = token
         self._before: dict[str, Scrape] = {}
 
-    async def scrape(self) -> list[Replica]:
+    async def scrape(self) -> list[ReplicaRow]:
         """Scrape every endpoint once."""
         return list(await asyncio.gather(*map(self._scrape, self._endpoints)))
 
-    async def _scrape(self, endpoint: str) -> Replica:
+    async def _scrape(self, endpoint: str) -> ReplicaRow:
         try:
             now = await asyncio.to_thread(scrape, endpoint, ca=self._ca, token=self._token)
         except ScrapeError as error:
             self._before.pop(endpoint, None)
-            return Replica(endpoint, None, str(error).removeprefix(f"{endpoint}: "))
+            return ReplicaRow(endpoint, None, str(error).removeprefix(f"{endpoint}: "))
         before = self._before.get(endpoint)
         self._before[endpoint] = now
         age = time() - now.total("process_start_time_seconds")
-        return Replica(endpoint, Window(before, now, age if before is None else now.at_s - before.at_s))
+        return ReplicaRow(
+            endpoint, ScrapeDelta(before, now, age if before is None else now.at_s - before.at_s)
+        )
 
 
-def frame(replicas: Sequence[Replica], width: int) -> RenderableType:
+def frame(replicas: Sequence[ReplicaRow], width: int) -> RenderableType:
     """Draw one frame for a screen of `width` characters."""
     windows = [replica.window for replica in replicas if replica.window is not None]
     first, *second = (EXPERIENCE + RESOURCES,) if width >= WIDE else (EXPERIENCE, RESOURCES)
@@ -73,7 +75,7 @@ def frame(replicas: Sequence[Replica], width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _replicas(replicas: Sequence[Replica], names: Sequence[str]) -> Table:
+def _replicas(replicas: Sequence[ReplicaRow], names: Sequence[str]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, expand=False)
     for name in ("replica", *names):
         table.add_column(
@@ -87,7 +89,7 @@ def _replicas(replicas: Sequence[Replica], names: Sequence[str]) -> Table:
     return table
 
 
-def _row(window: Window) -> Iterable[str | Text]:
+def _row(window: ScrapeDelta) -> Iterable[str | Text]:
     now = window.now
     waits = window.buckets("fetch_wait_seconds")
     peak = now.total("device_peak_flops")
@@ -114,7 +116,7 @@ def _row(window: Window) -> Iterable[str | Text]:
     )
 
 
-def _tiers(windows: Sequence[Window]) -> Table:
+def _tiers(windows: Sequence[ScrapeDelta]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("tier", "used", "of", "", "embeddings", "hits/s", "evicted/s"):
         table.add_column(name, justify="left" if name in ("tier", "") else "right", no_wrap=True)
@@ -139,7 +141,7 @@ def _tiers(windows: Sequence[Window]) -> Table:
     return table
 
 
-def _stages(windows: Sequence[Window]) -> Table:
+def _stages(windows: Sequence[ScrapeDelta]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("stage", "per s", "p50", "p99"):
         table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
@@ -157,7 +159,7 @@ def _stages(windows: Sequence[Window]) -> Table:
     return table
 
 
-def _hits(windows: Sequence[Window]) -> float | None:
+def _hits(windows: Sequence[ScrapeDelta]) -> float | None:
     """Return the share of fetched images whose rows were already stored."""
     encoded = sum(window.increase("fetched_images_total", outcome="encoded") for window in windows)
     held = sum(

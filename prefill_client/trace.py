@@ -21,7 +21,7 @@ Fetch = Callable[..., AbstractAsyncContextManager[AsyncIterable[FetchedRows]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """A time interval, in seconds since the request began. `lane` is `request`, `image N` or `chunk N`."""
 
     lane: str
@@ -39,7 +39,7 @@ class Trace:
         self.request_id = request_id
         self.trace_id = trace_id(traceparent)
         self.began_s = time.monotonic()
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self._names: list[bytes] = []
         self._lanes: dict[bytes, str] = {}
         self._encoded: set[bytes] = set()
@@ -49,7 +49,7 @@ class Trace:
     def add(self, lane: str, name: str, began_s: float, ended_s: float, **details: Any) -> None:
         """Add a span of this process."""
         self.spans.append(
-            Span(lane, name, began_s - self.began_s, ended_s - self.began_s, "prefill", details)
+            TimeSpan(lane, name, began_s - self.began_s, ended_s - self.began_s, "prefill", details)
         )
 
     @contextmanager
@@ -119,7 +119,7 @@ class Trace:
             self._encoded.add(request.name)
             for name, began_s, ended_s in stages:
                 at = (began_s - self.began_s, ended_s - self.began_s)
-                self.spans.append(Span(lane, name, *at, "encoder", {"server": outcome.endpoint}))
+                self.spans.append(TimeSpan(lane, name, *at, "encoder", {"server": outcome.endpoint}))
 
     def _lane(self, digest: bytes) -> str:
         return self._lanes.setdefault(digest, f"image {len(self._lanes)}")
@@ -149,7 +149,7 @@ def _stages(outcome: FetchedRows) -> list[tuple[str, float, float]]:
     ]
 
 
-def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+def _events(spans: Sequence[TimeSpan]) -> list[dict[str, Any]]:
     lanes = list(dict.fromkeys((span.side, span.lane) for span in sorted(spans, key=lambda s: place(s.lane))))
     thread = {lane: number for number, lane in enumerate(lanes, start=1)}
     events: list[dict[str, Any]] = [
@@ -177,10 +177,10 @@ def place(lane: str) -> tuple[int, int]:
     return KINDS.index(kind), int(number or 0)
 
 
-def read_spans(trace: Mapping[str, Any]) -> list[Span]:
+def read_spans(trace: Mapping[str, Any]) -> list[TimeSpan]:
     """Return the spans of a trace. Raises `ValueError` if it has another format."""
     sides = {pid: side for side, pid in SIDES.items()}
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     open_spans: dict[Any, Mapping[str, Any]] = {}
     try:
         for event in trace["traceEvents"]:
@@ -191,7 +191,7 @@ def read_spans(trace: Mapping[str, Any]) -> list[Span]:
                 ended_us = event["ts"] + event.get("dur", 0)
                 at = (first["ts"] / 1e6, ended_us / 1e6)
                 spans.append(
-                    Span(first["cat"], first["name"], *at, sides[first["pid"]], first.get("args", {}))
+                    TimeSpan(first["cat"], first["name"], *at, sides[first["pid"]], first.get("args", {}))
                 )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a trace of a request: {type(error).__name__} {error}") from error

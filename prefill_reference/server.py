@@ -13,9 +13,9 @@ from encoder_contract.errors import ModelMismatchError
 from encoder_contract.version import __version__
 from encoder_contract.video import VideoSettings
 from prefill_client import Description, EncoderClient
-from prefill_client.engine.model import checkpoint_differences
 from prefill_client.http_server import HttpServer
 from prefill_client.media.image_loader import ImageLoader
+from prefill_client.plugin.model import checkpoint_differences
 from prefill_reference.chat import Chat
 from prefill_reference.config import ServiceConfig
 from prefill_reference.engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_contract.json_file import read_json_object
-from prefill_client.trace import REQUEST, Span, place, read_spans
+from prefill_client.trace import REQUEST, TimeSpan, place, read_spans
 
 # The five kinds of bars, and the spans of each. Other spans (hash, upload, transfer, ...) are only in the trace file.
 KINDS = {
@@ -33,7 +33,7 @@ class Panel:
 
     title: str
     lanes: tuple[str, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
     @property
     def end_ms(self) -> float:
@@ -119,7 +119,7 @@ def _panel_svg(each: Panel, top: int, end_ms: float) -> list[str]:
     return parts
 
 
-def _colour(span: Span) -> str:
+def _colour(span: TimeSpan) -> str:
     """Return the colour of a bar, or "" if the span is not drawn. A Fetch that found stored rows is a hit."""
     stored = span.name == "fetch" and span.details.get("source") in ("device", "host", "peer")
     return COLOURS.get("hit" if stored else span.name, "")
@@ -133,11 +133,11 @@ def _ticks(end_ms: float) -> list[float]:
     return [step * number for number in range(int(end_ms / step) + 1)]
 
 
-def _ms(span: Span) -> tuple[float, float]:
+def _ms(span: TimeSpan) -> tuple[float, float]:
     return span.began_s * 1000, (span.ended_s - span.began_s) * 1000
 
 
-def _tip(span: Span) -> str:
+def _tip(span: TimeSpan) -> str:
     began_ms, lasted_ms = _ms(span)
     name = span.name.replace("_", " ")
     details = "".join(f", {key} {value}" for key, value in span.details.items() if key != "digest")

@@ -114,7 +114,7 @@ class RedisServer:
 
 
 @dataclass
-class RedisCluster:
+class ClusterServers:
     """A Redis Cluster: the first `masters` nodes are masters, the rest their replicas."""
 
     nodes: list[RedisServer]
@@ -143,7 +143,7 @@ def redis_server(*options: str, bind: str = "127.0.0.1") -> Iterator[RedisServer
 
 
 @contextlib.contextmanager
-def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[RedisCluster]:
+def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[ClusterServers]:
     """Run a cluster of `masters` masters for a `with` block; the first `replicas` of them have one replica each."""
     options = [
         "--cluster-enabled",
@@ -159,7 +159,7 @@ def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[RedisCluster]
         for _ in range(masters + replicas):
             nodes.append(RedisServer(options).start())  # noqa: PERF401
         _form(nodes, masters)
-        yield RedisCluster(nodes, masters)
+        yield ClusterServers(nodes, masters)
     finally:
         for node in nodes:
             node.stop()

@@ -108,7 +108,7 @@ def answer_from(info: dict[str, Any]) -> Answer:
 
 def package_variables(endpoint: str, **settings: object) -> dict[str, str]:
     """Return the environment of an engine that loads our packages and encodes images with the service."""
-    from prefill_client.sglang.settings import VARIABLE
+    from prefill_client.sglang.sglang_settings import VARIABLE
     from prefill_client.sglang.start import MODELS, PROCESSORS
 
     return {

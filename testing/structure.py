@@ -1,16 +1,18 @@
-"""Measures the size of the code and the files that one image passes. There are no goals.
+"""Measures the size of the code, the class names defined twice, and the files that one image passes.
 
-    python -m testing.structure            # prints a table and the path of an image
+    python -m testing.structure            # prints a table, the names, and the path of an image
     python -m testing.structure --json
 
 The path is traced on a real server that encodes one image. Its device runs on a thread instead of in a process.
 """
 
 import argparse
+import ast
 import asyncio
 import json
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -53,7 +55,18 @@ def sizes() -> dict[str, tuple[int, int]]:
     }
 
 
-class Trace:
+def names_defined_twice() -> dict[str, list[str]]:
+    """Return the class names that several files define, outside the tests, and those files."""
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for folder in COUNTED:
+        for path in modules(ROOT / folder) if folder != "tests" else []:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    files[node.name].append(str(path.relative_to(ROOT)))
+    return {name: found for name, found in sorted(files.items()) if len(found) > 1}
+
+
+class FileTrace:
     """Records which files of the service run, on any thread."""
 
     def __init__(self) -> None:
@@ -82,7 +95,7 @@ async def trace_image(folder: Path) -> list[str]:
         devices="cpu",
         store_host_gib=0.25,
     )
-    trace = Trace()
+    trace = FileTrace()
     model = load_model(config)
     threading.settrace(trace)  # before the stages start: it applies to new threads
     server = Server(config, model, [DeviceThread(config, model)])
@@ -118,11 +131,15 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         passed = asyncio.run(trace_image(Path(folder)))
     if as_json:
-        print(json.dumps({"sizes": sizes(), "path": passed}))
+        print(json.dumps({"sizes": sizes(), "names_defined_twice": names_defined_twice(), "path": passed}))
         return
     print("| folder | files | lines |\n|---|---|---|")
     for name, (files, lines) in sizes().items():
         print(f"| `{name}/` | {files} | {lines:,} |")
+    twice = names_defined_twice()
+    print(f"\n{len(twice)} class names are defined twice.")
+    for name, found in twice.items():
+        print(f"  {name}: {', '.join(found)}")
     print(
         f"\nOne image on one node passes {len(passed)} files:\n" + "\n".join(f"  {name}" for name in passed)
     )

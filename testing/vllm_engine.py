@@ -30,7 +30,7 @@ CONNECTOR = {
 MANAGER = {"encoder_cache_manager_cls": "prefill_client.vllm.cache_manager.EncoderServiceCacheManager"}
 
 
-class Engine:
+class VllmEngine:
     """An engine of `vllm`. The service or the engine's own tower encodes its images."""
 
     def __init__(
@@ -238,7 +238,7 @@ class Engine:
         return raw(part) if own else self.named(part)
 
 
-def tower_output(engine: Engine) -> list[torch.Tensor]:
+def tower_output(engine: VllmEngine) -> list[torch.Tensor]:
     """Return a list to which the engine's own tower appends the rows [rows, width] of each image."""
     encode = engine.model.embed_multimodal
     encoded: list[torch.Tensor] = []

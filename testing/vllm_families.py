@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from testing.families import CHECKPOINTS, VISION, FamilyCheckpoint, write_family_checkpoint
 from testing.photos import photo
-from testing.vllm_engine import Engine, Part, tower_output
+from testing.vllm_engine import Part, VllmEngine, tower_output
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Comparison:
     encoded: int
 
 
-def compare(engine: Engine) -> Comparison:
+def compare(engine: VllmEngine) -> Comparison:
     """Run `PROMPTS` one by one with the engine's own tower, and then all at once with the service."""
     encoded = tower_output(engine)
     engine.forget()

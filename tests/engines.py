@@ -21,7 +21,7 @@ from encoder_service.engine.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler
 from encoder_service.store import Pin, Store
 from encoder_service.vision import Tower
 from testing.device_thread import DeviceThread
@@ -95,7 +95,7 @@ async def running(
     batch_patches: int = 4096,
     ahead_patches: int = 0,
     decode_pixels: int = 50_000_000,
-    limits: Limits | None = None,
+    limits: QueueLimits | None = None,
     decode: Callable[[Source], Tensor | EncoderError] | None = None,
     **store: int,
 ) -> AsyncIterator[Bench]:
@@ -109,7 +109,7 @@ async def running(
         model = replace(model, decoder=cast(Decoder, Changed(model.decoder, decode=decode)))
     options = {"host_bytes": 32 << 20, **store}
     kept = Store(width=model.tower.width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
-    limits = limits or Limits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
+    limits = limits or QueueLimits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
     jobs = JobQueue(
         Scheduler(

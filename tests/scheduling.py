@@ -1,9 +1,9 @@
 """A scheduler with ample limits, and shorthands for its calls."""
 
-from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Limits, Scheduler
+from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, QueueLimits, Scheduler
 
 PATCHES = 100
-ROOMY = Limits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
+ROOMY = QueueLimits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
 
 
 def make(

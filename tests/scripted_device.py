@@ -26,7 +26,7 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler
 from encoder_service.store import Pin, Store
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
@@ -36,7 +36,7 @@ FILE = photo(64, 64, 1)
 HEADER = read_header(FILE)
 GRID = Grid(1, 4, 4)
 BATCH = b"to be decoded in a batch"
-NO_LIMITS = Limits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
+NO_LIMITS = QueueLimits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
 
 
 class ScriptedDevice(DeviceProcess):

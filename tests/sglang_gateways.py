@@ -17,8 +17,8 @@ from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import Gateway
-from prefill_client.sglang_gateway.http_service import HttpService
-from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.http_service import GatewayHttp
+from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
 from prefill_client.sglang_gateway.videos import video_settings
 
@@ -43,7 +43,7 @@ class RunningGateway:
 
     url: str
     gateway: Gateway
-    metrics: Metrics
+    metrics: GatewayMetrics
     delivery: RecordingDelivery = field(default_factory=RecordingDelivery)
 
     def count(self, name: str, **labels: str) -> float:
@@ -61,7 +61,7 @@ async def gateway_for(
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Run a gateway over a client."""
-    delivery, metrics = RecordingDelivery(), Metrics()
+    delivery, metrics = RecordingDelivery(), GatewayMetrics()
     loader = ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30)
     loaders = {Modality.IMAGE: loader, Modality.VIDEO: loader}
     videos = video_settings(language_model, client.description)
@@ -69,7 +69,7 @@ async def gateway_for(
     given = {"allowed": LOOPBACK, "videos": videos, **limits, **settings}
     gateway = Gateway(client, loaders, delivery, metrics, **given)
     watching = asyncio.create_task(gateway.watch_service())
-    service = HttpService(gateway, metrics, max_parts=max_parts, max_body_bytes=max_body_bytes)
+    service = GatewayHttp(gateway, metrics, max_parts=max_parts, max_body_bytes=max_body_bytes)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = asyncio.create_task(server.serve(sockets=[listener]))

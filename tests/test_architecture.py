@@ -85,7 +85,7 @@ ENVIRONMENT = {
     "encoder_service/cli": "reads settings",
     "prefill_client/sglang_gateway/cli": "reads settings",
     "prefill_reference/cli": "reads settings",
-    "prefill_client/sglang/settings": "reads settings, which SGLang has no flag for",
+    "prefill_client/sglang/sglang_settings": "reads settings, which SGLang has no flag for",
     "prefill_client/vllm/name_key": "reads a secret, which vLLM has no flag for",
     "encoder_service/engine/environment": "chooses what a device's process gets",
     "encoder_service/image/dali": "sets how much DALI says",
@@ -257,3 +257,7 @@ def test_a_file_is_named_for_its_noun() -> None:
     empty = {"util", "utils", "common", "helper", "helpers", "base", "misc", "core"}
     shadowing = {"types", "queue", "signal"}  # modules of the standard library
     assert not {path.stem for path in modules()} & (empty | shadowing)
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    assert structure.names_defined_twice() == {}

@@ -10,7 +10,7 @@ import torch
 
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import load_tower, tower, ulysses
-from encoder_service.vision.ulysses import Group, start_rendezvous
+from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous
 from tests.waiting import START_S
 
 
@@ -32,7 +32,7 @@ def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, ti
 
     tower.CPU_TILE_PATCHES = tile
     ulysses._RENDEZVOUS_S = START_S  # a process may load its tower first, which is slow on a busy machine
-    group = Group(torch.device("cpu"), port, rank, size, limit_s)
+    group = UlyssesGroup(torch.device("cpu"), port, rank, size, limit_s)
     try:
         return load(folder, dtype).encode_in_group(group, number, leader, grid, patches, between)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ import torch
 from bench.gpu_parts.probe import Probe
 from bench.gpu_parts.tower import load, one_checkpoint
 from encoder_contract.geometry import Grid
-from encoder_service.vision.ulysses import Group, start_rendezvous
+from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous
 from testing.reference_tower import random_patches, row_errors
 
 GRID, DRY_GRID = Grid(1, 90, 160), Grid(1, 16, 24)
@@ -24,7 +24,7 @@ def _group(probe: Probe) -> dict[str, Any]:
     grid = DRY_GRID if probe.dry else GRID
     [patches] = (image.to(probe.device) for image in random_patches([grid], tower.spec.patch_values))
     rendezvous = start_rendezvous()
-    group = Group(probe.device, rendezvous.port, 0, 1)
+    group = UlyssesGroup(probe.device, rendezvous.port, 0, 1)
     [alone] = tower.encode([patches], [grid])
     [rows] = tower.encode_in_group(group, 0, 0, grid, patches)
     error = float(row_errors(rows, alone.float()).mean())

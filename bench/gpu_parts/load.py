@@ -14,7 +14,7 @@ from bench.gpu_parts.probe import Probe
 from bench.gpu_parts.server import START_S, connected, settings
 from bench.gpu_parts.tower import load, one_checkpoint
 from bench.harness.calls import ms_of, submit_and_fetch
-from encoder_service.metrics import STAGES, Window
+from encoder_service.metrics import STAGES, ScrapeDelta
 from encoder_service.vision import Tower
 from testing.photos import photo, with_comment
 from testing.reference_tower import random_patches
@@ -67,7 +67,7 @@ def _case(
     asyncio.run(_load(server.endpoint, files, numbers, clients, seconds / 2))  # decoders, tables, pages
     before, began = server.metrics(), time.monotonic()
     spent_ms = asyncio.run(_load(server.endpoint, files, numbers, clients, seconds))
-    window = Window(before, server.metrics(), time.monotonic() - began)
+    window = ScrapeDelta(before, server.metrics(), time.monotonic() - began)
     cuts, images_s = quantiles(spent_ms, n=100, method="inclusive"), len(spent_ms) / window.seconds
     return {
         "images_s": images_s,
@@ -84,7 +84,7 @@ def _case(
     }
 
 
-def _mean(window: Window, name: str, **labels: str) -> float:
+def _mean(window: ScrapeDelta, name: str, **labels: str) -> float:
     """Return the mean of a histogram's observations."""
     observed = window.increase(f"{name}_count", **labels)
     return window.increase(f"{name}_sum", **labels) / observed if observed else 0.0

@@ -7,7 +7,7 @@ from time import monotonic
 DEFAULT_S = 420.0
 
 
-class Budget:
+class TimeBudget:
     """A number of seconds from now; `left_out` names the measurements that did not fit."""
 
     def __init__(self, seconds: float = DEFAULT_S) -> None:

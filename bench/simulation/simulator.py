@@ -13,15 +13,15 @@ from functools import partial
 from typing import Literal
 
 from encoder_contract.errors import OverloadedError
-from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Limits, Policy, Scheduler, Task
+from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Policy, QueueLimits, Scheduler, Task
 from prefill_client.fleet.routing import Router
 
-UNLIMITED = Limits(images=10**9, patches=10**15, source_bytes=10**15, claims=10**9)
+UNLIMITED = QueueLimits(images=10**9, patches=10**15, source_bytes=10**15, claims=10**9)
 SOURCE_BYTES = 300_000  # of a 720p JPEG
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class SimulatedImage:
     """An image of a request: its address, and its work in patches."""
 
     address: bytes
@@ -29,11 +29,11 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulatedRequest:
     """One request: when it arrives, and its images in the order of the prompt."""
 
     arrived_s: float
-    images: tuple[Image, ...]
+    images: tuple[SimulatedImage, ...]
     client_id: str = "client"
 
 
@@ -53,7 +53,7 @@ class Machine:
     max_ahead_images: int = 64
     # Latency of the index, before each admission and after each encode.
     index_s: float = 0.0
-    limits: Limits = UNLIMITED
+    limits: QueueLimits = UNLIMITED
     # How the images of a request go to replicas: each by its content ("hash"), all to one replica ("whole"), or as the
     # client places them ("even").
     placement: Literal["hash", "whole", "even"] = "hash"
@@ -61,7 +61,7 @@ class Machine:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunResult:
     """The measurements of a run. `ttft_s` has one entry for each job, None for a refused job."""
 
     ttft_s: list[float | None]
@@ -88,7 +88,7 @@ class _Replica:
 class _Progress:
     """The progress of a job: its missing images, and the chunk to prefill next."""
 
-    job: Job
+    job: SimulatedRequest
     number: int
     missing: list[int]  # for each chunk, the number of its images that are not ready
     claims: list[tuple[_Replica, Claim]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class _Progress:
 class Simulation:
     """A run over a list of jobs; `run` returns the outcome."""
 
-    def __init__(self, machine: Machine, jobs: Sequence[Job]) -> None:
+    def __init__(self, machine: Machine, jobs: Sequence[SimulatedRequest]) -> None:
         self._machine = machine
         self._jobs = jobs
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -120,9 +120,9 @@ class Simulation:
         self._waiting: dict[bytes, list[tuple[_Progress, int]]] = defaultdict(list)
         self._ready: list[list[tuple[int, _Progress]]] = [[] for _ in range(machine.prefill_engines)]
         self._prefilling = [False] * machine.prefill_engines
-        self._outcome = Outcome(ttft_s=[None] * len(jobs))
+        self._outcome = RunResult(ttft_s=[None] * len(jobs))
 
-    def run(self) -> Outcome:
+    def run(self) -> RunResult:
         """Run until all jobs have ended."""
         for number, job in enumerate(self._jobs):
             self._at(job.arrived_s + self._machine.index_s, partial(self._arrive, number, job))
@@ -136,7 +136,7 @@ class Simulation:
         self._numbers += 1
         heapq.heappush(self._events, (time_s, self._numbers, event))
 
-    def _arrive(self, number: int, job: Job, now: float) -> None:
+    def _arrive(self, number: int, job: SimulatedRequest, now: float) -> None:
         per_chunk = self._machine.images_per_chunk
         progress = _Progress(job, number, missing=[0] * -(-len(job.images) // per_chunk))
         touched: dict[int, _Replica] = {}
@@ -166,7 +166,7 @@ class Simulation:
         for replica in touched.values():
             self._turn(replica, now)
 
-    def _place(self, number: int, job: Job) -> list[_Replica]:
+    def _place(self, number: int, job: SimulatedRequest) -> list[_Replica]:
         """Return the replica of each image of a job."""
         if (
             self._machine.placement == "even"
@@ -251,7 +251,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestLoad:
     """A stream of requests: images per request, work per image, and arrival rate."""
 
     sizes: dict[int, int]  # images per request -> weight
@@ -262,13 +262,13 @@ class Load:
     burst: float = 1.0  # mean number of requests that arrive at the same moment
     clients: int = 1
 
-    def jobs(self, count: int, seed: int) -> list[Job]:
+    def jobs(self, count: int, seed: int) -> list[SimulatedRequest]:
         """Return `count` requests of distinct images, with Poisson arrivals (batch Poisson if `burst` > 1)."""
         source = random.Random(seed)
         sizes, weights = list(self.sizes), list(self.sizes.values())
         mean = sum(s * w for s, w in self.sizes.items()) / sum(weights)
         rate = self.load * self.replicas / (mean * self.burst)
-        jobs: list[Job] = []
+        jobs: list[SimulatedRequest] = []
         time_s = 0.0
         while len(jobs) < count:
             time_s += source.expovariate(rate)
@@ -277,8 +277,8 @@ class Load:
                 together += 1
             for _ in range(together):
                 images = tuple(
-                    Image(source.randbytes(32), self.image_patches)
+                    SimulatedImage(source.randbytes(32), self.image_patches)
                     for _ in range(source.choices(sizes, weights)[0])
                 )
-                jobs.append(Job(time_s, images, f"client-{source.randrange(self.clients)}"))
+                jobs.append(SimulatedRequest(time_s, images, f"client-{source.randrange(self.clients)}"))
         return jobs[:count]

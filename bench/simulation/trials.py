@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.simulation.simulator import Job, Load, Machine, Simulation
+from bench.simulation.simulator import Machine, RequestLoad, SimulatedRequest, Simulation
 from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, Policy
 
 
@@ -43,7 +43,7 @@ class Trial:
     """`seeds` runs of `count` requests each, whose figures are pooled."""
 
     policy: str
-    load: Load
+    load: RequestLoad
     count: int
     seeds: int
     machine: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ Run = tuple[list[float | None], list[int], float, int, list[int]]
 
 def run_seed(trial: Trial, seed: int) -> Run:
     """Run one seed of a trial (in a worker process)."""
-    jobs: list[Job] = trial.load.jobs(trial.count, seed)
+    jobs: list[SimulatedRequest] = trial.load.jobs(trial.count, seed)
     outcome = Simulation(Machine(policy=BY_NAME[trial.policy], **trial.machine), jobs).run()
     images = [len(job.images) for job in jobs]
     return outcome.ttft_s, images, outcome.images_per_s, outcome.most_queued_images, outcome.retry_after_ms

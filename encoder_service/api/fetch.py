@@ -109,7 +109,7 @@ SENT_BESIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RowRequest:
+class RequestedImage:
     """One image of the call, with its claim for the scheduler. It has one window of rows for each time it is named.
 
     The rows of an image are found, awaited and pinned once, even if the call names it several times.
@@ -125,7 +125,7 @@ class RowRequest:
 class _Outcome:
     """The outcome of one image: its rows, pinned while `hold` is set, or its error; and how long that took."""
 
-    request: RowRequest
+    request: RequestedImage
     result: FetchResult | EncoderError
     wait_s: float
     hold: ExitStack | None = None
@@ -168,7 +168,7 @@ class _Beside:
 
 async def row_requests(
     request: pb.FetchRequest, caller: Caller, info: ServerInfo, turns: Turns
-) -> list[RowRequest]:
+) -> list[RequestedImage]:
     """Return the requests of a call, one for each image. A claim has the earliest time and chunk of its windows.
 
     Raises `InvalidRequestError` for an invalid name, an index that is used twice, and too few or too many images.
@@ -187,14 +187,14 @@ async def row_requests(
             frames = image.frames.SerializeToString(deterministic=True), grid.t, grid.h, grid.w
         name = image.digest, image.variant.min_pixels, image.variant.max_pixels, frames
         named.setdefault(name, []).append(image)
-    requests: list[RowRequest] = []
+    requests: list[RequestedImage] = []
     for some, pieces in name_turns(list(named.values())):
         await turns.take(caller.holder, pieces)
         for windows in some:
             key = messages.image_key(info.recipe, windows[0], caller.salt)
             needed_at = now + min(window.needed_in_ms for window in windows) / 1000
             claim = caller.claim(min(window.chunk for window in windows), needed_at)
-            requests.append(RowRequest(key, claim, windows))
+            requests.append(RequestedImage(key, claim, windows))
     return requests
 
 
@@ -204,7 +204,7 @@ class FetchCall:
     def __init__(
         self,
         message: pb.FetchRequest,
-        requests: Sequence[RowRequest],
+        requests: Sequence[RequestedImage],
         images: Images,
         record: CallRecord,
         caller: Caller,
@@ -281,7 +281,7 @@ class FetchCall:
 
     # Finding rows
 
-    def _take_held(self, request: RowRequest) -> bool:
+    def _take_held(self, request: RequestedImage) -> bool:
         """Return whether the rows of an image are held, in a tier that the sender reads. They are known then."""
         if (found := self._images.held(request.key)) is None:
             return False
@@ -291,7 +291,7 @@ class FetchCall:
         self._arrive(_Outcome(request, found, 0.0))
         return True
 
-    def _watch(self, request: RowRequest) -> bool:
+    def _watch(self, request: RequestedImage) -> bool:
         """Return whether an image is being encoded here, or is known to fail. Its outcome arrives then."""
         began = monotonic()
 
@@ -312,7 +312,7 @@ class FetchCall:
             self._watched[id(request)] = leave
         return leave is not None
 
-    async def _resolve(self, request: RowRequest) -> None:
+    async def _resolve(self, request: RequestedImage) -> None:
         began = monotonic()
         try:
             result: FetchResult | EncoderError = await self._readable_rows(request)
@@ -320,7 +320,7 @@ class FetchCall:
             result = self._images.known_error(error)
         self._arrive(_Outcome(request, result, monotonic() - began))
 
-    async def _readable_rows(self, request: RowRequest) -> FetchResult:
+    async def _readable_rows(self, request: RequestedImage) -> FetchResult:
         """Return the rows of an image, in a tier that the sender reads."""
         await self._turns.take(self._caller.holder)
         found = await self._rows(request.key, request.claim)

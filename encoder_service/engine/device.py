@@ -52,7 +52,7 @@ _OUT_OF_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class MemoryUse:
     """Bytes of a device: all, free, reserved by torch, and used by torch."""
 
     total: int = 0
@@ -110,12 +110,12 @@ class Device:
             return True
         return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryUse:
         """Return the state of the device's memory; zeros on the CPU."""
         if self.kind == "cpu":
-            return DeviceMemory()
+            return MemoryUse()
         free, total = torch.cuda.mem_get_info(self.name)
-        return DeviceMemory(
+        return MemoryUse(
             total, free, torch.cuda.memory_reserved(self.name), torch.cuda.memory_allocated(self.name)
         )
 

@@ -7,7 +7,7 @@ import torch
 
 from encoder_contract.geometry import GridRule
 from encoder_service.config import Config
-from encoder_service.engine.device import DeviceMemory
+from encoder_service.engine.device import MemoryUse
 from encoder_service.engine.model import MemoryPlan, Model, decode_threads
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.keys import Recipe
@@ -86,7 +86,7 @@ class DeviceState:
     The counters are those of `VisionModel` and the decoder's `messages`, by those names, and decoder deaths by reason.
     """
 
-    memory: DeviceMemory
+    memory: MemoryUse
     counts: Counter[str]
 
     @classmethod

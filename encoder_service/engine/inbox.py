@@ -1,6 +1,6 @@
 """A device's end of the socket: one thread reads what the server pushes into queues, any thread reports.
 
-`Image` is an image on its way through the device: file, then patches.
+`DeviceImage` is an image on its way through the device: file, then patches.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Image:
+class DeviceImage:
     """An image that the device decodes or encodes. `key` is given for frames of a video; `file` is then their video."""
 
     number: int
@@ -42,7 +42,7 @@ class Image:
     is_wanted: bool = True
 
     @classmethod
-    def of(cls, sent: messages.ImageFile) -> "Image":
+    def of(cls, sent: messages.ImageFile) -> "DeviceImage":
         """Return an image that the server has sent."""
         assert isinstance(sent.data, bytes)
         file = _open(*sent.video) if sent.video is not None else None
@@ -114,11 +114,11 @@ class Inbox:
         self._end = end
         self._sending = threading.Lock()
         self._lock = threading.Lock()
-        self._images: dict[int, Image] = {}
+        self._images: dict[int, DeviceImage] = {}
         self.is_closed = False
-        self.to_decode: SimpleQueue[list[Image]] = SimpleQueue()
+        self.to_decode: SimpleQueue[list[DeviceImage]] = SimpleQueue()
         """Batches to decode; an empty one ends the thread that decodes them."""
-        self.to_decode_single: SimpleQueue[Image | None] = SimpleQueue()
+        self.to_decode_single: SimpleQueue[DeviceImage | None] = SimpleQueue()
         """Images to decode by themselves; None ends a thread that decodes them."""
         self.batches = Batches()
         self.leave_group: Callable[[int], None] = lambda _number: None
@@ -142,7 +142,7 @@ class Inbox:
         if isinstance(message, messages.Encode | messages.JoinGroup):
             self.batches.put(message)
         elif isinstance(message, messages.Decode):
-            images = [Image.of(sent) for sent in message.images]
+            images = [DeviceImage.of(sent) for sent in message.images]
             with self._lock:
                 self._images.update((image.number, image) for image in images)
             if message.single:
@@ -167,11 +167,11 @@ class Inbox:
             if image.patches is not None:
                 del self._images[number]
 
-    def is_wanted(self, image: Image) -> bool:
+    def is_wanted(self, image: DeviceImage) -> bool:
         """Whether somebody still wants an image that is being decoded."""
         return image.is_wanted and not self.is_closed
 
-    def images_of(self, batch: messages.Encode) -> list[Image]:
+    def images_of(self, batch: messages.Encode) -> list[DeviceImage]:
         """Return the images of a batch."""
         with self._lock:
             return [self._images[number] for number in batch.images]
@@ -188,7 +188,7 @@ class Inbox:
 
     def prepared(
         self,
-        prepared: Sequence[tuple[Image, Inputs]],
+        prepared: Sequence[tuple[DeviceImage, Inputs]],
         ready: "torch.cuda.Event | None",
         report: messages.Prepared,
     ) -> None:
@@ -202,21 +202,21 @@ class Inbox:
                     del self._images[image.number]
         self.tell(report)
 
-    def retry(self, images: Sequence[Image], seconds: float) -> None:
+    def retry(self, images: Sequence[DeviceImage], seconds: float) -> None:
         """Report that the batch decoder failed on these images."""
         self.tell(messages.Retry(self._forget(images), seconds))
 
-    def drop(self, image: Image, error: EncoderError, began: float, seconds: float) -> None:
+    def drop(self, image: DeviceImage, error: EncoderError, began: float, seconds: float) -> None:
         """Report that an image failed before it was in a batch. `seconds` were spent on decoding it."""
         [number] = self._forget([image])
         self.tell(messages.Dropped(number, error, began, seconds))
 
-    def encoded(self, images: Sequence[Image], report: messages.Encoded) -> None:
+    def encoded(self, images: Sequence[DeviceImage], report: messages.Encoded) -> None:
         """Report the end of a batch."""
         self._forget(images)
         self.tell(report)
 
-    def failed(self, batch: int, images: Sequence[Image], error: EncoderError) -> None:
+    def failed(self, batch: int, images: Sequence[DeviceImage], error: EncoderError) -> None:
         """Report that a batch failed as a whole. Several images wait for smaller batches."""
         if len(images) == 1:
             self._forget(images)
@@ -229,7 +229,7 @@ class Inbox:
             EXIT_STUCK if isinstance(error, HungDeviceError) else EXIT_LOST if why == DEVICE_LOST else 1
         )
 
-    def _forget(self, images: Sequence[Image]) -> list[int]:
+    def _forget(self, images: Sequence[DeviceImage]) -> list[int]:
         with self._lock:
             for image in images:
                 del self._images[image.number]

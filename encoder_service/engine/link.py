@@ -59,7 +59,7 @@ CREDIT_TICKS = 600
 
 
 @dataclass(eq=False, slots=True)
-class Batch:
+class SentBatch:
     """A batch that a device has, and the pages that its rows go to."""
 
     number: int
@@ -88,7 +88,7 @@ class Decoding:
 
 
 @dataclass(eq=False, slots=True)
-class Share:
+class GroupShare:
     """A device's share of another device's image."""
 
     group: Group
@@ -158,8 +158,8 @@ class Link(asyncio.Protocol):
         self._prepared: set[int] = set()
         self._unwanted: set[int] = set()  # being decoded, and gone
         self._gone: list[int] = []  # to be sent
-        self.batches: dict[int, Batch] = {}  # in the order in which they were sent
-        self.share: Share | None = None
+        self.batches: dict[int, SentBatch] = {}  # in the order in which they were sent
+        self.share: GroupShare | None = None
         self.patches = 0  # of all its images: its load
         self.silent_ticks = 0
         self.idle_since: float | None = None
@@ -224,7 +224,7 @@ class Link(asyncio.Protocol):
         self.silent_ticks += 1
         if self.silent_ticks >= SILENT_TICKS:
             return "it does not answer"
-        credit: list[Batch | Decoding] = [
+        credit: list[SentBatch | Decoding] = [
             *self.batches.values(),
             *self._decode_batches,
             *self._singles.values(),
@@ -232,7 +232,7 @@ class Link(asyncio.Protocol):
         for each in credit:
             each.ticks_left -= 1
             if each.ticks_left <= 0:
-                return f"it has not returned {'a batch' if isinstance(each, Batch) else 'an image to decode'}"
+                return f"it has not returned {'a batch' if isinstance(each, SentBatch) else 'an image to decode'}"
         return ""
 
     @property
@@ -320,7 +320,7 @@ class Link(asyncio.Protocol):
     def join(self, group: Group, job: Job) -> None:
         """Have the device encode its share of another device's image."""
         patches = group.grid.patches // group.devices
-        self.share = Share(group, job, patches, patches)
+        self.share = GroupShare(group, job, patches, patches)
         self._end_idle()
         self._send(messages.JoinGroup(group, self._queue.encode_s(group.grid.patches)))
 
@@ -353,7 +353,7 @@ class Link(asyncio.Protocol):
         """Form a batch, reserve pages for its rows, and send it. Return whether one was sent."""
         written: list[Job] = []  # others write their rows now
         budget = self.device.facts.batch_patches
-        batch: Batch | None = None
+        batch: SentBatch | None = None
         while batch is None and (jobs := self._queue.next_batch(self.device.number, budget)):
             placed, more = self._placed(jobs, written)
             if placed:
@@ -373,7 +373,7 @@ class Link(asyncio.Protocol):
         So a newly demanded image does not wait for batches that were sent before it.
         """
         facts = self.device.facts
-        usual: list[Batch | Share] = [batch for batch in self.batches.values() if not batch.urgent]
+        usual: list[SentBatch | GroupShare] = [batch for batch in self.batches.values() if not batch.urgent]
         if self.share is not None:
             usual.insert(0, self.share)
         overtaken = usual if facts.overtakes else usual[1:]
@@ -470,13 +470,13 @@ class Link(asyncio.Protocol):
 
     def _encode(
         self, placed: list[tuple[Job, Entry]], *, urgent: bool = False, group: Group | None = None
-    ) -> Batch:
+    ) -> SentBatch:
         self._flush_gone()
         self._end_idle()
         jobs = [job for job, _ in placed]
         patches = sum(job.grid.patches for job in jobs)
         seconds = self._queue.encode_s(patches)
-        batch = Batch(
+        batch = SentBatch(
             next(self._numbers_of_batches),
             jobs,
             [entry for _, entry in placed],
@@ -639,7 +639,7 @@ class Link(asyncio.Protocol):
             self._decode_batches.remove(decoding)
         return self._jobs[number]
 
-    def _end_batch(self, number: int) -> Batch:
+    def _end_batch(self, number: int) -> SentBatch:
         """Return the credit of a batch."""
         batch = self.batches.pop(number)
         if not batch.urgent:
@@ -655,9 +655,9 @@ class Link(asyncio.Protocol):
         assert self.patches >= 0
 
 
-def _jobs_of(overtaken: Iterable[Batch | Share]) -> Iterator[Job]:
+def _jobs_of(overtaken: Iterable[SentBatch | GroupShare]) -> Iterator[Job]:
     for each in overtaken:
-        yield from each.jobs if isinstance(each, Batch) else (each.job,)
+        yield from each.jobs if isinstance(each, SentBatch) else (each.job,)
 
 
 def _ticks(predicted_s: float) -> float:

@@ -14,7 +14,7 @@ from encoder_contract.checkpoint import OWN_TYPES, read_config, vision_tensors
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.device import Device, MemoryUse
 from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel
 from encoder_service.image.dali import DaliJpegs
@@ -229,7 +229,7 @@ class MemoryPlan:
     store: int
 
     @classmethod
-    def of(cls, model: Model, memory: DeviceMemory, config: Config, devices: int = 1) -> Self:
+    def of(cls, model: Model, memory: MemoryUse, config: Config, devices: int = 1) -> Self:
         """Plan for a loaded model on a device with this memory, one of several."""
         # A batch, single images and one large image are decoded at the same time.
         larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0

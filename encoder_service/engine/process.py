@@ -28,7 +28,7 @@ from encoder_service.engine.device import Device
 from encoder_service.engine.facts import DeviceState, ModelFacts
 from encoder_service.engine.inbox import Inbox
 from encoder_service.engine.model import Model, decode_threads, load_model
-from encoder_service.engine.workers import Engine, GroupEncoder, Memory
+from encoder_service.engine.workers import DeviceWorkers, GroupEncoder, Memory
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.image.decoder_process import end_with_parent
 from encoder_service.logs import known_error, set_up_logging
@@ -36,7 +36,7 @@ from encoder_service.signals import leave_to_the_server
 from encoder_service.store.segment import register_memory
 from encoder_service.store.store import tensor_over
 from encoder_service.vision import Tower
-from encoder_service.vision.ulysses import Group
+from encoder_service.vision.ulysses import UlyssesGroup
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def run(
     except OSError:
         end(0)  # the server has gone
     encoder = _group_encoder(inbox, model.tower, begin.rendezvous, number, devices)
-    engine = Engine(
+    engine = DeviceWorkers(
         inbox,
         model,
         _memory(begin, model.device),
@@ -148,7 +148,7 @@ def _group_encoder(
     """Return the tower's group encode, if there are other processes and the tower can encode in a group."""
     if processes == 1 or not isinstance(tower, Tower) or not tower.can_encode_in_group(processes):
         return None
-    group = Group(tower.device, port, number, processes)
+    group = UlyssesGroup(tower.device, port, number, processes)
     inbox.leave_group = group.abort
     return partial(tower.encode_in_group, group)
 

@@ -21,7 +21,7 @@ from encoder_contract.errors import EncoderError, InternalError, InvalidImageErr
 from encoder_contract.geometry import Grid
 from encoder_service.engine import messages
 from encoder_service.engine.device import DECODE_S, DEVICE_LOST, FRAME_S, CudaStream, Faults, Watchdog
-from encoder_service.engine.inbox import Image, Inbox
+from encoder_service.engine.inbox import DeviceImage, Inbox
 from encoder_service.engine.model import Model
 from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 GroupEncoder = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
-"""`Tower.encode_in_group` with its `Group`; the first argument is the number of the group."""
+"""`Tower.encode_in_group` with its `UlyssesGroup`; the first argument is the number of the group."""
 
 Memory = dict[str, Tensor]
 """The memory of each tier of the store, by its name: uint8 [bytes]."""
 
 
-class Engine:
+class DeviceWorkers:
     """Starts the worker threads, which work on different images: decode, ViT, copy-out."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Prepare:
                 self._prepare_single(image, stream)
             del image
 
-    def _prepare(self, images: list[Image], stream: CudaStream) -> None:
+    def _prepare(self, images: list[DeviceImage], stream: CudaStream) -> None:
         began = monotonic()
         decoded: Sequence[Tensor | None]
         try:
@@ -148,8 +148,8 @@ class Prepare:
             decoded = [None] * len(images)
         ended = monotonic()
         timing = Timing("dali", began, ended, sum(image.source.header.pixels for image in images))
-        good: list[tuple[Image, Tensor]] = []
-        refused: list[Image] = []
+        good: list[tuple[DeviceImage, Tensor]] = []
+        refused: list[DeviceImage] = []
         for image, pixels in zip(images, decoded, strict=True):
             if pixels is None:
                 refused.append(image)
@@ -161,7 +161,7 @@ class Prepare:
             self._inbox.retry(refused, timing.seconds_of(refused))
         self._cut(good, stream, timing)
 
-    def _prepare_single(self, image: Image, stream: CudaStream) -> None:
+    def _prepare_single(self, image: DeviceImage, stream: CudaStream) -> None:
         began, key = monotonic(), image.key
         frames = key.frames if key is not None else None
         pixels: Tensor | EncoderError
@@ -187,7 +187,7 @@ class Prepare:
         decoder = "opencv" if frames else "pillow"
         self._cut(good, stream, Timing(decoder, began, ended, image.source.header.pixels))
 
-    def _cut(self, good: list[tuple[Image, Tensor]], stream: CudaStream, timing: "Timing") -> None:
+    def _cut(self, good: list[tuple[DeviceImage, Tensor]], stream: CudaStream, timing: "Timing") -> None:
         """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself.
 
         On success it empties `good`. The pixels of a single image must be free when it is reported as prepared, because
@@ -242,7 +242,7 @@ class Timing:
     ended: float
     pixels: int
 
-    def seconds_of(self, images: Sequence[Image]) -> float:
+    def seconds_of(self, images: Sequence[DeviceImage]) -> float:
         """Return the share of some of the images in the time."""
         share = sum(image.source.header.pixels for image in images) / self.pixels if self.pixels else 1.0
         return (self.ended - self.began) * share
@@ -253,7 +253,7 @@ class Batch:
     """A batch on its way from the ViT to the copy-out. On CUDA its rows are complete once `end` has passed."""
 
     sent: messages.Encode
-    images: list[Image]
+    images: list[DeviceImage]
     rows: list[Tensor]
     finite: Tensor  # see `are_finite`
     devices: int  # how many encoded it
@@ -490,7 +490,7 @@ class Vit:
         ended = monotonic() - (overtaking.seconds if overtaking is not None else 0.0)
         self._copy_out.put(Batch(sent, images, rows, finite, devices, began, ended, begin, stream.mark()))
 
-    def _failed(self, sent: messages.Encode, images: list[Image], error: Exception) -> None:
+    def _failed(self, sent: messages.Encode, images: list[DeviceImage], error: Exception) -> None:
         if self._faults.is_loss(error):
             return
         log.warning(

@@ -43,7 +43,7 @@ from encoder_service.image.source import Source
 from encoder_service.signals import leave_to_the_server
 
 if TYPE_CHECKING:
-    from encoder_service.image.opencv import Clip
+    from encoder_service.image.opencv import OpenVideo
 
 MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error
@@ -81,7 +81,7 @@ def _load() -> None:
 
 def _answer_requests(server: socket.socket, statm: int) -> None:
     buffers: dict[int, mmap.mmap] = {}
-    clip: Clip | None = None
+    clip: OpenVideo | None = None
     while True:
         message, descriptors, _, _ = socket.recv_fds(server, MESSAGE_BYTES, 1)
         if not message:
@@ -106,19 +106,19 @@ VIDEO = -1
 _MMAP_ARGUMENTS = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), (mmap.MAP_PRIVATE, mmap.PROT_READ)
 
 
-def _open_video(content: mmap.mmap) -> "tuple[Clip | None, Any]":
+def _open_video(content: mmap.mmap) -> "tuple[OpenVideo | None, Any]":
     """Open a video; return it and what its container says of it, or None and its error."""
-    from encoder_service.image.opencv import Clip
+    from encoder_service.image.opencv import OpenVideo
 
     try:
-        clip = Clip(content)
+        clip = OpenVideo(content)
         info = clip.info()
     except InvalidImageError as error:
         return None, _error(error)
     return (None, _error(info)) if isinstance(info, EncoderError) else (clip, asdict(info))
 
 
-def _read_frames(clip: "Clip | None", buffer: mmap.mmap, request: dict[str, Any]) -> Any:
+def _read_frames(clip: "OpenVideo | None", buffer: mmap.mmap, request: dict[str, Any]) -> Any:
     """Write two frames to the beginning of a buffer; return None, or the error of a frame."""
     assert clip is not None, "the server requests frames of an open video only"
     first, second = request["frames"]

@@ -55,7 +55,7 @@ class _Reader(io.BufferedIOBase):
         return self._at
 
 
-class Clip:
+class OpenVideo:
     """An open video. It is decoded forwards only, and from the beginning again for an earlier frame."""
 
     def __init__(self, content: mmap.mmap) -> None:

@@ -1,6 +1,6 @@
 """Scheduling and admission: pure and synchronous; callers pass the time in."""
 
-from encoder_service.scheduler.admission import Limits, most_held
+from encoder_service.scheduler.admission import QueueLimits, most_held
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Claim, Policy, State, Task, least_work_left
 from encoder_service.scheduler.scheduler import MOST_INTERRUPTIONS, Scheduler, Snapshot
 
@@ -8,8 +8,8 @@ __all__ = [
     "LEAST_WORK_LEFT",
     "MOST_INTERRUPTIONS",
     "Claim",
-    "Limits",
     "Policy",
+    "QueueLimits",
     "Scheduler",
     "Snapshot",
     "State",

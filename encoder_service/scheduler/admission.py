@@ -28,7 +28,7 @@ def most_held(free: float, share: float = SHARE) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     """How much may be queued at a time, from admission to outcome. Each limit must fit the largest single image."""
 
     images: int
@@ -75,7 +75,7 @@ class Rate:
 class Admission:
     """Counts queued work, in total and per holder, and refuses work that would exceed a limit or a share."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self.held = Amount()
         self.rate = Rate(RATE_MEMORY_S)

@@ -86,7 +86,7 @@ class Claim:
     reserves: bool = False
     task: Task | None = field(default=None, init=False)
     place: Task | None = field(default=None, init=False, repr=False)  # see `Scheduler.reserve`
-    request: Request | None = field(default=None, init=False, repr=False)
+    request: LlmRequest | None = field(default=None, init=False, repr=False)
     number: int = field(default=0, init=False)  # order of attachment, unique: the last tie-breaker
     # Its lane in its order; None if it is in no order.
     lane: int | None = field(default=None, init=False, repr=False)
@@ -96,7 +96,7 @@ class Claim:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class LlmRequest:
     """One request of a holder's language model, while any of its images is outstanding.
 
     `mark` is the holder's work clock (patches handed to the device for it so far) at the time when the request last
@@ -155,7 +155,7 @@ class Policy:
     """
 
     name: str
-    request_key: Callable[[Request], float]
+    request_key: Callable[[LlmRequest], float]
     claim_key: Callable[[Claim], float]
     blocking_first: bool = False
 
@@ -219,7 +219,7 @@ class Line:
 
     __slots__ = ("entries", "lane", "request", "top")
 
-    def __init__(self, request: Request, lane: int) -> None:
+    def __init__(self, request: LlmRequest, lane: int) -> None:
         self.request = request
         self.lane = lane
         self.entries: list[Entry] = []
@@ -347,7 +347,7 @@ class Order:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._lines: dict[Request, dict[int, Line]] = {}  # by request and lane
+        self._lines: dict[LlmRequest, dict[int, Line]] = {}  # by request and lane
         self._demanded, self._speculative = FairQueue(), FairQueue()
         self._working = 0  # tasks taken out and in progress
         self._ahead: list[Entry] = []  # claims ahead of need, by `needed_at`: the first becomes blocking next
@@ -402,7 +402,7 @@ class Order:
             for holder in holders if self._working or queue.first() else ():
                 queue.charge(holder, patches)
 
-    def rekey(self, request: Request) -> None:
+    def rekey(self, request: LlmRequest) -> None:
         """Reposition a request whose key has changed."""
         for line in self._lines.get(request, {}).values():
             self._place(line)

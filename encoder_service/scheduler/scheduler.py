@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from encoder_service.scheduler.admission import RECENT_S, Admission, Limits
+from encoder_service.scheduler.admission import RECENT_S, Admission, QueueLimits
 from encoder_service.scheduler.policy import (
     LAST_LANE,
     LEAST_WORK_LEFT,
     Amount,
     Claim,
     Holder,
+    LlmRequest,
     Order,
     Policy,
-    Request,
     State,
     Task,
 )
@@ -44,7 +44,7 @@ class RequestTable:
         self.orders = {state: Order(policy) for state in (State.WAITING, *SINGLES)}
         self.prepared = [Order(policy) for _ in range(devices)]  # one for each device: it has the patches
         self.tasks: dict[bytes, Task] = {}
-        self.requests: dict[tuple[str, str], Request] = {}  # by holder and identifier
+        self.requests: dict[tuple[str, str], LlmRequest] = {}  # by holder and identifier
         self.holders: dict[str, Holder] = {}
         self.claims = 0
         self._clock_patches = 0  # of all holders together: the start of a new holder's clock
@@ -82,7 +82,7 @@ class RequestTable:
         name = claim.holder, claim.request_id
         request = self.requests.get(name)
         if request is None:
-            request = self.requests[name] = Request(claim.request_id, claim.holder, claim.number)
+            request = self.requests[name] = LlmRequest(claim.request_id, claim.holder, claim.number)
         claim.request = request
         if task not in request.tasks:
             request.tasks[task] = 0
@@ -190,7 +190,7 @@ class RequestTable:
             return self.orders[task.decoded_from]
         return None
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: LlmRequest) -> None:
         del self.requests[request.holder, request.request_id]
         self._ended = min(self._ended + 1, MEAN_OVER_REQUESTS)
         self.mean_request_patches += (request.named_patches - self.mean_request_patches) / self._ended
@@ -200,7 +200,7 @@ class RequestTable:
         task.demands += sign * claim.demanded
         self._count(task, 1)
 
-    def _rekey(self, request: Request) -> None:
+    def _rekey(self, request: LlmRequest) -> None:
         for order in (*self.orders.values(), *self.prepared):
             order.rekey(request)
 
@@ -242,7 +242,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: QueueLimits,
         *,
         max_ahead_patches: int,
         max_ahead_images: int,

@@ -109,7 +109,7 @@ class Arena:
         self.free_pages -= length
 
 
-class Layout(NamedTuple):
+class PageLayout(NamedTuple):
     """How rows are laid out in pages. A page holds a whole number of rows; an embedding wastes less than one page."""
 
     row_bytes: int
@@ -184,7 +184,7 @@ class Tier:
         self,
         name: TierName,
         memory: Tensor,
-        layout: Layout,
+        layout: PageLayout,
         generations: "memoryview[int] | None" = None,
         shared_as: bytes = b"",
     ) -> None:

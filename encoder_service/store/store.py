@@ -24,7 +24,7 @@ from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
 from encoder_service.store import segment
-from encoder_service.store.arena import AnyTier, Entry, Layout, Tier, TierName
+from encoder_service.store.arena import AnyTier, Entry, PageLayout, Tier, TierName
 from encoder_service.store.disk import THREADS, Disk
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
@@ -135,7 +135,7 @@ class Store:
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
-        self.layout = Layout(row_bytes, max(1, PAGE_BYTES // row_bytes))
+        self.layout = PageLayout(row_bytes, max(1, PAGE_BYTES // row_bytes))
         self.wait_s = wait_s
         self._on_evict = on_evict
         self._closed = threading.Event()

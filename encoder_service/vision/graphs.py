@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.vision.layers import Layout, Segments, running_bounds
+from encoder_service.vision.layers import PackedBatch, Segments, running_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -91,20 +91,20 @@ class Forward(Protocol):
     """A tower's forward."""
 
     def __call__(
-        self, packs: Sequence[Tensor], layouts: Sequence[Layout], *, into: Sequence[Tensor]
+        self, packs: Sequence[Tensor], layouts: Sequence[PackedBatch], *, into: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return the rows of each pack, written to the tensors of `into`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class GraphShape:
     """What one graph can hold: packed patches, image segments, and patches in the longest segment."""
 
     patches: int
     segments: int
     longest: int
 
-    def fits(self, layout: Layout) -> bool:
+    def fits(self, layout: PackedBatch) -> bool:
         """Whether a batch of this layout may run in the graph: it fits, without too much padding."""
         padding = self.patches - layout.patches
         if padding < 0 or layout.segments.longest > self.longest:
@@ -114,7 +114,7 @@ class Budget:
         return len(layout.segments.lengths) + _pieces(padding, self.longest) <= self.segments
 
 
-def budgets(image: int, batch: int) -> list[Budget]:
+def budgets(image: int, batch: int) -> list[GraphShape]:
     """Return the budgets to capture, smallest first, for images of up to `image` and batches of up to `batch` patches.
 
     For each number of patches there is one budget for a single image and its padding. Up to the size of a batch there
@@ -122,9 +122,9 @@ def budgets(image: int, batch: int) -> list[Budget]:
     several images takes small ones only. A batch that fits no graph runs eagerly.
     """
     sizes = [patches for patches in PATCH_BUDGETS if patches <= image]
-    single = [Budget(patches, 2, patches) for patches in sizes]
+    single = [GraphShape(patches, 2, patches) for patches in sizes]
     several = [
-        Budget(patches, patches // 256 + 4, min(patches, 1024))
+        GraphShape(patches, patches // 256 + 4, min(patches, 1024))
         for patches in sizes
         if 512 <= patches <= batch
     ]
@@ -146,13 +146,13 @@ def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int)
 class StaticBatch:
     """The inputs and rows of one graph, at fixed addresses. Batches are copied in and padded."""
 
-    def __init__(self, budget: Budget, patches: Tensor, layout: Layout, rows: Tensor) -> None:
+    def __init__(self, budget: GraphShape, patches: Tensor, layout: PackedBatch, rows: Tensor) -> None:
         self.budget = budget
         self.patches = patches
         self.layout = layout
         self.rows = rows
 
-    def fits(self, layout: Layout) -> bool:
+    def fits(self, layout: PackedBatch) -> bool:
         """Whether a batch of this layout fits, including its windows, without too much padding."""
         static, windows = self.layout.windows, layout.windows
         if not self.budget.fits(layout) or static is None or windows is None:
@@ -170,7 +170,7 @@ class StaticBatch:
             if static is not None:
                 self._load_bounds(static, ())
 
-    def load(self, patches: Sequence[Tensor], layout: Layout) -> None:
+    def load(self, patches: Sequence[Tensor], layout: PackedBatch) -> None:
         """Copy a batch in and pad the rest. No image attends to padding."""
         static, used = self.layout, layout.patches
         torch.cat(list(patches), out=self.patches[:used])
@@ -200,7 +200,7 @@ class StaticMemory:
     """
 
     def __init__(
-        self, example: Layout, spec: TowerSpec, dtype: torch.dtype, wanted: Sequence[Budget]
+        self, example: PackedBatch, spec: TowerSpec, dtype: torch.dtype, wanted: Sequence[GraphShape]
     ) -> None:
         """Allocate for the largest budget. `example` is any layout of the tower, `dtype` the type of its rows."""
         patches = max(budget.patches for budget in wanted)
@@ -221,7 +221,7 @@ class StaticMemory:
             inverse=None if example.inverse is None else torch.arange(rows, device=device),
         )
 
-    def of(self, budget: Budget) -> StaticBatch:
+    def of(self, budget: GraphShape) -> StaticBatch:
         """Return the inputs and rows of the graph of `budget`, filled with padding."""
         whole, rows = self._layout, budget.patches // self._spec.merge_unit
         windows = None
@@ -249,9 +249,9 @@ class Graphs:
         self,
         forward: Forward,
         spec: TowerSpec,
-        example: Layout,
+        example: PackedBatch,
         dtype: torch.dtype,
-        wanted: Sequence[Budget],
+        wanted: Sequence[GraphShape],
         capture: Callable[[Run], Run],
     ) -> None:
         """Capture the `wanted` budgets. A budget that cannot be captured is logged, and its batches run eagerly.
@@ -280,7 +280,7 @@ class Graphs:
         spent_s = time.perf_counter() - started
         logger.info("CUDA graphs: %d of %d captured in %.1f s", len(self._captured), len(wanted), spent_s)
 
-    def run(self, patches: Sequence[Tensor], layout: Layout) -> Tensor | None:
+    def run(self, patches: Sequence[Tensor], layout: PackedBatch) -> Tensor | None:
         """Replay the smallest graph that holds the batch and return its rows; None if no graph holds it.
 
         The rows are a copy, because the next replay of any graph overwrites the rows of this one.
@@ -293,7 +293,7 @@ class Graphs:
         self.padding_patches += batch.budget.patches - layout.patches
         return rows[: layout.patches // self._unit].clone()
 
-    def for_batch(self, layout: Layout) -> tuple[StaticBatch, Run] | None:
+    def for_batch(self, layout: PackedBatch) -> tuple[StaticBatch, Run] | None:
         """Return the inputs and the replay of the smallest graph that holds the batch; None if no graph holds it."""
         return next((each for each in self._captured if each[0].fits(layout)), None)
 

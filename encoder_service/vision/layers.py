@@ -195,7 +195,7 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedBatch:
     """The layout of the packed patches of one forward: everything but the pixels, on the device.
 
     `rotations` [patches, ...] are those of `pointwise`; `position` is [patches, embed] or None. `segments` has one
@@ -276,7 +276,7 @@ class PatchEmbed(nn.Module):
         folded.bias = frozen(bias.to(dtype))
         return folded
 
-    def forward(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
+    def forward(self, patches: Tensor, layout: PackedBatch, dtype: torch.dtype) -> Residual:
         """uint8 [patches, values], or [patches, 2 × values] of two frames → embeddings plus positions, as a stream."""
         product = self._still if patches.shape[1] == self._still_values else self._pair
         assert product is not None
@@ -320,7 +320,7 @@ class SelfAttention(nn.Module):
         hidden: Residual,
         norm: Norm,
         segments: Segments,
-        layout: Layout,
+        layout: PackedBatch,
         between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Return the attention of the stream's norm, as tiles [patches, embed], before the output projection.
@@ -331,7 +331,9 @@ class SelfAttention(nn.Module):
         mixed = layout.attend(query, key, value, segments, self._scale, between)
         return layout.cut(mixed.flatten(1))
 
-    def _project(self, hidden: Residual, norm: Norm, layout: Layout, between: Callable[[], None]) -> Tensor:
+    def _project(
+        self, hidden: Residual, norm: Norm, layout: PackedBatch, between: Callable[[], None]
+    ) -> Tensor:
         """Return queries, keys and values of all tiles [patches, 3, heads, head size], the first two rotated."""
         shape = (3, self._heads, self._head_size)
         packed, rotate = layout.projected, layout.pointwise.rotate

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from encoder_contract.tower_spec import QWEN2_5_VL, QWEN3_5, QWEN3_VL, TowerSpec
-from encoder_service.vision.layers import Layout, Linear, PatchEmbed, Residual, SelfAttention
+from encoder_service.vision.layers import Linear, PackedBatch, PatchEmbed, Residual, SelfAttention
 from encoder_service.vision.pointwise import Norm, Pointwise
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FamilyForm:
     """The properties of a family's network that its dimensions do not tell.
 
     `names` maps parts of our tensor names, which are those of Qwen3-VL, to the names in the family's checkpoints.
@@ -36,8 +36,8 @@ class Form:
 
 
 FORMS = {
-    QWEN3_VL.name: Form(),
-    QWEN2_5_VL.name: Form(
+    QWEN3_VL.name: FamilyForm(),
+    QWEN2_5_VL.name: FamilyForm(
         rms=True,
         patch_bias=False,
         names={
@@ -48,7 +48,7 @@ FORMS = {
             "merger.linear_fc2.": "merger.mlp.2.",
         },
     ),
-    QWEN3_5.name: Form(),
+    QWEN3_5.name: FamilyForm(),
 }
 
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.mlp = Mlp(spec)
         self._windowed = windowed
 
-    def forward(self, hidden: Residual, layout: Layout, between: Callable[[], None]) -> None:
+    def forward(self, hidden: Residual, layout: PackedBatch, between: Callable[[], None]) -> None:
         """Add attention and MLP to the residual stream. `between` is called before each tile."""
         segments = layout.windows if self._windowed else layout.segments
         assert segments is not None
@@ -160,7 +160,7 @@ class TowerModule(nn.Module):
     def forward(
         self,
         packs: Sequence[Tensor],
-        layouts: Sequence[Layout],
+        layouts: Sequence[PackedBatch],
         between: Callable[[], None] = lambda: None,
         *,
         into: Sequence[Tensor] = (),
@@ -186,7 +186,7 @@ class TowerModule(nn.Module):
         self._merge(self.merger, streams, layouts, rows, 0)
         return rows
 
-    def _embed(self, patches: Tensor, layout: Layout, dtype: torch.dtype) -> Residual:
+    def _embed(self, patches: Tensor, layout: PackedBatch, dtype: torch.dtype) -> Residual:
         patches = in_order(patches, layout.order)
         embedded: Residual = self.patch_embed(patches, layout, dtype)
         return embedded
@@ -195,7 +195,7 @@ class TowerModule(nn.Module):
         self,
         merger: nn.Module,
         streams: Sequence[Residual],
-        layouts: Sequence[Layout],
+        layouts: Sequence[PackedBatch],
         rows: Sequence[Tensor],
         part: int,
     ) -> None:

@@ -16,10 +16,10 @@ from encoder_contract.tower_spec import TowerSpec
 from encoder_service.image.resize import Resize, to_patches
 from encoder_service.keys import Recipe
 from encoder_service.vision.graphs import CudaCapture, Graphs, budgets
-from encoder_service.vision.layers import Attention, Layout, Segments, to_device
+from encoder_service.vision.layers import Attention, PackedBatch, Segments, to_device
 from encoder_service.vision.pointwise import Pointwise, patch_coordinates
 from encoder_service.vision.qwen import TowerModule, in_order
-from encoder_service.vision.ulysses import MIN_PATCHES, Group, UlyssesAttention, even_shares
+from encoder_service.vision.ulysses import MIN_PATCHES, UlyssesAttention, UlyssesGroup, even_shares
 
 # In bfloat16 the tables of Qwen3-VL take 2.6 KB a patch (its position embedding and its rotation). On the CPU that is
 # at most 170 MB, for eighteen different 720p grids. On a GPU it is 1.7 GB, because making the tables of a grid
@@ -318,7 +318,7 @@ class Tower:
 
     def encode_in_group(
         self,
-        group: Group,
+        group: UlyssesGroup,
         number: int,
         leader: int,
         grid: Grid,
@@ -424,7 +424,7 @@ class Tower:
         if grids:
             yield slice(begin, len(grids))
 
-    def _layouts(self, grids: Sequence[Grid]) -> list[Layout]:
+    def _layouts(self, grids: Sequence[Grid]) -> list[PackedBatch]:
         """Return one layout for each image. They share the memory that collects tiles for attention."""
         largest = max(grid.patches for grid in grids)
         shape = (largest, 3, self.spec.heads, self.spec.head_size)
@@ -438,13 +438,13 @@ class Tower:
             for grid in grids
         ]
 
-    def _layout(self, grids: Sequence[Grid]) -> Layout:
+    def _layout(self, grids: Sequence[Grid]) -> PackedBatch:
         """Return one layout for all images, packed together."""
         tables = [self._tables(grid).on_current_stream() for grid in grids]
         windows = None
         if self.spec.window:
             windows = Segments.of([length for table in tables for length in table.windows], self.device)
-        return Layout(
+        return PackedBatch(
             rotations=_concatenated([table.rotations for table in tables]),
             position=_concatenated_or_none([table.position for table in tables]),
             segments=Segments.of([grid.patches for grid in grids], self.device),

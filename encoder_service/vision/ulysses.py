@@ -46,7 +46,7 @@ def start_rendezvous() -> c10d.TCPStore:
     )
 
 
-class Group:
+class UlyssesGroup:
     """The processes of all devices, as seen by process `rank` of `size`. Not thread-safe."""
 
     def __init__(
@@ -153,7 +153,7 @@ class UlyssesAttention:
 
     graphs = False
 
-    def __init__(self, inner: Attention, group: Group, shares: Sequence[int]) -> None:
+    def __init__(self, inner: Attention, group: UlyssesGroup, shares: Sequence[int]) -> None:
         """`shares` are the numbers of patches of the processes."""
         self.name = inner.name
         self._inner = inner

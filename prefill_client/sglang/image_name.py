@@ -14,7 +14,7 @@ KEY = "encoder_service"
 
 
 @dataclass(frozen=True, slots=True)
-class ImageName:
+class SglangImageName:
     """The name of an image that was submitted to the service.
 
     `digest` names the file and `address` the rows (32 bytes each). `endpoint` is the server that has the image.

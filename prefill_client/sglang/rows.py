@@ -15,8 +15,8 @@ from encoder_contract.errors import DeadlineError, InvalidImageError, Unavailabl
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.sglang.counts import count
-from prefill_client.sglang.image_name import ImageName, file_of
-from prefill_client.sglang.settings import Settings
+from prefill_client.sglang.image_name import SglangImageName, file_of
+from prefill_client.sglang.sglang_settings import SglangSettings
 from prefill_client.transport import BY_DEFAULT, TCP
 from prefill_client.transport.rows import element_type
 
@@ -32,12 +32,12 @@ Found = Tensor | InvalidImageError | None
 class ChunkRows:
     """Fetches rows for one rank. Not thread-safe: the rank's forward calls `fetch`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SglangSettings) -> None:
         self._settings = settings
         self._client: BlockingClient | None = None
         self._not_before_s = 0.0
 
-    def fetch(self, images: Sequence[tuple[ImageName, Any]], like: Tensor) -> list[Found]:
+    def fetch(self, images: Sequence[tuple[SglangImageName, Any]], like: Tensor) -> list[Found]:
         """Return the rows [tokens, width] of each image, with the device and type of `like`.
 
         An image that the service cannot decode gets its error instead, and any other failure gets None. `images` has
@@ -55,7 +55,7 @@ class ChunkRows:
     def _fill(
         self,
         rows: dict[int, Tensor | InvalidImageError],
-        images: Sequence[tuple[ImageName, Any]],
+        images: Sequence[tuple[SglangImageName, Any]],
         like: Tensor,
     ) -> None:
         deadline_s = monotonic() + self._settings.rows_timeout_s
@@ -71,11 +71,11 @@ class ChunkRows:
     def _fetch(
         self,
         client: BlockingClient,
-        names: Mapping[int, ImageName],
+        names: Mapping[int, SglangImageName],
         rows: dict[int, Tensor | InvalidImageError],
         like: Tensor,
         deadline_s: float,
-    ) -> dict[int, ImageName]:
+    ) -> dict[int, SglangImageName]:
         """Add the rows of these images to `rows`; return the images that the service does not know.
 
         Raises `EncoderError` if the service does not answer.
@@ -135,7 +135,7 @@ def _left_s(deadline_s: float) -> float:
     return max(deadline_s - monotonic(), 0.001)
 
 
-def _wrong(outcome: FetchedRows, name: ImageName) -> str | None:
+def _wrong(outcome: FetchedRows, name: SglangImageName) -> str | None:
     """Return why rows cannot be used, or None. The address covers the model, processor, element type and tenant."""
     if outcome.error is not None:
         return outcome.error.message

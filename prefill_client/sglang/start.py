@@ -9,9 +9,9 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_mm, get_model
 
 from encoder_contract.errors import DeadlineError, UnavailableError
-from prefill_client.engine.model import EngineModel, check_description, checkpoint_folder
-from prefill_client.engine.service import describe
-from prefill_client.sglang.settings import Settings
+from prefill_client.plugin.model import EngineModel, check_description, checkpoint_folder
+from prefill_client.plugin.service import describe
+from prefill_client.sglang.sglang_settings import SglangSettings
 
 PROCESSORS, MODELS = "prefill_client.sglang.processors", "prefill_client.sglang.models"
 
@@ -66,7 +66,7 @@ def engine_model(config: Any, image_processor: Any, dtype: torch.dtype) -> Engin
     )
 
 
-def check_service(settings: Settings, engine: EngineModel) -> None:
+def check_service(settings: SglangSettings, engine: EngineModel) -> None:
     """Compare the service's model with SGLang's. Does nothing if no service answers, because SGLang has its own tower.
 
     Raises `ValueError` with both values of every difference.

@@ -32,7 +32,7 @@ from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.frames import Modality, embedding_frame
 from prefill_client.sglang_gateway.memory import Memory
-from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.sglang_gateway.model_check import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
 from prefill_client.sglang_gateway.together import together
@@ -101,7 +101,7 @@ class Gateway:
         client: EncoderClient,
         loaders: Mapping[Modality, ImageLoader],
         delivery: Delivery,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         *,
         videos: VideoSettings | EncoderError,
         allowed: AllowedReceivers,

@@ -22,7 +22,7 @@ from encoder_contract.errors import (
 from prefill_client.http_server import DisconnectedError, cancel_on_disconnect
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.memory import Memory
-from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.sglang_gateway.parts import MAX_RANKS, Address, Part, read_object, req_id_of
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,12 @@ BODIES = 4
 _HTTP_STATUS = {Status.INVALID_ARGUMENT: 400, Status.PERMISSION_DENIED: 403}
 
 
-class HttpService:
+class GatewayHttp:
     """The routes. Each one also exists below `/v0`, `/v1` and so on, which SGLang treats as separate encoders."""
 
-    def __init__(self, gateway: Gateway, metrics: Metrics, *, max_parts: int, max_body_bytes: int) -> None:
+    def __init__(
+        self, gateway: Gateway, metrics: GatewayMetrics, *, max_parts: int, max_body_bytes: int
+    ) -> None:
         self._gateway = gateway
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes

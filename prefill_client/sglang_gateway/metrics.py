@@ -7,7 +7,7 @@ from encoder_contract.certificates import Certificates, expirations
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 
 
-class Metrics:
+class GatewayMetrics:
     """The registry and its metrics."""
 
     def __init__(self) -> None:

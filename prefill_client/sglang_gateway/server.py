@@ -17,8 +17,8 @@ from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.frames import SUPPORTED, Modality
 from prefill_client.sglang_gateway.gateway import Gateway
-from prefill_client.sglang_gateway.http_service import HttpService
-from prefill_client.sglang_gateway.metrics import Metrics
+from prefill_client.sglang_gateway.http_service import GatewayHttp
+from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.sglang_gateway.model_check import check_family, check_model
 from prefill_client.sglang_gateway.registration import Registration
 from prefill_client.sglang_gateway.videos import video_settings
@@ -50,7 +50,7 @@ async def serve(config: GatewayConfig) -> None:
 
 
 async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.socket) -> None:
-    delivery, metrics = Delivery(), Metrics()
+    delivery, metrics = Delivery(), GatewayMetrics()
     certificates = config.credentials.certificates()
     if certificates is not None and certificates.pem.cert:
         metrics.watch_certificate(certificates)
@@ -72,7 +72,7 @@ async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.
         row_bytes=int(config.rows_gib * GIB),
         part_s=config.part_s,
     )
-    service = HttpService(gateway, metrics, max_parts=config.max_parts, max_body_bytes=config.max_body_bytes)
+    service = GatewayHttp(gateway, metrics, max_parts=config.max_parts, max_body_bytes=config.max_body_bytes)
     listening = f"{config.listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
     registration = Registration(config.bootstrap_servers, _urls(config, listening))
     server = HttpServer(

@@ -19,7 +19,7 @@ from prefill_client.vllm.deepstack import keep_deepstack
 from prefill_client.vllm.image_name import is_image_name
 from prefill_client.vllm.scheduler_side import LoadedUpTo, LoadPlan, SchedulerSide
 from prefill_client.vllm.service_check import check_service, row_kind
-from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.vllm_settings import VllmSettings
 from prefill_client.vllm.worker_side import RowLoader
 
 if TYPE_CHECKING:
@@ -81,14 +81,14 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole, *_: object, **__: object) -> None:
         """Raise `ValueError` if the service or the configuration does not fit this engine."""
         super().__init__(vllm_config, role)
-        settings = Settings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        settings = VllmSettings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(settings, vllm_config)
         else:  # before the weights are loaded, so that a mismatch ends the start early
             self._init_worker(settings, vllm_config)
         self._is_open = True
 
-    def _init_worker(self, settings: Settings, config: "VllmConfig") -> None:
+    def _init_worker(self, settings: VllmSettings, config: "VllmConfig") -> None:
         device = torch.device(config.device_config.device)
         kind = row_kind(config)
         check_service(settings, config)

@@ -32,8 +32,8 @@ class Feature(Protocol):
     mm_position: Position
 
 
-class Request(Protocol):
-    """The fields of vLLM's `Request` that we read."""
+class VllmRequest(Protocol):
+    """The fields of vLLM's `VllmRequest` that we read."""
 
     request_id: str
     mm_features: Sequence[Feature]

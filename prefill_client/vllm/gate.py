@@ -16,7 +16,7 @@ from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid, rows_of_grid
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.features import Feature, Request, TowerInput, grid_of
+from prefill_client.vllm.features import Feature, TowerInput, VllmRequest, grid_of
 from prefill_client.vllm.image_name import (
     ImageName,
     NameSigner,
@@ -27,7 +27,7 @@ from prefill_client.vllm.image_name import (
 )
 from prefill_client.vllm.row_fetcher import FetchQuery
 from prefill_client.vllm.row_table import RowTable
-from prefill_client.vllm.settings import Gating
+from prefill_client.vllm.vllm_settings import Gating
 
 _log = logging.getLogger("vllm.encoder_service")
 # Estimates how soon rows of later steps are needed. The estimate only orders the service's work.
@@ -62,7 +62,7 @@ class ImageSpan:
 
 
 @dataclass(slots=True, kw_only=True)
-class Prompt:
+class PromptImages:
     """The named images of a request, in the order of its prompt."""
 
     features: int  # number of multimodal features when the request was read
@@ -123,13 +123,13 @@ class PrefillGate:
         self._window_tokens = window_tokens
         self._gating = gating
         self._free_rows = self._capacity_rows = capacity_rows
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, PromptImages] = {}
         self._failed: dict[str, EncoderError] = {}
         self._queue: dict[str, None] = {}  # requests that wait for host memory, in order of arrival
         self.exact = False
         """Whether our cache manager ends each step before the first image that has not arrived."""
 
-    def may_prefill(self, request: Request, computed: int) -> bool:
+    def may_prefill(self, request: VllmRequest, computed: int) -> bool:
         """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
         if self._description() is None and any(
             is_image_name(each.identifier) for each in request.mm_features
@@ -180,14 +180,14 @@ class PrefillGate:
             _log.warning("request %s ends with an error: %s", request_id, error.message)
             self._failed[request_id] = error
 
-    def _read(self, request: Request) -> Prompt:
+    def _read(self, request: VllmRequest) -> PromptImages:
         """Return the named images of a request; one with a false claim ends the request."""
         salt = salt_of(self._tenant_salt, request.cache_salt)
         description = self._description()
         producer = producer_of(description, salt) if description else None
         info = RequestInfo.read(request.ec_transfer_params, request.request_id)
         proofs = frozenset(info.proofs)
-        prompt = Prompt(
+        prompt = PromptImages(
             features=len(request.mm_features),
             info=info,
             tenant_salt=salt,
@@ -205,7 +205,7 @@ class PrefillGate:
             self._fail(request.request_id, error)
         return prompt
 
-    def _is_ready(self, request_id: str, prompt: Prompt, computed: int) -> bool:
+    def _is_ready(self, request_id: str, prompt: PromptImages, computed: int) -> bool:
         if not self._admit(request_id, prompt):
             return False
         self._hold(request_id, prompt, computed)
@@ -241,7 +241,7 @@ class PrefillGate:
             )
         return span
 
-    def _most_rows(self, prompt: Prompt) -> int:
+    def _most_rows(self, prompt: PromptImages) -> int:
         """Return twice the most rows that one step can need, to fetch ahead, but at most the rows of all images."""
         total = most = sum(span.rows for span in prompt.spans)
         if self._gating == "window":
@@ -253,12 +253,12 @@ class PrefillGate:
             )
         return min(2 * most, total, self._capacity_rows)
 
-    def _window(self, prompt: Prompt, computed: int) -> list[ImageSpan]:
+    def _window(self, prompt: PromptImages, computed: int) -> list[ImageSpan]:
         """Return the images that the next step may touch, which begins at token `computed`."""
         end = computed + self._window_tokens
         return list(takewhile(lambda span: span.begin < end, prompt.remaining(computed)))
 
-    def _needed(self, prompt: Prompt, computed: int) -> list[ImageSpan]:
+    def _needed(self, prompt: PromptImages, computed: int) -> list[ImageSpan]:
         """Return the images that the next token needs, and the images that are worth a short wait."""
         if self._gating == "request":
             return prompt.remaining(computed)
@@ -275,7 +275,7 @@ class PrefillGate:
             )
         ]
 
-    def _admit(self, request_id: str, prompt: Prompt) -> bool:
+    def _admit(self, request_id: str, prompt: PromptImages) -> bool:
         """Reserve host memory for everything that a step of the request can need. First come, first served.
 
         The rows that it waits for then have space to arrive, no matter what other requests hold.
@@ -290,7 +290,7 @@ class PrefillGate:
         self._free_rows -= prompt.reserved_rows
         return True
 
-    def _hold(self, request_id: str, prompt: Prompt, computed: int) -> None:
+    def _hold(self, request_id: str, prompt: PromptImages, computed: int) -> None:
         """Hold the images of the next step, and later ones as far as rows are reserved; release all others.
 
         The others are prefilled, or were fetched ahead before a preemption and must make space for earlier images.
@@ -314,11 +314,11 @@ class PrefillGate:
             prompt.held[span.index] = span
             self._table.hold(span.identifier, (request_id, span.index), query)
 
-    def _release(self, request_id: str, prompt: Prompt, index: int) -> None:
+    def _release(self, request_id: str, prompt: PromptImages, index: int) -> None:
         if span := prompt.held.pop(index, None):
             self._table.release(span.identifier, (request_id, index))
 
-    def _release_all(self, request_id: str, prompt: Prompt) -> None:
+    def _release_all(self, request_id: str, prompt: PromptImages) -> None:
         for index in list(prompt.held):
             self._release(request_id, prompt, index)
         self._free_rows += prompt.reserved_rows

@@ -18,7 +18,7 @@ Extent = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RowLoad:
     """One image to load: from host memory, or from the worker's own copy with the number `staged` if that is not 0.
 
     Pickles to a few hundred bytes.

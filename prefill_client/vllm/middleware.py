@@ -27,18 +27,18 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
 from encoder_contract.video import Clip, VideoSettings
 from prefill_client.client import EncoderClient
-from prefill_client.engine.service import WatchedClient, connect
 from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import File, Submitted, raise_first
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
+from prefill_client.plugin.service import WatchedClient, connect
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.video import Video, read_videos
-from prefill_client.vllm.exchange import (
+from prefill_client.vllm.guarded_request import (
     App,
-    Exchange,
     FindFailed,
+    GuardedRequest,
     Receive,
     Send,
     failed_image,
@@ -63,7 +63,7 @@ from prefill_client.vllm.request_images import (
     BATCH,
     CHAT,
     RESPONSES,
-    Form,
+    ApiShape,
     NamedImage,
     RequestImages,
     blank_url,
@@ -71,8 +71,14 @@ from prefill_client.vllm.request_images import (
     size_of,
 )
 from prefill_client.vllm.service_check import check_description, check_limits, video_settings
-from prefill_client.vllm.settings import Settings
-from prefill_client.vllm.videos import OPTIONS, Sampling, UnsupportedVideoError, VideoTokens, prompt_parts
+from prefill_client.vllm.videos import (
+    OPTIONS,
+    Sampling,
+    UnsupportedVideoError,
+    VideoTokenCounts,
+    prompt_parts,
+)
+from prefill_client.vllm.vllm_settings import VllmSettings
 
 _log = logging.getLogger("vllm.encoder_service")
 FORMS = {
@@ -155,7 +161,7 @@ class EncoderServiceMiddleware:
         return noting
 
     async def _handle(
-        self, form: Form, scope: MutableMapping[str, Any], receive: Receive, send: Send
+        self, form: ApiShape, scope: MutableMapping[str, Any], receive: Receive, send: Send
     ) -> None:
         body = await read_body(receive)
         if body is None:  # the caller has left
@@ -170,7 +176,7 @@ class EncoderServiceMiddleware:
             error = raised
         if submitted is not None:
             async with submitted.kept:
-                exchange = Exchange(
+                exchange = GuardedRequest(
                     submitted.body,
                     submitted.kept,
                     submitted.find_failed,
@@ -188,7 +194,9 @@ class EncoderServiceMiddleware:
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
         await self._app(with_length(scope, len(body)), replay(body, receive), send)
 
-    async def _images(self, form: Form, scope: MutableMapping[str, Any], body: bytes) -> RequestImages | None:
+    async def _images(
+        self, form: ApiShape, scope: MutableMapping[str, Any], body: bytes
+    ) -> RequestImages | None:
         """Return a request that has images, or continues a response with images; else None."""
         images = RequestImages(await _parsed(body), form)
         if images.in_background:
@@ -226,7 +234,7 @@ class _Submitted:
     body: bytes
     kept: KeptImages
     find_failed: FindFailed
-    videos: VideoTokens | None
+    videos: VideoTokenCounts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +293,7 @@ class _Service:
         config = vllm_config.ec_transfer_config
         if config is None:
             raise RuntimeError("the middleware needs EncoderServiceConnector in --ec-transfer-config")
-        self.settings = Settings.read(config.ec_connector_extra_config)
+        self.settings = VllmSettings.read(config.ec_connector_extra_config)
         self._config = vllm_config
         self._signer = NameSigner(read_name_key(self.settings.name_key_file))
         self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
@@ -317,7 +325,7 @@ class _Service:
 
     async def submit(
         self, images: RequestImages, headers: dict[str, str]
-    ) -> tuple[KeptImages, FindFailed, VideoTokens | None]:
+    ) -> tuple[KeptImages, FindFailed, VideoTokenCounts | None]:
         """Submit a request's images and replace them by names; raise the error of the first that failed.
 
         Also submits the images of the response that the request continues, if their files are still kept.
@@ -479,14 +487,14 @@ class _Service:
             _Medium(name, video.images, clip=video.clip) for name, video in zip(names, videos, strict=True)
         ]
 
-    def _video_tokens(self, clips: list[Clip]) -> VideoTokens | None:
+    def _video_tokens(self, clips: list[Clip]) -> VideoTokenCounts | None:
         """Count the tokens of a request's videos, if vLLM's answers show the tokens of each modality."""
         if not clips or not self._shows_tokens:
             return None
         assert self._video_settings is not None, "it was read for the clips"
         tokenizer = cached_tokenizer_from_config(self._config.model_config)
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        return VideoTokens.of(clips, self._video_settings, encode)
+        return VideoTokenCounts.of(clips, self._video_settings, encode)
 
     async def _load(self, what: str, urls: list[str], max_bytes: int) -> list[bytes]:
         if what not in self._loaders:
@@ -567,7 +575,7 @@ def _info(body: dict[str, Any], headers: dict[str, str]) -> RequestInfo:
     )
 
 
-def _salt(settings: Settings, body: dict[str, Any]) -> str:
+def _salt(settings: VllmSettings, body: dict[str, Any]) -> str:
     cache_salt = body.get("cache_salt")
     return salt_of(settings.tenant_salt, cache_salt if isinstance(cache_salt, str) else None)
 

@@ -40,7 +40,7 @@ _EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ApiShape:
     """How the requests of an API carry images: in lists of parts under these keys of each message.
 
     `named` has the other keys of a named part without pixels, besides its name and grid. A `batched` request has a list
@@ -53,10 +53,10 @@ class Form:
     batched: bool = False
 
 
-CHAT = Form("messages", ("content",), (("type", "image_embeds"),))
+CHAT = ApiShape("messages", ("content",), (("type", "image_embeds"),))
 BATCH = replace(CHAT, batched=True)
 # vLLM checks these with OpenAI's types, which lack `image_embeds`. It recognises a part with a `uuid` by its keys.
-RESPONSES = Form("input", ("content", "output"), (("type", "input_image"), ("detail", "auto")))
+RESPONSES = ApiShape("input", ("content", "output"), (("type", "input_image"), ("detail", "auto")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class NamedImage:
 class RequestImages:
     """A parsed request body. Raises `InvalidRequestError` or `ForbiddenError` for images that cannot be served."""
 
-    def __init__(self, body: Any, form: Form) -> None:
+    def __init__(self, body: Any, form: ApiShape) -> None:
         self.body = body
         self._form = form
         if isinstance(body, dict) and not isinstance(body.get("ec_transfer_params") or {}, dict):
@@ -233,7 +233,7 @@ class RequestImages:
         return self.body.get(key) if self._form is RESPONSES and isinstance(self.body, dict) else None
 
 
-def _part_lists(body: Any, form: Form) -> Iterator[list[Any]]:
+def _part_lists(body: Any, form: ApiShape) -> Iterator[list[Any]]:
     messages = body.get(form.messages) if isinstance(body, dict) else None
     messages = messages if isinstance(messages, list) else []
     if form.batched:

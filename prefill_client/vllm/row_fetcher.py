@@ -22,15 +22,15 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
-from prefill_client.engine.service import connect
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.images import FetchedRows, RowRequest, read
+from prefill_client.plugin.service import connect
 from prefill_client.transport import BY_DEFAULT, DEVICE, TCP
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.vllm.host_memory import Extent, HostMemory
 from prefill_client.vllm.image_name import ImageName, RequestInfo
-from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import Staging
+from prefill_client.vllm.vllm_settings import VllmSettings
 
 _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
 HOLD_S = 0.05  # how long a server holds rows that are copied, while others of the same call have not arrived
@@ -81,7 +81,7 @@ class Outcome:
     took_s: float = 0.0
 
 
-class FetchCall:
+class StepFetch:
     """Images of one request that are fetched together. For one event loop.
 
     A server holds the rows of a Fetch until the Fetch ends. A call that has copied rows and waits for others is
@@ -147,7 +147,7 @@ class RowFetcher:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: VllmSettings,
         memory: HostMemory,
         *,
         width: int,
@@ -169,7 +169,7 @@ class RowFetcher:
         self._joining: asyncio.Task[None] | None = None
         self._client: EncoderClient | None = None
         self._memory = memory
-        self._calls: dict[FetchQuery, FetchCall] = {}  # used only by the loop's thread
+        self._calls: dict[FetchQuery, StepFetch] = {}  # used only by the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies = ThreadPoolExecutor(_COPY_THREADS, "encoder-rows-copy")
         self._outcomes: deque[Outcome] = deque()
@@ -249,7 +249,7 @@ class RowFetcher:
             self._begin(group, on_device=on_device)
 
     def _begin(self, queries: Sequence[FetchQuery], *, on_device: bool) -> None:
-        call = FetchCall(dict.fromkeys(queries), on_device=on_device)
+        call = StepFetch(dict.fromkeys(queries), on_device=on_device)
         self._calls.update(dict.fromkeys(queries, call))
         task = asyncio.create_task(self._run(call))
         self._tasks.add(task)
@@ -267,7 +267,7 @@ class RowFetcher:
         self._outcomes.append(outcome)
         self._any_outcome.set()
 
-    async def _run(self, call: "FetchCall") -> None:
+    async def _run(self, call: "StepFetch") -> None:
         """Fetch the rows of a call's images. Every query ends in an outcome."""
         timeout_s = self._settings.timeout_s
         error: EncoderError | None = None
@@ -286,7 +286,7 @@ class RowFetcher:
             for query in call.waiting:
                 self._ended(Outcome(query, "failed", error) if error else Outcome(query, "cancelled"))
 
-    async def _fetch(self, call: "FetchCall") -> None:
+    async def _fetch(self, call: "StepFetch") -> None:
         """Fetch the rows of the images that a call waits for, or of those that arrive before it is renewed."""
         assert self._client is not None, "images have names only after the service is joined"
         queries = list(call.waiting)
@@ -366,7 +366,7 @@ class RowFetcher:
         self._copies.shutdown()
 
 
-async def retry_join(join: Callable[[], Awaitable[None]], settings: Settings) -> None:
+async def retry_join(join: Callable[[], Awaitable[None]], settings: VllmSettings) -> None:
     """Call `join` every second until it succeeds. Log each refusal once, since it may last until a restart."""
     logged: set[tuple[type[Exception], str]] = set()
     while True:

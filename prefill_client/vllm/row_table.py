@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from encoder_contract.errors import EncoderError
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.host_memory import Extent, HostMemory, Load
+from prefill_client.vllm.host_memory import Extent, HostMemory, RowLoad
 from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
 
 Holder = tuple[str, int]
@@ -32,9 +32,9 @@ class RowSlot:
         return self.query.extents
 
     @property
-    def load(self) -> Load:
+    def load(self) -> RowLoad:
         """What a worker does to have the rows."""
-        return Load(self.identifier, self.extents, self.query.staged)
+        return RowLoad(self.identifier, self.extents, self.query.staged)
 
 
 class RowTable:

@@ -12,14 +12,14 @@ from prefill_client.vllm.cache_manager import gates
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.features import Feature, TowerInput
 from prefill_client.vllm.gate import PrefillGate
-from prefill_client.vllm.host_memory import HostMemory, Load
+from prefill_client.vllm.host_memory import HostMemory, RowLoad
 from prefill_client.vllm.image_name import NameSigner, is_image_name
 from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowSlot, RowTable
 from prefill_client.vllm.service_check import check_description, row_kind
-from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import Staging
+from prefill_client.vllm.vllm_settings import VllmSettings
 from prefill_client.vllm.worker_side import row_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
     step: int
     path: str
     staging: bytes = b""
-    loads: tuple[Load, ...] = ()
+    loads: tuple[RowLoad, ...] = ()
 
 
 @dataclass
@@ -61,7 +61,7 @@ class LoadedUpTo(ECConnectorWorkerMetadata):  # type: ignore[misc]
 class SchedulerSide:
     """The connector's part in one scheduler; used only by its thread."""
 
-    def __init__(self, settings: Settings, config: "VllmConfig") -> None:
+    def __init__(self, settings: VllmSettings, config: "VllmConfig") -> None:
         """Allocate host memory and connect to the service. An engine with its own tower starts without it."""
         _log.info(
             "the engine's own tower encodes the images of requests that pass no middleware: those of the class LLM, of "

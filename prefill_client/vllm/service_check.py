@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from encoder_contract.errors import DeadlineError, InvalidRequestError, UnavailableError
 from encoder_contract.video import VideoSettings
-from prefill_client.engine import model
-from prefill_client.engine.model import EngineModel, checkpoint_folder
-from prefill_client.engine.service import describe
+from prefill_client.plugin import model
+from prefill_client.plugin.model import EngineModel, checkpoint_folder
+from prefill_client.plugin.service import describe
 from prefill_client.transport.connection import Description
-from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.videos import UnsupportedVideoError
+from prefill_client.vllm.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +28,7 @@ class RowKind:
     dtype: str
 
 
-def check_service(settings: Settings, config: "VllmConfig") -> None:
+def check_service(settings: VllmSettings, config: "VllmConfig") -> None:
     """Compare the service with this engine.
 
     Raises `ValueError` with both values of everything that differs, and `UnavailableError` if no server answers within
@@ -55,7 +55,7 @@ def check_service(settings: Settings, config: "VllmConfig") -> None:
         check_description(settings, config, description)
 
 
-def check_description(settings: Settings, config: "VllmConfig", description: Description) -> None:
+def check_description(settings: VllmSettings, config: "VllmConfig", description: Description) -> None:
     """Raise `ValueError` with both values of everything in which a service and this engine differ."""
     model.check_description(settings, engine_model(config), description)
     limits = config.model_config.multimodal_config

@@ -41,7 +41,7 @@ def prompt_parts(clip: Clip, pictures: Sequence[Picture]) -> list[str | Picture]
 
 
 @dataclass(frozen=True, slots=True)
-class VideoTokens:
+class VideoTokenCounts:
     """The tokens of a request's videos, which vLLM counts as images.
 
     `rows` are those with a row. `all` also has the timestamps and marks between them, as vLLM's own count for a video.

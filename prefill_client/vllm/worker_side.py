@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from prefill_client.transport.rows import element_type, tensor_view
-from prefill_client.vllm.host_memory import Load, MappedMemory
+from prefill_client.vllm.host_memory import MappedMemory, RowLoad
 from prefill_client.vllm.staging import StagingWorker
 
 _log = logging.getLogger("vllm.encoder_service")
@@ -31,7 +31,7 @@ class RowLoader:
         if staging and self._staging is None:
             self._staging = StagingWorker(staging, self._width, self._dtype, self._device)
 
-    def load(self, path: str, loads: Iterable[Load], cache: dict[str, torch.Tensor]) -> None:
+    def load(self, path: str, loads: Iterable[RowLoad], cache: dict[str, torch.Tensor]) -> None:
         """Add a tensor [rows, width] on the device to `cache` for each load: staged, or from the memory at `path`.
 
         On a GPU the copies may still run on the side stream when this returns; the current stream waits for them. They
@@ -48,7 +48,7 @@ class RowLoader:
             else:
                 cache[load.identifier] = self._copy(self._memory, load)
 
-    def _copy(self, memory: MappedMemory, load: Load) -> torch.Tensor:
+    def _copy(self, memory: MappedMemory, load: RowLoad) -> torch.Tensor:
         with torch.cuda.stream(self._stream):  # does nothing without one
             size, begin = sum(length for _, length in load.extents), 0
             rows = torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -23,7 +23,7 @@ from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.metrics import Scrape, scrape
 from prefill_client import TRANSPORTS, Credentials, EncoderClient, RowRequest
-from prefill_client.sglang_gateway.metrics import Metrics as GatewayMetrics
+from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from encoder_service.config import Config
-from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.certificates import Authority
 from tests.deploy.test_deploy import COMPOSE as OTHER
 from tests.deployed_engine import DEPLOY
@@ -77,7 +77,7 @@ def test_a_pod_with_tls_gives_the_connector_settings_that_it_knows(tmp_path: Pat
     arguments = VLLM.containers({"tls": {"enabled": True}})["vllm"]["args"]
     extra = json.loads(flags(arguments)["ec-transfer-config"])["ec_connector_extra_config"]
     here = {name: value.replace("/etc/encoder/", f"{tmp_path}/") for name, value in extra.items()}
-    credentials = Settings.read(here).credentials
+    credentials = VllmSettings.read(here).credentials
     assert credentials.ca == str(tmp_path / "ca.crt")
     assert credentials.server_name == "encoder.encoder.svc"
     assert credentials.token_file == str(tmp_path / "token")

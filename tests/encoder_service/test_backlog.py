@@ -3,12 +3,12 @@
 import pytest
 
 from encoder_service.collectors import queue_readings
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler
 
 
 def queue() -> Scheduler:
     """Return a queue of 3000 demanded and 500 speculative patches."""
-    limits = Limits(images=100, patches=10**6, source_bytes=10**9, claims=1000)
+    limits = QueueLimits(images=100, patches=10**6, source_bytes=10**9, claims=1000)
     scheduler = Scheduler(limits, max_ahead_patches=10_000, max_ahead_images=64)
     for number in range(3):
         claim = Claim(f"request {number}", "holder", demanded=True, needed_at=0.0)
@@ -19,7 +19,9 @@ def queue() -> Scheduler:
 
 def read(scheduler: Scheduler) -> dict[str, dict[str, float]]:
     """Return the values of each metric by class; of a metric without classes under an empty one."""
-    readings = queue_readings(scheduler.snapshot(), Limits(images=1, patches=1, source_bytes=1, claims=1))
+    readings = queue_readings(
+        scheduler.snapshot(), QueueLimits(images=1, patches=1, source_bytes=1, claims=1)
+    )
     return {
         each.name: {sample.labels.get("class", ""): sample.value for sample in each.samples}
         for each in readings

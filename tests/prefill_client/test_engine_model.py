@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from encoder_contract.processor import ProcessorSettings
 from prefill_client import EncoderClient
-from prefill_client.engine.model import EngineModel, check_description
-from prefill_client.engine.settings import ServiceSettings
+from prefill_client.plugin.model import EngineModel, check_description
+from prefill_client.plugin.service_settings import ServiceSettings
 
 
 class Settings(ServiceSettings):

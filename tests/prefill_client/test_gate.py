@@ -19,7 +19,7 @@ from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowTable
-from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.photos import photo
 from tests.waiting import PATIENCE_S
 
@@ -141,7 +141,7 @@ async def prefill(server: Server, client: EncoderClient) -> AsyncIterator[Prefil
     width, dtype = client.description.width, client.description.dtype
     row_bytes = width * element_type(dtype).itemsize
     memory = HostMemory(ROOM_ROWS * row_bytes)
-    settings = Settings((server.endpoint,), grace_s=PATIENCE_S)
+    settings = VllmSettings((server.endpoint,), grace_s=PATIENCE_S)
     fetcher = await asyncio.to_thread(RowFetcher, settings, memory, width=width, dtype=dtype)
     yield Prefill(fetcher, memory, row_bytes)
     await asyncio.to_thread(fetcher.close)

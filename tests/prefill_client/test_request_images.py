@@ -11,22 +11,22 @@ from prefill_client.vllm.request_images import (
     BATCH,
     CHAT,
     RESPONSES,
-    Form,
+    ApiShape,
     NamedImage,
     RequestImages,
     check_other_route,
 )
-from prefill_client.vllm.videos import UnsupportedVideoError, VideoTokens
+from prefill_client.vllm.videos import UnsupportedVideoError, VideoTokenCounts
 
 
-def request(form: Form, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
+def request(form: ApiShape, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
     return {form.messages: [{"role": "user", key: list(parts)}]}
 
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])
 @pytest.mark.parametrize(("form", "key"), [(CHAT, "content"), (RESPONSES, "content"), (RESPONSES, "output")])
 @pytest.mark.parametrize("by", ["type", "key", "null"])
-def test_embeddings_of_every_modality_are_refused(modality: str, form: Form, key: str, by: str) -> None:
+def test_embeddings_of_every_modality_are_refused(modality: str, form: ApiShape, key: str, by: str) -> None:
     kind = f"{modality}_embeds"
     part = {"type": {"type": kind}, "key": {kind: {}, "uuid": "x"}, "null": {"type": "text", kind: None}}[by]
     with pytest.raises(ForbiddenError, match=kind):
@@ -117,7 +117,7 @@ def test_placeholders_where_no_video_can_be_shown_are_refused(changes: dict[str,
 
 
 def test_an_answers_usage_shows_the_tokens_of_videos() -> None:
-    tokens = VideoTokens(rows=20, all=31)
+    tokens = VideoTokenCounts(rows=20, all=31)
     for images, expected in ((20, {"video": 31}), (25, {"image": 5, "video": 31})):
         text = '"multimodal_tokens":{"image":20}'
         usage = {"prompt_tokens_details": {"multimodal_tokens": {"image": images}}}
@@ -195,7 +195,7 @@ def test_a_video_is_found_by_its_type_or_its_key(part: dict[str, Any]) -> None:
     ],
 )
 def test_unsupported_videos_are_refused(
-    form: Form, part: dict[str, Any], options: dict[str, Any], message: str
+    form: ApiShape, part: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         RequestImages(request(form, "content", part) | options, form).video_urls()

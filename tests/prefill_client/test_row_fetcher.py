@@ -20,7 +20,7 @@ from prefill_client.transport.rows import element_type
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, RequestInfo
 from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
-from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.photos import photo
 from testing.tcp_proxy import TcpProxy
 from tests.calls import fetched
@@ -39,7 +39,7 @@ def memory() -> HostMemory:
 @pytest.fixture
 async def fetcher(server: Server, client: EncoderClient, memory: HostMemory) -> AsyncIterator[RowFetcher]:
     """A fetcher that waits for unknown images longer than a test takes."""
-    settings, described = Settings((server.endpoint,), grace_s=20.0), client.description
+    settings, described = VllmSettings((server.endpoint,), grace_s=20.0), client.description
     fetcher = await asyncio.to_thread(
         RowFetcher, settings, memory, width=described.width, dtype=described.dtype
     )
@@ -113,7 +113,7 @@ async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
     other_model = load_model(other_config)
     proxy = await TcpProxy(0).start()
     proxy.cut()
-    settings = Settings((f"127.0.0.1:{proxy.port}",), without_service="own_tower")
+    settings = VllmSettings((f"127.0.0.1:{proxy.port}",), without_service="own_tower")
     fetcher = await asyncio.to_thread(
         RowFetcher, settings, memory, width=right.width, dtype=right.dtype, check=check
     )

@@ -19,8 +19,8 @@ from prefill_client.transport import device as transport
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, RequestInfo
 from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
-from prefill_client.vllm.settings import Settings
 from prefill_client.vllm.staging import FRAME, Staging, StagingWorker
+from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.photos import photo
 from testing.tcp_proxy import TcpProxy
 from tests.calls import fetched
@@ -116,7 +116,7 @@ async def engine_of(server: Server, workers: int = 1, endpoint: str = "") -> Asy
         staging = Staging(workers, LIMIT * TOKENS * description.row_bytes)
         fetcher = await asyncio.to_thread(
             RowFetcher,
-            Settings((endpoint or server.endpoint,), grace_s=20.0),
+            VllmSettings((endpoint or server.endpoint,), grace_s=20.0),
             memory,
             width=description.width,
             dtype=description.dtype,

@@ -16,7 +16,7 @@ from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import MAGIC
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport import device as transport
-from prefill_client.vllm.host_memory import HostMemory, Load
+from prefill_client.vllm.host_memory import HostMemory, RowLoad
 from prefill_client.vllm.staging import Staging, StagingWorker
 from prefill_client.vllm.worker_side import RowLoader
 from tests.waiting import soon
@@ -59,7 +59,7 @@ def load() -> torch.Tensor:
     extents = (*(memory.allocate(64) or ()), *(memory.allocate(len(CONTENT) - 64) or ()))
     memory.write(extents, CONTENT)
     cache: dict[str, torch.Tensor] = {}
-    RowLoader(WIDTH, "bfloat16", SECOND).load(memory.path, [Load("an image", extents)], cache)
+    RowLoader(WIDTH, "bfloat16", SECOND).load(memory.path, [RowLoad("an image", extents)], cache)
     memory.close()
     used = cache["an image"] + 0
     cache.clear()

@@ -8,9 +8,9 @@ import pytest
 from encoder_contract.errors import UnauthenticatedError
 from encoder_service.app import Server
 from prefill_client import EncoderClient
-from prefill_client.engine import service
-from prefill_client.engine.service import WatchedClient, connect
-from prefill_client.engine.settings import ServiceSettings
+from prefill_client.plugin import service
+from prefill_client.plugin.service import WatchedClient, connect
+from prefill_client.plugin.service_settings import ServiceSettings
 from tests.waiting import soon
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefill_client.vllm.host_memory import HostMemory, Load, MappedMemory
+from prefill_client.vllm.host_memory import HostMemory, MappedMemory, RowLoad
 from prefill_client.vllm.worker_side import RowLoader, register
 
 WIDTH = 8
@@ -24,13 +24,13 @@ def memory() -> Iterator[HostMemory]:
     memory.close()
 
 
-def filled(memory: HostMemory, rows: int, seed: int) -> tuple[Load, torch.Tensor]:
+def filled(memory: HostMemory, rows: int, seed: int) -> tuple[RowLoad, torch.Tensor]:
     """Write rows into the memory, in two extents; return their load and the same rows."""
     extents = [memory.allocate(part * ROW_BYTES) for part in (rows - 1, 1)]
     joined = tuple(extent for part in extents for extent in part)
     content = np.random.default_rng(seed).integers(0, 255, rows * ROW_BYTES, np.uint8)
     memory.write(joined, content)
-    return Load(str(seed), joined), torch.from_numpy(content).view(torch.bfloat16).view(rows, WIDTH)
+    return RowLoad(str(seed), joined), torch.from_numpy(content).view(torch.bfloat16).view(rows, WIDTH)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -19,7 +19,7 @@ from encoder_contract.traceparent import trace_id
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Trace
 from prefill_client.images import ServerClock
-from prefill_client.trace import Span, read_spans
+from prefill_client.trace import TimeSpan, read_spans
 from prefill_reference.chat import Chat
 from prefill_reference.engine import Engine
 from prefill_reference.language_model import load_language_model
@@ -48,7 +48,7 @@ def question(*images: bytes) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image", "image": image} for image in images]}]
 
 
-def lane(trace: Trace, name: str) -> dict[str, Span]:
+def lane(trace: Trace, name: str) -> dict[str, TimeSpan]:
     return {span.name: span for span in trace.spans if span.lane == name}
 
 

@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from testing.vllm_engine import Engine
+from testing.vllm_engine import VllmEngine
 
 
 def main() -> None:
     model, endpoint, *files = sys.argv[1:]
-    engine = Engine(Path(model), endpoint)
+    engine = VllmEngine(Path(model), endpoint)
     try:
         answer = engine.ask([*(Path(file).read_bytes() for file in files), "What is this?"])
     finally:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.errors import DeadlineError, UnavailableError
-from prefill_client.engine.service import WatchedClient, connect
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_client.sglang.settings import Settings
+from prefill_client.plugin.service import WatchedClient, connect
+from prefill_client.sglang.sglang_settings import SglangSettings
 from testing.answers import data_url
 from testing.photos import photo
 from tests.vllm.restartable import Restartable
@@ -30,7 +30,7 @@ def test_a_request_waits_for_a_hung_service_as_long_as_the_setting_says(
 
     service = Restartable(checkpoint)
     service.start()
-    settings = Settings.read({"endpoints": service.endpoint, "submit_timeout_s": LIMIT_S})
+    settings = SglangSettings.read({"endpoints": service.endpoint, "submit_timeout_s": LIMIT_S})
     processor = EncoderServiceProcessor.__new__(EncoderServiceProcessor)  # without an engine's configuration
     processor._settings = settings
     processor._loader = ImageLoader(Destinations(()), max_bytes=1 << 20, timeout_s=LIMIT_S)

@@ -12,16 +12,16 @@ from sglang.srt.runtime_context import get_parallel
 
 from prefill_client import BlockingClient, RowRequest
 from prefill_client.sglang import rows as chunk_rows
-from prefill_client.sglang.image_name import KEY, ImageName, file_as_feature
+from prefill_client.sglang.image_name import KEY, SglangImageName, file_as_feature
 from prefill_client.sglang.rows import ChunkRows
-from prefill_client.sglang.settings import Settings
+from prefill_client.sglang.sglang_settings import SglangSettings
 from testing.photos import photo
 from tests.sglang.conftest import service_of
 from tests.vllm.restartable import Restartable
 
 LIKE = torch.empty(0)
 FILES = [photo(200, 150, seed) for seed in range(70, 73)]
-Wanted = tuple[ImageName, MultimodalDataItem]
+Wanted = tuple[SglangImageName, MultimodalDataItem]
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +44,13 @@ def encoded(service: Restartable) -> tuple[list[Wanted], list[torch.Tensor]]:
         answers = client.submit(FILES)
         with client.fetch([RowRequest(answer.digest) for answer in answers]) as outcomes:
             found = {outcome.index: outcome.tensor() for outcome in outcomes}
-    names = [ImageName.of_answer(answer) for answer in answers]
+    names = [SglangImageName.of_answer(answer) for answer in answers]
     return [(name, item_of(name, file)) for name, file in zip(names, FILES, strict=True)], [
         found[index] for index in range(len(FILES))
     ]
 
 
-def item_of(name: ImageName, file: bytes) -> MultimodalDataItem:
+def item_of(name: SglangImageName, file: bytes) -> MultimodalDataItem:
     return MultimodalDataItem(
         modality=Modality.IMAGE, feature=file_as_feature(file), model_specific_data=name.as_data()
     )
@@ -58,13 +58,13 @@ def item_of(name: ImageName, file: bytes) -> MultimodalDataItem:
 
 def test_rows_arrive_to_the_bit(service: Restartable) -> None:
     wanted, right = encoded(service)
-    found = ChunkRows(Settings(endpoints=(service.endpoint,))).fetch(wanted, LIKE)
+    found = ChunkRows(SglangSettings(endpoints=(service.endpoint,))).fetch(wanted, LIKE)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
 
 def test_images_that_the_service_has_lost_are_sent_again(service: Restartable) -> None:
     wanted, right = encoded(service)
-    rows = ChunkRows(Settings(endpoints=(service.endpoint,), fetch_timeout_s=60.0))
+    rows = ChunkRows(SglangSettings(endpoints=(service.endpoint,), fetch_timeout_s=60.0))
     service.kill()
     service.start()
     found = rows.fetch(wanted, LIKE)
@@ -76,7 +76,7 @@ def test_images_that_the_service_has_lost_are_sent_again(service: Restartable) -
 def test_rows_under_another_address_are_not_used(service: Restartable) -> None:
     wanted, right = encoded(service)
     (name, item), *others = wanted
-    found = ChunkRows(Settings(endpoints=(service.endpoint,))).fetch(
+    found = ChunkRows(SglangSettings(endpoints=(service.endpoint,))).fetch(
         [(replace(name, address=bytes(32)), item), *others], LIKE
     )
     assert found[0] is None
@@ -87,7 +87,7 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_pause(
     service: Restartable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, right = encoded(service)
-    rows = ChunkRows(Settings(endpoints=(service.endpoint,)))
+    rows = ChunkRows(SglangSettings(endpoints=(service.endpoint,)))
     now_s = monotonic()
     monkeypatch.setattr(chunk_rows, "monotonic", lambda: now_s)
     service.kill()
@@ -102,11 +102,11 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_pause(
 
 def test_an_item_from_another_processor_has_no_name(service: Restartable) -> None:
     (name, item), *_ = encoded(service)[0]
-    assert ImageName.of_item(item) == name
+    assert SglangImageName.of_item(item) == name
     pixels = MultimodalDataItem(
         modality=Modality.IMAGE, feature=torch.zeros(4, 1536), model_specific_data=name.as_data()
     )
-    assert ImageName.of_item(pixels) is None, "callers may send pixels with any data"
+    assert SglangImageName.of_item(pixels) is None, "callers may send pixels with any data"
     for forged in (None, "x", [], ["00", "zz", "", [1, 2, 2], 1], [1, 2, 3, 4, 5]):
         item.model_specific_data[KEY] = forged
-        assert ImageName.of_item(item) is None
+        assert SglangImageName.of_item(item) is None

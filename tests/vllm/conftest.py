@@ -9,7 +9,7 @@ import torch
 
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Engine
+from testing.vllm_engine import VllmEngine
 from tests.vllm.service import SERVICE, SETTINGS
 
 HERE = Path(__file__).parent
@@ -64,8 +64,8 @@ def service(checkpoint: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
+def engine(checkpoint: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     """An engine without the cache manager: each step waits for its images."""
-    engine = Engine(checkpoint, service.endpoint)
+    engine = VllmEngine(checkpoint, service.endpoint)
     yield engine
     engine.close()

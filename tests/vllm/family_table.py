@@ -23,13 +23,13 @@ HEAD = (
 def row_of(model_type: str, folder: Path) -> str:
     """Compare a family with the engine's own tower; return its row."""
     from testing.server_process import running
-    from testing.vllm_engine import Engine
+    from testing.vllm_engine import VllmEngine
     from testing.vllm_families import OPTIONS, SMALL, compare, write_small_family
     from tests.vllm.service import SERVICE, SETTINGS
 
     model = write_small_family(folder, model_type)
     with running(model, executable=SERVICE, **SETTINGS) as server:
-        engine = Engine(model, server.endpoint, **OPTIONS)
+        engine = VllmEngine(model, server.endpoint, **OPTIONS)
         found = compare(engine)
         engine.close()
     return (

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from testing.photos import encoded, photo, pixels
-from testing.vllm_engine import Answer, Engine, Part
+from testing.vllm_engine import Answer, Part, VllmEngine
 
 TOLERANCE = 1e-5  # of a log-probability
 
@@ -30,14 +30,14 @@ def assert_equal(ours: Answer, own: Answer) -> None:
 
 
 @pytest.mark.parametrize("images", range(1, 9))
-def test_answers_equal_those_of_the_own_tower(engine: Engine, images: int) -> None:
+def test_answers_equal_those_of_the_own_tower(engine: VllmEngine, images: int) -> None:
     for seed in range(4):
         parts = prompt(10 * images + seed, images)
         assert_equal(engine.ask(parts), engine.ask(parts, own=True))
     engine.assert_nothing_is_held()
 
 
-def test_sixteen_concurrent_requests_answer_as_with_the_own_tower(engine: Engine) -> None:
+def test_sixteen_concurrent_requests_answer_as_with_the_own_tower(engine: VllmEngine) -> None:
     prompts = [prompt(200 + seed, 1 + seed % 8) for seed in range(16)]
     for parts in prompts:
         engine.submit(*(part for part in parts if isinstance(part, bytes)))
@@ -48,20 +48,20 @@ def test_sixteen_concurrent_requests_answer_as_with_the_own_tower(engine: Engine
     engine.assert_nothing_is_held()
 
 
-def test_repeated_image_in_a_prompt_and_in_the_next_turn(engine: Engine) -> None:
+def test_repeated_image_in_a_prompt_and_in_the_next_turn(engine: VllmEngine) -> None:
     first, second = photo(200, 150, 1, "PNG"), photo(150, 260, 2, "PNG")
     for parts in (["a", first, "b", first], ["a", first, "b", first, "c", second, "d", first]):
         assert_equal(engine.ask(parts), engine.ask(parts, own=True))
 
 
-def test_rgb_png_with_a_transparent_colour(engine: Engine) -> None:
+def test_rgb_png_with_a_transparent_colour(engine: VllmEngine) -> None:
     picture, colour = Image.fromarray(pixels(200, 150, 3)), (90, 20, 60)
     picture.paste(colour, (20, 20, 150, 120))
     parts: list[Part] = ["x", encoded(picture, "PNG", transparency=colour)]
     assert_equal(engine.ask(parts), engine.ask(parts, own=True))
 
 
-def test_a_prefix_cache_hit_gives_the_same_answer(engine: Engine) -> None:
+def test_a_prefix_cache_hit_gives_the_same_answer(engine: VllmEngine) -> None:
     parts = prompt(300, 4)
     engine.forget()
     cold = engine.ask(parts)
@@ -69,7 +69,7 @@ def test_a_prefix_cache_hit_gives_the_same_answer(engine: Engine) -> None:
     assert cold.distance(warm) <= TOLERANCE
 
 
-def test_other_images_or_another_order_change_the_answer(engine: Engine) -> None:
+def test_other_images_or_another_order_change_the_answer(engine: VllmEngine) -> None:
     parts = ["what is this?", photo(200, 150, 1, "PNG")]
     right = engine.ask(parts, own=True)
     another = engine.ask(["what is this?", photo(200, 150, 2, "PNG")])

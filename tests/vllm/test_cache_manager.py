@@ -7,19 +7,19 @@ import pytest
 
 from testing.photos import photo
 from testing.server_process import ServerProcess
-from testing.vllm_engine import CHUNK_TOKENS, Engine
+from testing.vllm_engine import CHUNK_TOKENS, VllmEngine
 from tests.vllm.test_gate import TOLERANCE, begin_of_first, begin_of_second, step_until_parked, two_images
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
+def engine(checkpoint: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     """An engine with the cache manager."""
-    engine = Engine(checkpoint, service.endpoint, exact=True)
+    engine = VllmEngine(checkpoint, service.endpoint, exact=True)
     yield engine
     engine.close()
 
 
-def test_prefill_runs_exactly_up_to_a_missing_image(engine: Engine) -> None:
+def test_prefill_runs_exactly_up_to_a_missing_image(engine: VllmEngine) -> None:
     first, second, prompt = two_images(510)
     engine.forget()
     engine.submit(first)
@@ -34,7 +34,7 @@ def test_prefill_runs_exactly_up_to_a_missing_image(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_text_before_the_first_image_is_prefilled_without_rows(engine: Engine) -> None:
+def test_text_before_the_first_image_is_prefilled_without_rows(engine: VllmEngine) -> None:
     engine.forget()
     late = photo(180, 160, 5, "PNG")
     parts = ["t" * 150, late]

@@ -13,7 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.connector import EncoderServiceConnector
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
-from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.vllm_settings import VllmSettings
 from tests.deployed_vllm import PAGE, command_lines
 
 LINES = command_lines()
@@ -39,7 +39,7 @@ def test_vllm_parses_deployed_arguments_and_finds_our_classes(
     assert with_tower == (file == PAGE.name)
     transfer, manager = config.ec_transfer_config, config.ec_manager_config
     assert ECConnectorFactory.get_connector_class(transfer) is EncoderServiceConnector
-    assert Settings.read(transfer.ec_connector_extra_config).endpoints
+    assert VllmSettings.read(transfer.ec_connector_extra_config).endpoints
     assert transfer.ec_role == "ec_consumer"
     assert [resolve_obj_by_qualname(each) for each in parsed.middleware] == [EncoderServiceMiddleware]
     assert resolve_obj_by_qualname(manager.encoder_cache_manager_cls) is EncoderServiceCacheManager

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Answer, Engine
+from testing.vllm_engine import Answer, VllmEngine
 from tests.vllm.conftest import checkpoint_of
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt
@@ -37,7 +37,7 @@ def right(family: Path, served: ServerProcess) -> list[Answer]:
 
 def answers(model: Path, server: ServerProcess, *, own: bool = False, **options: Any) -> list[Answer]:
     """Send all prompts at once to an engine with these options."""
-    engine = Engine(model, server.endpoint, **options)
+    engine = VllmEngine(model, server.endpoint, **options)
     try:
         if not own:
             engine.submit(*(part for parts in PROMPTS for part in parts if isinstance(part, bytes)))

@@ -8,7 +8,7 @@ import pytest
 
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Engine
+from testing.vllm_engine import VllmEngine
 from testing.vllm_families import OPTIONS, PROMPTS, SMALL, WIDE, compare, write_small_family
 from tests.vllm.service import SERVICE, SETTINGS
 
@@ -42,14 +42,14 @@ def service(model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
+def engine(model: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     """An engine of that checkpoint."""
-    engine = Engine(model, service.endpoint, **OPTIONS)
+    engine = VllmEngine(model, service.endpoint, **OPTIONS)
     yield engine
     engine.close()
 
 
-def test_the_service_gives_the_answers_of_the_own_tower(engine: Engine) -> None:
+def test_the_service_gives_the_answers_of_the_own_tower(engine: VllmEngine) -> None:
     found = compare(engine)
     assert found.rows <= ROWS_TOLERANCE
     assert found.answers <= TOLERANCE
@@ -57,13 +57,13 @@ def test_the_service_gives_the_answers_of_the_own_tower(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_another_picture_of_the_same_size_changes_the_answer(engine: Engine) -> None:
+def test_another_picture_of_the_same_size_changes_the_answer(engine: VllmEngine) -> None:
     other = photo(400, 250, 99, "PNG")
     one, two = engine.ask(["x", WIDE]), engine.ask(["x", other])
     assert one.distance(two) > 10 * TOLERANCE
 
 
-def test_preemption_at_any_step_does_not_change_the_answer(engine: Engine) -> None:
+def test_preemption_at_any_step_does_not_change_the_answer(engine: VllmEngine) -> None:
     own = engine.ask(PROMPTS[-1], own=True)
     for preempt_at in (1, 2, 4):
         engine.forget()

@@ -10,7 +10,7 @@ import pytest
 
 from prefill_client.vllm import scheduler_side
 from testing.photos import photo
-from testing.vllm_engine import CHUNK_TOKENS, Engine, Part
+from testing.vllm_engine import CHUNK_TOKENS, Part, VllmEngine
 
 TOLERANCE = 1e-5
 
@@ -21,17 +21,17 @@ def two_images(seed: int) -> tuple[bytes, bytes, list[Part]]:
     return first, second, ["a", first, "b" * 300, second, "c" * 50]
 
 
-def begin_of_first(engine: Engine) -> int:
+def begin_of_first(engine: VllmEngine) -> int:
     (prompt,) = engine.side.gate._prompts.values()
     return prompt.spans[0].begin
 
 
-def begin_of_second(engine: Engine) -> int:
+def begin_of_second(engine: VllmEngine) -> int:
     (prompt,) = engine.side.gate._prompts.values()
     return prompt.spans[1].begin
 
 
-def step_until_parked(engine: Engine, request_id: str) -> int:
+def step_until_parked(engine: VllmEngine, request_id: str) -> int:
     """Step until the prefill stops; return how many tokens are prefilled."""
     before, same = -1, 0
     while same < 20:
@@ -42,7 +42,7 @@ def step_until_parked(engine: Engine, request_id: str) -> int:
     return before
 
 
-def test_tokens_before_a_missing_image_are_prefilled(engine: Engine) -> None:
+def test_tokens_before_a_missing_image_are_prefilled(engine: VllmEngine) -> None:
     first, second, prompt = two_images(500)
     engine.forget()
     engine.submit(first)
@@ -59,7 +59,7 @@ def test_tokens_before_a_missing_image_are_prefilled(engine: Engine) -> None:
 
 
 def test_request_gating_prefills_nothing_before_all_images_arrive(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, prompt = two_images(501)
     monkeypatch.setattr(engine.side.gate, "_gating", "request")
@@ -71,7 +71,7 @@ def test_request_gating_prefills_nothing_before_all_images_arrive(
     engine.run(request_id)
 
 
-def test_other_requests_run_while_one_is_parked(engine: Engine) -> None:
+def test_other_requests_run_while_one_is_parked(engine: VllmEngine) -> None:
     parked = engine.start(["never ", photo(120, 90, 3, "PNG")])
     for number in range(3):
         parts = ["other ", photo(130, 90, 10 + number, "PNG")]
@@ -81,7 +81,7 @@ def test_other_requests_run_while_one_is_parked(engine: Engine) -> None:
     assert engine.run(parked)[parked].reason == "length"
 
 
-def test_images_of_later_steps_are_requested_ahead(engine: Engine) -> None:
+def test_images_of_later_steps_are_requested_ahead(engine: VllmEngine) -> None:
     first, second, prompt = two_images(502)
     engine.forget()
     request_id = engine.start(prompt)
@@ -92,7 +92,7 @@ def test_images_of_later_steps_are_requested_ahead(engine: Engine) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_raw_and_text_requests_do_not_touch_the_table(engine: Engine) -> None:
+def test_raw_and_text_requests_do_not_touch_the_table(engine: VllmEngine) -> None:
     before = len(engine.side.table)
     first, second, _ = two_images(503)
     assert engine.ask(["x", first, second], own=True).reason == "length"
@@ -100,7 +100,7 @@ def test_raw_and_text_requests_do_not_touch_the_table(engine: Engine) -> None:
     assert len(engine.side.table) == before == 0
 
 
-def test_preemption_in_any_state_does_not_change_the_answer(engine: Engine) -> None:
+def test_preemption_in_any_state_does_not_change_the_answer(engine: VllmEngine) -> None:
     images = [photo(200, 150, 20 + number, "PNG") for number in range(5)]
     parts = [part for image in images for part in ("word " * 5, image)]
     right = engine.ask(parts, own=True)
@@ -119,7 +119,7 @@ def test_preemption_in_any_state_does_not_change_the_answer(engine: Engine) -> N
         engine.assert_nothing_is_held()
 
 
-def test_an_aborted_request_releases_everything(engine: Engine) -> None:
+def test_an_aborted_request_releases_everything(engine: VllmEngine) -> None:
     images = [photo(200, 150, 30 + number, "PNG") for number in range(5)]
     for submitted in (0, 2, 5):
         for steps in (0, 1, 2, 4, 8, 30):
@@ -134,7 +134,7 @@ def test_an_aborted_request_releases_everything(engine: Engine) -> None:
     assert engine.ask(images).distance(engine.ask(images, own=True)) <= TOLERANCE
 
 
-def test_requests_queue_for_host_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_queue_for_host_memory(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = engine.side.gate
     monkeypatch.setattr(gate, "_capacity_rows", 200)
     monkeypatch.setattr(gate, "_free_rows", 200)
@@ -152,7 +152,7 @@ def test_requests_queue_for_host_memory(engine: Engine, monkeypatch: pytest.Monk
     assert gate._free_rows == 200
 
 
-def test_decode_steps_hold_no_images(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_hold_no_images(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _, _ = two_images(504)
     engine.submit(first)
     request_id = engine.start(["a", first], tokens=20)
@@ -164,7 +164,7 @@ def test_decode_steps_hold_no_images(engine: Engine, monkeypatch: pytest.MonkeyP
     assert not held
 
 
-def test_an_idle_engine_pauses_until_rows_arrive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_pauses_until_rows_arrive(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_side, "PAUSE_S", 100.0)
     late = photo(120, 90, 97, "PNG")
     request_id = engine.start(["a", late])
@@ -177,7 +177,7 @@ def test_an_idle_engine_pauses_until_rows_arrive(engine: Engine, monkeypatch: py
     arriving.join()
 
 
-def test_a_busy_engine_does_not_pause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_engine_does_not_pause(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(engine.side._fetcher, "wait", pauses.append)
     parked = engine.start(["never ", photo(120, 90, 98, "PNG")])
@@ -190,7 +190,7 @@ def test_a_busy_engine_does_not_pause(engine: Engine, monkeypatch: pytest.Monkey
     engine.abort(parked)
 
 
-def test_a_request_fails_at_timeout_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_fails_at_timeout_s(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher = engine.side._fetcher
     monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, timeout_s=0.3))
     request_id = engine.start(["a", photo(90, 90, 99, "PNG")])

@@ -11,45 +11,45 @@ import torch
 
 from encoder_contract.geometry import Grid
 from testing.photos import photo
-from testing.vllm_engine import Engine, raw
+from testing.vllm_engine import VllmEngine, raw
 
 TOLERANCE = 1e-5
 IMAGE, OTHER = photo(200, 120, 1, "PNG"), photo(130, 170, 2, "PNG")
 
 
-def grid_of(engine: Engine, height: int, width: int) -> dict[str, Any]:
+def grid_of(engine: VllmEngine, height: int, width: int) -> dict[str, Any]:
     """Return the right name with another grid."""
     return engine.named(IMAGE, image_embeds={"image_grid_thw": [1, height, width]})
 
 
-def unproven(engine: Engine) -> dict[str, Any]:
+def unproven(engine: VllmEngine) -> dict[str, Any]:
     """Return the right name, which any caller who has the file can make."""
     part = engine.named(IMAGE)
     del part["proof"]
     return part
 
 
-def forged(engine: Engine) -> dict[str, Any]:
+def forged(engine: VllmEngine) -> dict[str, Any]:
     return engine.named(IMAGE, proof="0" * 32)
 
 
-def forged_inside(engine: Engine) -> dict[str, Any]:
+def forged_inside(engine: VllmEngine) -> dict[str, Any]:
     part = engine.named(IMAGE)
     return {**part, "uuid": f"{part['uuid']}-{'0' * 32}"}
 
 
-def of_another_key(engine: Engine) -> dict[str, Any]:
+def of_another_key(engine: VllmEngine) -> dict[str, Any]:
     from prefill_client.vllm.image_name import NameSigner
 
     part = engine.named(IMAGE)
     return {**part, "proof": NameSigner(bytes(32)).proof(part["uuid"])}
 
 
-def of_another_image(engine: Engine) -> dict[str, Any]:
+def of_another_image(engine: VllmEngine) -> dict[str, Any]:
     return engine.named(IMAGE, proof=engine.named(OTHER)["proof"])
 
 
-def of_another_tenant(engine: Engine) -> dict[str, Any]:
+def of_another_tenant(engine: VllmEngine) -> dict[str, Any]:
     """Return the name that a request with another `cache_salt` got."""
     from prefill_client.vllm.image_name import ImageName, producer_of, salt_of
 
@@ -58,7 +58,7 @@ def of_another_tenant(engine: Engine) -> dict[str, Any]:
     return engine.named(IMAGE, **engine.proven(ImageName(image.digest, image.grid, producer)))
 
 
-def proven_with_another_grid(engine: Engine) -> dict[str, Any]:
+def proven_with_another_grid(engine: VllmEngine) -> dict[str, Any]:
     """Return what a broken middleware would send: a proven name with a grid that the service does not have."""
     from prefill_client.vllm.image_name import ImageName
 
@@ -113,7 +113,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
     "a video's pixels of a wrong width": embedded("video", **FRAME, pixel_values_videos=tensor(16, 7)),
 }
 
-HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
+HOSTILE: dict[str, Callable[[VllmEngine], dict[str, Any]]] = {
     "no name": lambda engine: engine.named(IMAGE, uuid=None),
     "an unknown name": lambda engine: engine.named(IMAGE, uuid="my-image"),
     "a name without a proof": unproven,
@@ -135,7 +135,7 @@ HOSTILE: dict[str, Callable[[Engine], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", EMBEDDED)
-def test_a_callers_tensors_fail_only_its_request(engine: Engine, kind: str) -> None:
+def test_a_callers_tensors_fail_only_its_request(engine: VllmEngine, kind: str) -> None:
     engine.forget()
     try:
         hostile = engine.start(["hostile ", *PLACE[kind.count("video")], EMBEDDED[kind]])
@@ -147,7 +147,7 @@ def test_a_callers_tensors_fail_only_its_request(engine: Engine, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_request_fails_alone(engine: Engine, kind: str) -> None:
+def test_a_hostile_request_fails_alone(engine: VllmEngine, kind: str) -> None:
     engine.submit(IMAGE, OTHER)
     engine.forget()
     good = engine.start(["good ", OTHER, IMAGE])
@@ -158,7 +158,7 @@ def test_a_hostile_request_fails_alone(engine: Engine, kind: str) -> None:
     engine.assert_nothing_is_held()
 
 
-def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: Engine) -> None:
+def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: VllmEngine) -> None:
     engine.submit(IMAGE)
     engine.forget()
     text = "a long text before the image, so that blocks are cached " * 2
@@ -167,7 +167,7 @@ def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: Engine) -> N
     assert engine.ask([text, IMAGE, text]).distance(engine.ask([text, IMAGE, text], own=True)) <= TOLERANCE
 
 
-def test_a_name_that_contains_its_proof_is_served(engine: Engine) -> None:
+def test_a_name_that_contains_its_proof_is_served(engine: VllmEngine) -> None:
     engine.submit(IMAGE)
     engine.forget()
     part = unproven(engine)
@@ -176,7 +176,7 @@ def test_a_name_that_contains_its_proof_is_served(engine: Engine) -> None:
     assert engine.run(sealed)[sealed].distance(right) <= TOLERANCE
 
 
-def test_a_failure_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_not_remembered(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher, late = engine.side._fetcher, photo(210, 120, 77, "PNG")
     with monkeypatch.context() as patched:
         patched.setattr(fetcher, "_settings", replace(fetcher._settings, grace_s=0.02))
@@ -185,7 +185,7 @@ def test_a_failure_is_not_remembered(engine: Engine, monkeypatch: pytest.MonkeyP
     assert engine.ask(["x", late]).distance(engine.ask(["x", late], own=True)) <= TOLERANCE
 
 
-def test_a_broken_image_fails_only_its_requests(engine: Engine) -> None:
+def test_a_broken_image_fails_only_its_requests(engine: VllmEngine) -> None:
     whole = photo(300, 200, 5, "PNG")
     broken = whole[: len(whole) // 2]  # its header is sound
     engine.client.submit([broken])

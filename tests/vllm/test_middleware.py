@@ -15,7 +15,7 @@ import pytest
 
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Engine, data_url, raw
+from testing.vllm_engine import VllmEngine, data_url, raw
 from tests.vllm.http_engine import HttpEngine, serving
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt
@@ -26,7 +26,7 @@ PROMPTS = [prompt(700 + number, 1 + number % 8) for number in range(16)]
 @pytest.fixture(scope="module")
 def right(checkpoint: Path, service: ServerProcess) -> list[list[dict[str, float]]]:
     """The log-probabilities of each prompt with the engine's own tower."""
-    engine = Engine(checkpoint, service.endpoint)
+    engine = VllmEngine(checkpoint, service.endpoint)
     answers = [engine.ask(parts, own=True) for parts in PROMPTS]
     engine.close()
     return [

@@ -21,7 +21,7 @@ from prefill_client.vllm.videos import VIDEO_BEGIN, VIDEO_END, Sampling, prompt_
 from testing.clips import clip
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Answer, Engine, Part
+from testing.vllm_engine import Answer, Part, VllmEngine
 from tests.vllm.conftest import checkpoint_of
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE
@@ -56,12 +56,12 @@ def served(model: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def started(model: Path, server: ServerProcess, **options: Any) -> Engine:
-    return Engine(model, server.endpoint, dtype="bfloat16", **options)
+def started(model: Path, server: ServerProcess, **options: Any) -> VllmEngine:
+    return VllmEngine(model, server.endpoint, dtype="bfloat16", **options)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, served: ServerProcess) -> Iterator[Engine]:
+def engine(model: Path, served: ServerProcess) -> Iterator[VllmEngine]:
     """An engine with its tower."""
     engine = started(model, served)
     yield engine
@@ -69,7 +69,7 @@ def engine(model: Path, served: ServerProcess) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def ours(engine: Engine) -> list[Answer]:
+def ours(engine: VllmEngine) -> list[Answer]:
     """The engine's answers with the service's rows."""
     return [engine.ask(parts) for parts in PROMPTS]
 
@@ -98,7 +98,7 @@ class Tower:
 
 
 def test_rows_are_close_to_the_own_towers_and_give_the_same_answers(
-    engine: Engine, ours: list[Answer], monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, ours: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     with engine.client.fetch([RowRequest(content_digest(image)) for image in IMAGES]) as outcomes:
@@ -112,7 +112,7 @@ def test_rows_are_close_to_the_own_towers_and_give_the_same_answers(
     assert min(tower.cosines) >= COSINE
 
 
-def test_other_images_or_another_order_change_the_answer(engine: Engine, ours: list[Answer]) -> None:
+def test_other_images_or_another_order_change_the_answer(engine: VllmEngine, ours: list[Answer]) -> None:
     for parts, answer in zip(PROMPTS, ours, strict=True):
         others = [photo(250, 250, 99, "PNG") if isinstance(part, bytes) else part for part in parts]
         assert engine.ask(others).distance(answer) > 100 * TOLERANCE

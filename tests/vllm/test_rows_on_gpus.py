@@ -24,7 +24,7 @@ from prefill_client.vllm.staging import StagingWorker
 from testing.photos import photo
 from testing.server_process import running
 from testing.tcp_proxy import TcpProxy
-from testing.vllm_engine import Answer, Engine
+from testing.vllm_engine import Answer, VllmEngine
 from tests.vllm.restartable import Restartable
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt
@@ -64,15 +64,15 @@ def proxy(server: Restartable) -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path, proxy: Proxy) -> Iterator[Engine]:
+def engine(checkpoint: Path, proxy: Proxy) -> Iterator[VllmEngine]:
     """An engine of that server."""
-    engine = Engine(checkpoint, f"127.0.0.1:{proxy.port}", extra={"timeout_s": 300.0, "grace_s": 1.0})
+    engine = VllmEngine(checkpoint, f"127.0.0.1:{proxy.port}", extra={"timeout_s": 300.0, "grace_s": 1.0})
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def stage(engine: Engine) -> Iterator[StagingWorker]:
+def stage(engine: VllmEngine) -> Iterator[StagingWorker]:
     """The worker's side, which has opened the memory."""
     engine.ask(["before the first step no worker knows where to connect"])
     get_ready(engine)
@@ -83,7 +83,7 @@ def stage(engine: Engine) -> Iterator[StagingWorker]:
     engine.run_until(lambda: not stage._rows)
 
 
-def get_ready(engine: Engine) -> None:
+def get_ready(engine: VllmEngine) -> None:
     """Ask until rows come from the device: workers connect first, then they open the probe."""
     for _ in range(200):
         with transports(engine) as came:
@@ -95,7 +95,7 @@ def get_ready(engine: Engine) -> None:
 
 
 @contextmanager
-def transports(engine: Engine) -> Iterator[list[str]]:
+def transports(engine: VllmEngine) -> Iterator[list[str]]:
     """Yield a list that gets the transport of each image whose rows arrive in the block."""
     came: list[str] = []
     fetched = engine.side.counts.ended
@@ -109,14 +109,14 @@ def transports(engine: Engine) -> Iterator[list[str]]:
     engine.side.counts.ended = fetched
 
 
-def wait_until_it_serves(engine: Engine, *, serves: bool = True) -> None:
+def wait_until_it_serves(engine: VllmEngine, *, serves: bool = True) -> None:
     """Wait until the health check of the engine's client sees whether the server serves."""
     while engine.side._fetcher._client.any_serves != serves:
         time.sleep(0.02)
 
 
 def test_device_rows_equal_host_rows(
-    engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[torch.Tensor] = []
     rows_of = stage.rows
@@ -142,7 +142,7 @@ def test_device_rows_equal_host_rows(
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_server_killed_between_handle_and_copy_costs_no_request(
-    engine: Engine,
+    engine: VllmEngine,
     stage: StagingWorker,
     server: Restartable,
     proxy: Proxy,
@@ -177,7 +177,11 @@ def test_a_server_killed_between_handle_and_copy_costs_no_request(
 
 
 def test_overwritten_rows_are_fetched_through_the_host(
-    engine: Engine, stage: StagingWorker, server: Restartable, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine,
+    stage: StagingWorker,
+    server: Restartable,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call that holds the rows ends unnoticed, and the server overwrites them."""
     file = photo(200, 150, 7200, "PNG")
@@ -207,7 +211,7 @@ def test_overwritten_rows_are_fetched_through_the_host(
 
 
 def test_rows_in_memory_that_the_worker_cannot_open_come_through_the_host(
-    engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = photo(200, 150, 7400, "PNG")
     right = engine.ask(["x", file], own=True)
@@ -227,7 +231,7 @@ def test_rows_in_memory_that_the_worker_cannot_open_come_through_the_host(
 
 
 def test_the_workers_copies_are_bounded(
-    engine: Engine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt(7500 + seed, IMAGES) for seed in range(6)]
     right = [engine.ask(parts, own=True) for parts in prompts]
@@ -248,7 +252,7 @@ def test_the_workers_copies_are_bounded(
 def test_two_ranks_copy_rows_from_the_device(checkpoint: Path) -> None:
     """Each rank is a process; no step reads an image that one of them has not copied."""
     with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=TIER_GIB) as server:
-        engine = Engine(checkpoint, server.endpoint, tensor_parallel_size=2)
+        engine = VllmEngine(checkpoint, server.endpoint, tensor_parallel_size=2)
         try:
             engine.ask(["before the first step no worker knows where to connect"])
             get_ready(engine)

@@ -20,7 +20,7 @@ from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
 from prefill_client.vllm.service_check import check_service, folder_of
-from prefill_client.vllm.settings import Settings
+from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CONNECTOR
@@ -36,7 +36,7 @@ def config_of(model: Path, endpoint: str, **options: Any) -> Any:
 
 
 def check(config: Any) -> None:
-    check_service(Settings.read(config.ec_transfer_config.ec_connector_extra_config), config)
+    check_service(VllmSettings.read(config.ec_transfer_config.ec_connector_extra_config), config)
 
 
 def test_a_service_of_the_same_checkpoint_is_accepted_and_logged(
@@ -208,7 +208,7 @@ def test_a_role_that_produces_rows_is_refused(checkpoint: Path, service: ServerP
 )
 def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings.read({"endpoints": "127.0.0.1:1", **extra})
+        VllmSettings.read({"endpoints": "127.0.0.1:1", **extra})
 
 
 def test_the_middleware_without_the_connector_is_refused(checkpoint: Path) -> None:

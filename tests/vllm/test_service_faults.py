@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from testing.photos import photo
-from testing.vllm_engine import Engine
+from testing.vllm_engine import VllmEngine
 from tests.vllm.restartable import Restartable
 from tests.vllm.test_answers import TOLERANCE
 
@@ -26,9 +26,9 @@ def server(checkpoint: Path) -> Iterator[Restartable]:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path, server: Restartable) -> Iterator[Engine]:
+def engine(checkpoint: Path, server: Restartable) -> Iterator[VllmEngine]:
     """An engine of that server with short timeouts."""
-    engine = Engine(checkpoint, server.endpoint, extra={"timeout_s": 8.0, "grace_s": 0.5})
+    engine = VllmEngine(checkpoint, server.endpoint, extra={"timeout_s": 8.0, "grace_s": 0.5})
     yield engine
     engine.close()
 
@@ -37,7 +37,7 @@ def images(seed: int) -> list[bytes]:
     return [photo(200, 150, 10 * seed + number, "PNG") for number in range(4)]
 
 
-def submit(engine: Engine, files: list[bytes]) -> None:
+def submit(engine: VllmEngine, files: list[bytes]) -> None:
     """Submit, and retry until the service is back."""
     for _ in range(100):
         if all(answer.error is None for answer in engine.client.submit(files, timeout_s=10)):
@@ -48,7 +48,7 @@ def submit(engine: Engine, files: list[bytes]) -> None:
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_request_ends_if_the_service_restarts_at_any_step(
-    engine: Engine, server: Restartable, steps: int
+    engine: VllmEngine, server: Restartable, steps: int
 ) -> None:
     files = images(4000 + steps)
     parts = ["x", *files]
@@ -69,7 +69,7 @@ def test_a_request_ends_if_the_service_restarts_at_any_step(
     engine.assert_nothing_is_held()
 
 
-def test_arrived_rows_need_no_service(engine: Engine, server: Restartable) -> None:
+def test_arrived_rows_need_no_service(engine: VllmEngine, server: Restartable) -> None:
     files = images(5000)[:2]
     right = engine.ask(["x", *files], own=True)
     engine.forget()
@@ -82,7 +82,7 @@ def test_arrived_rows_need_no_service(engine: Engine, server: Restartable) -> No
     server.start()
 
 
-def test_a_request_waits_for_a_service_that_pauses(engine: Engine, server: Restartable) -> None:
+def test_a_request_waits_for_a_service_that_pauses(engine: VllmEngine, server: Restartable) -> None:
     files = images(6000)
     right = engine.ask(["x", *files], own=True)
     engine.forget()
@@ -98,7 +98,7 @@ def test_a_request_waits_for_a_service_that_pauses(engine: Engine, server: Resta
     engine.assert_nothing_is_held()
 
 
-def test_a_request_fails_at_timeout_s_if_the_service_hangs(engine: Engine, server: Restartable) -> None:
+def test_a_request_fails_at_timeout_s_if_the_service_hangs(engine: VllmEngine, server: Restartable) -> None:
     files = images(7000)
     submit(engine, images(7100))
     server.signal(signal.SIGSTOP)

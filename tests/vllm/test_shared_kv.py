@@ -14,14 +14,14 @@ from prefill_client.vllm.name_key import VARIABLE
 from testing.photos import photo
 from testing.processes import EngineProcess, free_port
 from testing.server_process import ServerProcess
-from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER, Engine, Part
+from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER, Part, VllmEngine
 from tests.vllm.http_engine import HttpEngine
 from tests.vllm.test_middleware import content
 
 TOLERANCE = 1e-5
 
 
-def matches(engine: Engine) -> list[int]:
+def matches(engine: VllmEngine) -> list[int]:
     """Return a list that gets the number of tokens that the shared KV blocks have for each prompt."""
     connector, found = engine.scheduler.connector, list[int]()
     ask = connector.get_num_new_matched_tokens
@@ -54,7 +54,7 @@ def test_two_engines_share_the_kv_blocks_of_an_image(
     answers, found, ids = [], [], set()
     for host in ("one", "another"):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / host))
-        engine = Engine(
+        engine = VllmEngine(
             checkpoint, service.endpoint, kv_transfer_config=transfer, max_num_batched_tokens=2048
         )
         try:

@@ -11,7 +11,7 @@ from prefill_client.vllm.gate import PrefillGate
 from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import Engine, Part, data_url, raw, tower_output
+from testing.vllm_engine import Part, VllmEngine, data_url, raw, tower_output
 from testing.vllm_families import OPTIONS, SQUARE, TALL, WIDE, write_small_family
 from tests.vllm.http_engine import HttpEngine, serving
 from tests.vllm.service import SERVICE, SETTINGS
@@ -37,14 +37,14 @@ def service(model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def engine(model: Path, service: ServerProcess) -> Iterator[Engine]:
+def engine(model: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     """An engine for each test: most end it."""
-    engine = Engine(model, service.endpoint, **OPTIONS)
+    engine = VllmEngine(model, service.endpoint, **OPTIONS)
     yield engine
     engine.close()
 
 
-def test_a_forged_or_reused_name_fails_only_its_request(engine: Engine) -> None:
+def test_a_forged_or_reused_name_fails_only_its_request(engine: VllmEngine) -> None:
     engine.submit(WIDE, SQUARE)
     named = engine.named(WIDE)
     proven = {key: named[key] for key in ("uuid", "proof")}
@@ -61,7 +61,7 @@ def break_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_reads_a_stand_in_ends_the_engine_before_the_tower_runs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = tower_output(engine)
     break_the_gate(monkeypatch)
@@ -73,7 +73,7 @@ def test_a_step_that_reads_a_stand_in_ends_the_engine_before_the_tower_runs(
 
 
 def test_a_worker_whose_tower_encoded_a_stand_in_ends_before_any_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = tower_output(engine)
     break_the_gate(monkeypatch)
@@ -86,7 +86,7 @@ def test_a_worker_whose_tower_encoded_a_stand_in_ends_before_any_answer(
 
 
 def test_without_both_guards_the_answer_is_computed_from_the_stand_in(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = engine.ask(["x", WIDE], own=True)
     break_the_gate(monkeypatch)
@@ -121,7 +121,7 @@ def test_an_image_limit_of_0_is_refused_with_stand_ins(model: Path, service: Ser
 @pytest.fixture
 def right(model: Path, service: ServerProcess) -> list[dict[str, float]]:
     """The log-probabilities of the engine's own tower for the question."""
-    engine = Engine(model, service.endpoint, **OPTIONS)
+    engine = VllmEngine(model, service.endpoint, **OPTIONS)
     own = engine.ask(QUESTION, own=True)
     engine.close()
     return [{f"token_id:{token}": value for token, value in step.items()} for step in own.top]

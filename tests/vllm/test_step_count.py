@@ -13,7 +13,7 @@ from prefill_client.vllm import gate
 from prefill_client.vllm.image_name import RequestInfo
 from testing.photos import photo
 from testing.server_process import ServerProcess
-from testing.vllm_engine import CHUNK_TOKENS, Engine, Part, raw
+from testing.vllm_engine import CHUNK_TOKENS, Part, VllmEngine, raw
 from tests.vllm.test_without_middleware_cures import behind_middleware
 
 SPACED: list[Part] = [
@@ -24,9 +24,9 @@ DENSE: list[Part] = ["a", *(photo(200, 150, 7100 + n, "PNG") for n in range(8))]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["by step", "exact"])
-def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(checkpoint: Path, service: ServerProcess, request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
     """An engine without the cache manager, and one with it."""
-    engine = Engine(checkpoint, service.endpoint, exact=request.param)
+    engine = VllmEngine(checkpoint, service.endpoint, exact=request.param)
     yield engine
     engine.close()
 
@@ -41,7 +41,7 @@ def images_of(parts: list[Part]) -> list[bytes]:
     return [part for part in parts if isinstance(part, bytes)]
 
 
-def encode(engine: Engine, images: list[bytes]) -> None:
+def encode(engine: VllmEngine, images: list[bytes]) -> None:
     """Submit images until the service has stored their rows."""
     deadline = time.monotonic() + 60
     while not all(answer.cached for answer in engine.client.submit(images)):
@@ -51,7 +51,7 @@ def encode(engine: Engine, images: list[bytes]) -> None:
 
 
 @contextmanager
-def counting(engine: Engine) -> Iterator[list[int]]:
+def counting(engine: VllmEngine) -> Iterator[list[int]]:
     """Yield a list that gets the number of tokens of each step that prefills any."""
     schedule, planned = engine.scheduler.schedule, []
 
@@ -65,20 +65,20 @@ def counting(engine: Engine) -> Iterator[list[int]]:
         yield planned
 
 
-def steps_to_prefill(engine: Engine, parts: list[Part], *, own: bool = False) -> list[int]:
+def steps_to_prefill(engine: VllmEngine, parts: list[Part], *, own: bool = False) -> list[int]:
     """Return the tokens of each step until the first is generated."""
     with counting(engine) as planned:
         run(engine, engine.start(parts, own=own, tokens=1))
     return planned
 
 
-def run(engine: Engine, request_id: str) -> None:
+def run(engine: VllmEngine, request_id: str) -> None:
     """Step to the end of a request; wait for all requested rows after each step."""
     while request_id not in engine.step():
         settle(engine)
 
 
-def settle(engine: Engine) -> None:
+def settle(engine: VllmEngine) -> None:
     deadline = time.monotonic() + 60
     while engine.side.table.has_running:
         assert time.monotonic() < deadline
@@ -86,7 +86,7 @@ def settle(engine: Engine) -> None:
         time.sleep(0.001)
 
 
-def test_stored_images_take_as_many_steps_as_with_the_own_tower(engine: Engine) -> None:
+def test_stored_images_take_as_many_steps_as_with_the_own_tower(engine: VllmEngine) -> None:
     encode(engine, images_of(SPACED))
     engine.forget()
     own = steps_to_prefill(engine, SPACED, own=True)
@@ -97,7 +97,7 @@ def test_stored_images_take_as_many_steps_as_with_the_own_tower(engine: Engine) 
     assert len(ours) > 6
 
 
-def test_adjacent_images_take_no_more_steps_than_with_the_own_tower(engine: Engine) -> None:
+def test_adjacent_images_take_no_more_steps_than_with_the_own_tower(engine: VllmEngine) -> None:
     encode(engine, images_of(DENSE))
     engine.forget()
     own = steps_to_prefill(engine, DENSE, own=True)
@@ -107,7 +107,7 @@ def test_adjacent_images_take_no_more_steps_than_with_the_own_tower(engine: Engi
     assert len(ours) <= len(own)
 
 
-def test_a_chat_turn_prefills_only_its_new_tokens(engine: Engine) -> None:
+def test_a_chat_turn_prefills_only_its_new_tokens(engine: VllmEngine) -> None:
     """While a new image is being encoded, the text before it may take an extra step."""
     engine.forget()
     parts: list[Part] = []
@@ -126,7 +126,7 @@ def test_a_chat_turn_prefills_only_its_new_tokens(engine: Engine) -> None:
         assert len(again) == ceil(sum(again) / CHUNK_TOKENS)
 
 
-def test_images_prefilled_before_a_preemption_cost_no_step(engine: Engine) -> None:
+def test_images_prefilled_before_a_preemption_cost_no_step(engine: VllmEngine) -> None:
     encode(engine, images_of(SPACED))
     engine._stored.clear()  # as if they were encoded after their Submit
     engine.forget()
@@ -141,7 +141,7 @@ def test_images_prefilled_before_a_preemption_cost_no_step(engine: Engine) -> No
     engine.assert_nothing_is_held()
 
 
-def test_the_middleware_lists_stored_images(engine: Engine) -> None:
+def test_the_middleware_lists_stored_images(engine: VllmEngine) -> None:
     known, new = photo(160, 120, 7300, "PNG"), photo(160, 120, 7301 + engine.side.gate.exact, "PNG")
     encode(engine, [known])
     status, body = behind_middleware(engine, [raw(new), raw(known)])

@@ -10,7 +10,7 @@ import pytest
 
 from testing.photos import photo
 from testing.server_process import running
-from testing.vllm_engine import Engine
+from testing.vllm_engine import VllmEngine
 from tests.vllm.service import SERVICE, SETTINGS
 
 TOLERANCE = 1e-5
@@ -19,16 +19,16 @@ TOLERANCE = 1e-5
 @pytest.fixture(
     scope="module", params=[(False, 0.0), (True, 0.0), (True, 0.01)], ids=["by step", "exact", "device"]
 )
-def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
     """An engine without the cache manager, one with it, and one whose worker can copy few rows from the device."""
     exact, tier_gib = request.param
     with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=tier_gib) as service:
-        engine = Engine(checkpoint, service.endpoint, exact=exact, extra={"device_gib": 0.001})
+        engine = VllmEngine(checkpoint, service.endpoint, exact=exact, extra={"device_gib": 0.001})
         yield engine
         engine.close()
 
 
-def test_five_hundred_random_requests_answer_as_with_the_own_tower(engine: Engine) -> None:
+def test_five_hundred_random_requests_answer_as_with_the_own_tower(engine: VllmEngine) -> None:
     draw = random.Random(7)
     pool = [
         photo(
@@ -72,7 +72,7 @@ def test_five_hundred_random_requests_answer_as_with_the_own_tower(engine: Engin
     engine.assert_nothing_is_held()
 
 
-def arrive(engine: Engine, images: list[bytes], draw: random.Random) -> None:
+def arrive(engine: VllmEngine, images: list[bytes], draw: random.Random) -> None:
     """Submit images one by one, in any order, with pauses."""
     for image in draw.sample(images, len(images)):
         time.sleep(draw.random() * 0.2)

@@ -20,7 +20,7 @@ from prefill_client.vllm.videos import prompt_parts
 from testing.clips import clip, rotated, with_index_first
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
-from testing.vllm_engine import CHUNK_TOKENS, Engine, raw
+from testing.vllm_engine import CHUNK_TOKENS, VllmEngine, raw
 from tests.vllm.conftest import checkpoint_of
 from tests.vllm.http_engine import HttpEngine, serving
 from tests.vllm.service import SERVICE, SETTINGS
@@ -274,15 +274,15 @@ def test_a_video_is_loaded_from_an_allowed_domain(
 
 
 @pytest.fixture(scope="module")
-def counting(folder: Path, service_of_videos: ServerProcess) -> Iterator[Engine]:
+def counting(folder: Path, service_of_videos: ServerProcess) -> Iterator[VllmEngine]:
     """An engine that takes five images and one video a prompt."""
     limits = {"image": 5, "video": 1}
-    engine = Engine(folder, service_of_videos.endpoint, limit_mm_per_prompt=limits)
+    engine = VllmEngine(folder, service_of_videos.endpoint, limit_mm_per_prompt=limits)
     yield engine
     engine.close()
 
 
-def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: Engine, folder: Path) -> None:
+def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: VllmEngine, folder: Path) -> None:
     """The last two pairs are of a file that the service gets later: a server with a file can encode all its pairs."""
     settings = VideoSettings.from_folder(folder)
     chosen = settings.clip(VideoInfo(45, 45, 10.0, 160, 96))
@@ -310,19 +310,19 @@ def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: Engine,
     counting.assert_nothing_is_held()
 
 
-def refusal(engine: Engine, *parts: dict[str, Any], **body: Any) -> tuple[int, Any]:
+def refusal(engine: VllmEngine, *parts: dict[str, Any], **body: Any) -> tuple[int, Any]:
     """Return the status of the middleware's answer, and the content that vLLM would get."""
     status, sent = behind_middleware(engine, list(parts), **body)
     return status, sent and sent["messages"][0]["content"]
 
 
-def test_limit_mm_per_prompt_counts_videos_and_their_pairs(counting: Engine) -> None:
+def test_limit_mm_per_prompt_counts_videos_and_their_pairs(counting: VllmEngine) -> None:
     assert refusal(counting, video(CLIP))[0] == 200
     assert refusal(counting, video(SHORT), video(SHORT)) == (400, None), "one video, as vLLM says it"
     assert refusal(counting, raw(photo(90, 90, 1)), video(CLIP)) == (400, None), "six images"
 
 
-def test_video_options_need_trust_request_mm_kwargs(counting: Engine) -> None:
+def test_video_options_need_trust_request_mm_kwargs(counting: VllmEngine) -> None:
     assert refusal(counting, video(SHORT))[0] == 200
     assert refusal(counting, video(SHORT), **loading(fps=1)) == (400, None), "as vLLM"
 
@@ -335,7 +335,7 @@ def test_videos_of_families_without_times_are_refused_or_left_to_the_own_tower(
     with running(folder, executable=SERVICE, **SETTINGS) as service:
         limits = {"image": 16, "video": 1}
         extra = {"without_service": without_service}
-        engine = Engine(folder, service.endpoint, extra=extra, limit_mm_per_prompt=limits)
+        engine = VllmEngine(folder, service.endpoint, extra=extra, limit_mm_per_prompt=limits)
         part = video(CLIP)
         refused = (400, None) if without_service == "refuse" else (200, [part])
         assert refusal(engine, part) == refused

@@ -14,17 +14,17 @@ import pytest
 
 from encoder_contract.geometry import rows_of_grid
 from prefill_client import Description
-from prefill_client.engine import model
+from prefill_client.plugin import model
 from prefill_client.vllm import deepstack
-from prefill_client.vllm.features import Feature, Request
-from prefill_client.vllm.gate import ImageSpan, PrefillGate, Prompt
+from prefill_client.vllm.features import Feature, VllmRequest
+from prefill_client.vllm.gate import ImageSpan, PrefillGate, PromptImages
 from prefill_client.vllm.image_name import NameSigner
 from prefill_client.vllm.row_table import RowSlot, RowTable
 from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess
-from testing.vllm_engine import Engine
+from testing.vllm_engine import VllmEngine
 from tests.vllm.conftest import SMALL
 from tests.vllm.test_hostile_requests import HOSTILE, IMAGE, TOLERANCE, forged
 
@@ -32,9 +32,9 @@ PATIENCE_STEPS = 1000  # some seconds, with a pause in each; an answer takes a h
 
 
 @pytest.fixture
-def engine(checkpoint: Path, service: ServerProcess) -> Iterator[Engine]:
+def engine(checkpoint: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     """A new engine for each test: most end it."""
-    engine = Engine(checkpoint, service.endpoint)
+    engine = VllmEngine(checkpoint, service.endpoint)
     yield engine
     engine.close()
 
@@ -59,7 +59,7 @@ def trusting(
     return replace(ImageSpan.of(index, feature, name), rows=rows)
 
 
-def assert_dies_of(hostile: str, engine: Engine) -> None:
+def assert_dies_of(hostile: str, engine: VllmEngine) -> None:
     request_id = engine.start(["x", HOSTILE[hostile](engine)])
     with dying():
         engine.run(request_id, steps=PATIENCE_STEPS)
@@ -69,14 +69,14 @@ def assert_dies_of(hostile: str, engine: Engine) -> None:
 
 
 def test_without_the_check_an_image_without_rows_ends_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillGate, "_fail", lambda *_: None)
     assert_dies_of("no name", engine)
 
 
 def test_without_the_check_a_larger_grid_ends_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillGate, "_span", trusting)
     engine.submit(IMAGE)
@@ -84,7 +84,7 @@ def test_without_the_check_a_larger_grid_ends_the_engine(
 
 
 def test_without_the_check_a_smaller_grid_gets_wrong_rows(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillGate, "_span", trusting)
     engine.submit(IMAGE)
@@ -93,7 +93,7 @@ def test_without_the_check_a_smaller_grid_gets_wrong_rows(
 
 
 def test_a_request_that_does_not_wait_ends_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillGate, "may_prefill", lambda *_: True)
     request_id = engine.start(["x", photo(170, 130, 8001, "PNG")])
@@ -102,7 +102,7 @@ def test_a_request_that_does_not_wait_ends_the_engine(
 
 
 def test_rows_wrongly_reported_as_arrived_end_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillGate, "may_prefill", lambda *_: True)
     monkeypatch.setattr(RowTable, "is_here", lambda *_: True)
@@ -116,7 +116,7 @@ def test_rows_wrongly_reported_as_arrived_end_the_engine(
 
 
 def test_without_the_check_a_grid_poisons_the_prefix_cache(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillGate, "_span", trusting)
     engine.submit(IMAGE)
@@ -129,7 +129,9 @@ def test_without_the_check_a_grid_poisons_the_prefix_cache(
 # 3. Embeddings that callers name themselves. More on this, and 4, in test_without_middleware_cures.py.
 
 
-def test_without_proofs_a_forged_name_gets_the_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proofs_a_forged_name_gets_the_rows(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(NameSigner, "_is_proven", lambda *_: True)
     engine.submit(IMAGE)
     right = engine.ask(["y", IMAGE], own=True)
@@ -141,11 +143,11 @@ def test_without_proofs_a_forged_name_gets_the_rows(engine: Engine, monkeypatch:
 
 
 def test_rows_released_between_gate_and_step_end_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_prefill = PrefillGate.may_prefill
 
-    def forgetful(gate: PrefillGate, request: Request, computed: int) -> bool:
+    def forgetful(gate: PrefillGate, request: VllmRequest, computed: int) -> bool:
         ready = may_prefill(gate, request, computed)
         if ready:
             gate._release_all(request.request_id, gate._prompts[request.request_id])
@@ -159,7 +161,7 @@ def test_rows_released_between_gate_and_step_end_the_engine(
 
 
 def test_rows_released_before_they_are_read_are_overwritten(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host memory must not get another image's rows while a step reads it."""
     engine.submit(IMAGE)
@@ -178,11 +180,11 @@ def test_rows_released_before_they_are_read_are_overwritten(
 
 
 def test_rows_held_only_once_are_missing_after_a_preemption(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold, held = PrefillGate._hold, set()
 
-    def once(gate: PrefillGate, request_id: str, prompt: Prompt, computed: int) -> None:
+    def once(gate: PrefillGate, request_id: str, prompt: PromptImages, computed: int) -> None:
         if request_id not in held:
             held.add(request_id)
             hold(gate, request_id, prompt, computed)
@@ -197,7 +199,7 @@ def test_rows_held_only_once_are_missing_after_a_preemption(
 
 
 def test_without_request_finished_rows_are_never_released(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.scheduler.ec_connector, "request_finished", lambda *_, **__: (False, None))
     engine.submit(IMAGE)
@@ -212,7 +214,9 @@ def test_without_request_finished_rows_are_never_released(
 # 6. Failures are not remembered.
 
 
-def test_a_remembered_failure_blocks_later_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remembered_failure_blocks_later_requests(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetcher, late = engine.side._fetcher, photo(210, 120, 8004, "PNG")
 
     def remembering(table: RowTable, rows: RowSlot) -> None:
@@ -233,9 +237,9 @@ def test_a_remembered_failure_blocks_later_requests(engine: Engine, monkeypatch:
 
 
 def test_without_its_last_image_a_request_is_checked_at_every_decode_step(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prompt, "end", property(lambda _: 1 << 30))
+    monkeypatch.setattr(PromptImages, "end", property(lambda _: 1 << 30))
     engine.submit(IMAGE)
     request_id = engine.start(["x", IMAGE], tokens=20)
     engine.run_until(lambda: engine.computed(request_id) > 60)
@@ -257,7 +261,7 @@ def test_without_the_fingerprint_check_another_checkpoint_gives_wrong_text(
     service: ServerProcess, tmp_path: Path
 ) -> None:
     other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], seed=1)
-    engine = Engine(other, service.endpoint, extra={"model_fingerprint": "any"})
+    engine = VllmEngine(other, service.endpoint, extra={"model_fingerprint": "any"})
     try:
         right = engine.ask(["y", IMAGE], own=True)
         assert engine.ask(["y", IMAGE]).distance(right) > 100 * TOLERANCE
@@ -271,7 +275,7 @@ def test_without_the_width_check_other_rows_give_wrong_text(
     vision = {"deepstack_visual_indexes": [1, 2]}
     other = write_checkpoint(tmp_path, preprocessor=SMALL["qwen3_vl"], vision=vision)
     monkeypatch.setattr(model, "differences", lambda *_: iter(()))
-    engine = Engine(other, service.endpoint, extra={"model_fingerprint": "any"})
+    engine = VllmEngine(other, service.endpoint, extra={"model_fingerprint": "any"})
     try:
         request_id = engine.start(["y", IMAGE])
         engine.submit(IMAGE)
@@ -291,7 +295,7 @@ def test_wide_rows_end_an_engine_without_deepstack(
     checkpoint: Path, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepstack, "_set_deepstack", lambda *_: None)
-    engine = Engine(checkpoint, service.endpoint, limit_mm_per_prompt={"image": 0, "video": 0})
+    engine = VllmEngine(checkpoint, service.endpoint, limit_mm_per_prompt={"image": 0, "video": 0})
     try:
         engine.submit(IMAGE)
         request_id = engine.start(["x", IMAGE])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from prefill_client.vllm import middleware, request_images
-from testing.vllm_engine import Engine, raw
+from testing.vllm_engine import VllmEngine, raw
 
 
-def test_without_the_check_embeddings_reach_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_check_embeddings_reach_vllm(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     assert through_middleware(engine, part) == (403, None)
     monkeypatch.setattr(request_images, "_EMBEDDED", set())
@@ -19,7 +19,7 @@ def test_without_the_check_embeddings_reach_vllm(engine: Engine, monkeypatch: py
 
 
 def test_without_the_check_a_failed_image_is_a_bare_500(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = raw(b"no image at all")
     assert through_middleware(engine, part) == (400, None)
@@ -28,14 +28,14 @@ def test_without_the_check_a_failed_image_is_a_bare_500(
         through_middleware(engine, part)
 
 
-def through_middleware(engine: Engine, part: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+def through_middleware(engine: VllmEngine, part: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
     """Send a chat with one part through the middleware; return the status and the part that vLLM would get."""
     status, body = behind_middleware(engine, [part])
     return status, body["messages"][0]["content"][0] if body else None
 
 
 def behind_middleware(
-    engine: Engine, parts: list[dict[str, Any]], **fields: Any
+    engine: VllmEngine, parts: list[dict[str, Any]], **fields: Any
 ) -> tuple[int, dict[str, Any] | None]:
     """Send a chat through the middleware; return the status and the body that vLLM would get.
 

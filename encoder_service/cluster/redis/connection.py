@@ -72,7 +72,7 @@ def batches(addresses: Sequence[bytes]) -> Iterator[list[bytes]]:
         yield unique[first : first + MAX_BATCH]
 
 
-class _Call(NamedTuple):
+class _ScriptRun(NamedTuple):
     """Keys and arguments of one run of a script."""
 
     keys: Sequence[bytes]
@@ -107,7 +107,7 @@ class RedisUrl:
         return urlunsplit(parts._replace(netloc=f"{credentials}{at}{bracketed}:{port}"))
 
 
-class Connection:
+class RedisConnection:
     """An open connection. Its methods raise `FAULTS`; the caller bounds their time."""
 
     def __init__(self, url: RedisUrl, client: "Redis | RedisCluster", timeout_s: float) -> None:
@@ -164,7 +164,7 @@ class Connection:
         """
         groups = self._by_slot(keys)
         calls = [
-            _Call(
+            _ScriptRun(
                 [key for position in group for key in keys[position]],
                 [*arguments, *(each[position] for position in group if each)],
             )
@@ -178,7 +178,7 @@ class Connection:
 
     async def run_once(self, script: Script, key: bytes, *arguments: Any) -> Any:
         """Run a script over one key and return its whole reply."""
-        return (await self._evaluate(script, [_Call([key], arguments)]))[0]
+        return (await self._evaluate(script, [_ScriptRun([key], arguments)]))[0]
 
     async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the values of many keys, with one command, or one for each slot."""
@@ -219,7 +219,7 @@ class Connection:
 
     # redis-py's `register_script` is not used. On a cluster, it sends the commands of all slots one by one (6 ms for 32
     # addresses; a pipeline takes 2). In a pipeline, it sends SCRIPT EXISTS before every call.
-    async def _evaluate(self, script: Script, calls: list[_Call]) -> list[Any]:
+    async def _evaluate(self, script: Script, calls: list[_ScriptRun]) -> list[Any]:
         replies = await self._pipeline("EVALSHA", script.sha, calls)
         # Retry with the script's source: a new, restarted or promoted server does not have the script, and a server may
         # have closed an idle connection. Every script is idempotent, so running it twice does no harm.
@@ -233,7 +233,7 @@ class Connection:
                 raise reply
         return replies
 
-    async def _pipeline(self, command: str, script: str | bytes, calls: list[_Call]) -> list[Any]:
+    async def _pipeline(self, command: str, script: str | bytes, calls: list[_ScriptRun]) -> list[Any]:
         pipeline = self._client.pipeline() if self.is_cluster else self._client.pipeline(transaction=False)
         for keys, arguments in calls:
             pipeline.execute_command(command, script, len(keys), *keys, *arguments)

@@ -12,7 +12,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Acquired, IndexState, Locations, Replica
 from encoder_service.cluster.redis.connection import (
     FAULTS,
-    Connection,
+    RedisConnection,
     Script,
     batches,
     invalid_replies,
@@ -189,7 +189,7 @@ class RedisIndex:
     async def subscribe(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Subscribe to changes of the `added` addresses, and unsubscribe from the `removed` ones."""
 
-        async def subscribe(connection: Connection, _: Membership) -> None:
+        async def subscribe(connection: RedisConnection, _: Membership) -> None:
             if self._subscriptions is None or self._subscriptions.connection is not connection:
                 stale, self._subscriptions = self._subscriptions, Subscriptions(connection, self._on_message)
                 if stale is not None:
@@ -273,7 +273,7 @@ class Subscriptions:
     earlier changes were not notified, so the address must be read then.
     """
 
-    def __init__(self, connection: Connection, on_message: Callable[[bytes], None]) -> None:
+    def __init__(self, connection: RedisConnection, on_message: Callable[[bytes], None]) -> None:
         self.connection = connection
         self._on_message = on_message
         self._servers: dict[str, _Subscription] = {}
@@ -306,7 +306,7 @@ class Subscriptions:
 class _Subscription:
     """The channels of one server, on a separate connection."""
 
-    def __init__(self, connection: Connection, url: str, on_message: Callable[[bytes], None]) -> None:
+    def __init__(self, connection: RedisConnection, url: str, on_message: Callable[[bytes], None]) -> None:
         self._client, self._pubsub = connection.listener(url)
         self._sharded = connection.sharded_channels
         # A cluster accepts shard channels of different slots only one at a time.

@@ -14,7 +14,7 @@ from encoder_contract.endpoint import Endpoint
 from encoder_contract.errors import ModelMismatchError
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Location, Locations, Replica
-from encoder_service.cluster.redis.connection import Connection, Script
+from encoder_service.cluster.redis.connection import RedisConnection, Script
 
 SCHEMA_VERSION = 3
 
@@ -146,7 +146,7 @@ class Membership:
         self.dead: set[bytes] = set()
         self.peers: dict[bytes, Peer] = {}
 
-    async def heartbeat(self, connection: Connection, verb: Literal["join", "beat", "leave"]) -> bool:
+    async def heartbeat(self, connection: RedisConnection, verb: Literal["join", "beat", "leave"]) -> bool:
         """Join, renew or leave; update the live peers; return whether this replica was listed already.
 
         Raises `ModelMismatchError` if a live replica serves another model, or if a later start of this replica has

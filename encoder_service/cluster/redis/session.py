@@ -17,7 +17,7 @@ from encoder_service.cluster.cluster import IndexState, Replica
 from encoder_service.cluster.redis.connection import (
     FAULTS,
     REFUSALS,
-    Connection,
+    RedisConnection,
     RedisUrl,
     Script,
     invalid_replies,
@@ -172,7 +172,7 @@ class RedisSession:
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
-        self._connection: Connection | None = None
+        self._connection: RedisConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self.state = IndexState.ALONE
         self.membership: Membership | None = None
@@ -187,7 +187,7 @@ class RedisSession:
     async def call(
         self,
         name: str,
-        function: Callable[[Connection, Membership], Awaitable[Answer]],
+        function: Callable[[RedisConnection, Membership], Awaitable[Answer]],
         bulkhead: Bulkhead | None = None,
     ) -> Answer | None:
         """Return the answer of `function`; None if it fails or times out, and at once while this replica is alone."""
@@ -212,13 +212,16 @@ class RedisSession:
         *arguments: bytes | int,
         each: Sequence[bytes] = (),
     ) -> list[Any] | None:
-        """Run a script as `Connection.run` does; None if it fails or times out."""
+        """Run a script as `RedisConnection.run` does; None if it fails or times out."""
         return await self.call(
             name, lambda connection, _: connection.run(script, keys, *arguments, each=each)
         )
 
     async def _call_now(
-        self, name: str, function: Callable[[Connection, Membership], Awaitable[Answer]], bulkhead: Bulkhead
+        self,
+        name: str,
+        function: Callable[[RedisConnection, Membership], Awaitable[Answer]],
+        bulkhead: Bulkhead,
     ) -> Answer | None:
         if self.state is not IndexState.JOINED:
             return None  # the connection was lost while this call waited for its turn
@@ -311,10 +314,10 @@ class RedisSession:
         if before is not None:
             await self._close_connection(before)
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> RedisConnection:
         """Connect, and join, or renew this replica's entry after an outage."""
         assert self.membership is not None
-        connection = await Connection.open(self._url, self._settings.socket_timeout_ms / 1000)
+        connection = await RedisConnection.open(self._url, self._settings.socket_timeout_ms / 1000)
         try:
             await self.membership.heartbeat(connection, "beat" if self._has_joined else "join")
         except BaseException:  # also when cancelled: nothing else would close the connection
@@ -359,7 +362,7 @@ class RedisSession:
             reason,
         )
 
-    async def _close_connection(self, connection: Connection) -> None:
+    async def _close_connection(self, connection: RedisConnection) -> None:
         try:
             with lost_connections():
                 await connection.close()

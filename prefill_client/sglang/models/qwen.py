@@ -22,9 +22,9 @@ from transformers import AutoImageProcessor
 from encoder_contract.errors import InvalidImageError
 from prefill_client.sglang.counts import count
 from prefill_client.sglang.ending import ImagesWithoutRows
-from prefill_client.sglang.image_name import ImageName, file_of
+from prefill_client.sglang.image_name import SglangImageName, file_of
 from prefill_client.sglang.rows import ChunkRows, Found, agreed, counts_here
-from prefill_client.sglang.settings import Settings
+from prefill_client.sglang.sglang_settings import SglangSettings
 from prefill_client.sglang.start import check_packages, check_tower
 from prefill_client.sglang.tower import TowerWeights
 
@@ -50,7 +50,7 @@ class EncoderServiceRows:
         self._width = vision.out_hidden_size * (
             1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
         )
-        self._rows = ChunkRows(Settings.from_environment())
+        self._rows = ChunkRows(SglangSettings.from_environment())
         self._without_rows = ImagesWithoutRows()
         self._without_rows.watch_forwards()
         self._tower_weights = TowerWeights(lambda: self.visual)
@@ -62,7 +62,7 @@ class EncoderServiceRows:
 
     def get_image_feature(self, items: Sequence[MultimodalDataItem]) -> Tensor | list[Tensor]:
         """Return the rows of images, [tokens, width] of each. If none has a name, return SGLang's own result."""
-        names = {index: name for index, item in enumerate(items) if (name := ImageName.of_item(item))}
+        names = {index: name for index, item in enumerate(items) if (name := SglangImageName.of_item(item))}
         if not names:
             return self._by_own_tower(items)
         fetched, reason = self._fetched([(name, items[index]) for index, name in names.items()])
@@ -79,7 +79,9 @@ class EncoderServiceRows:
             found |= self._encoded_here(missing, names, invalid, reason)
         return [found[index] for index in range(len(items))]
 
-    def _fetched(self, images: Sequence[tuple[ImageName, MultimodalDataItem]]) -> tuple[list[Found], str]:
+    def _fetched(
+        self, images: Sequence[tuple[SglangImageName, MultimodalDataItem]]
+    ) -> tuple[list[Found], str]:
         """Return what the service has for these images, and why this tower encodes those without rows."""
         if not self._tower_weights.are_the_services:
             return [None] * len(images), "weights"
@@ -90,7 +92,7 @@ class EncoderServiceRows:
         return next(self.visual.parameters())
 
     def _encoded_here(
-        self, items: Items, names: Mapping[int, ImageName], invalid: Mapping[int, str], reason: str
+        self, items: Items, names: Mapping[int, SglangImageName], invalid: Mapping[int, str], reason: str
     ) -> dict[int, Tensor]:
         """Return the rows of images from SGLang's own tower, and zeros for the images whose requests end.
 
@@ -118,7 +120,7 @@ class EncoderServiceRows:
         zeros = {index: self._weight.new_zeros(names[index].tokens, self._width) for index in lost}
         return {**dict(zip(encoded, rows, strict=True)), **zeros}
 
-    def _with_pixels(self, item: MultimodalDataItem, name: ImageName) -> MultimodalDataItem | None:
+    def _with_pixels(self, item: MultimodalDataItem, name: SglangImageName) -> MultimodalDataItem | None:
         """Return an image with pixels in place of its file; None if the file cannot be read."""
         try:
             picture = _rgb(ImageOps.exif_transpose(Image.open(io.BytesIO(file_of(item)))))

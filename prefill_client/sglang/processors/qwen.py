@@ -30,15 +30,15 @@ from encoder_contract.errors import (
     ModelMismatchError,
 )
 from prefill_client.client import EncoderClient
-from prefill_client.engine.model import check_description
-from prefill_client.engine.service import WatchedClient, connect
 from prefill_client.images import RowRequest, Submitted, raise_first
 from prefill_client.media.bare_image import as_url, is_path
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
+from prefill_client.plugin.model import check_description
+from prefill_client.plugin.service import WatchedClient, connect
 from prefill_client.sglang.counts import count
-from prefill_client.sglang.image_name import ImageName, file_as_feature
-from prefill_client.sglang.settings import Settings
+from prefill_client.sglang.image_name import SglangImageName, file_as_feature
+from prefill_client.sglang.sglang_settings import SglangSettings
 from prefill_client.sglang.start import check_configuration, check_packages, check_service, engine_model
 
 _log = logging.getLogger("sglang.encoder_service")
@@ -64,7 +64,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         super().__init__(hf_config, server_args, processor, *args, **kwargs)
         check_packages()
         check_configuration(server_args.pp_size)
-        self._settings = Settings.from_environment()
+        self._settings = SglangSettings.from_environment()
         dtype = ModelConfig.from_server_args(server_args).dtype
         self._engine = engine_model(hf_config, processor.image_processor, dtype)
         check_service(self._settings, self._engine)
@@ -197,5 +197,5 @@ def _artifact(answer: Submitted, file: bytes) -> QwenVLImagePreprocessArtifact:
         artifact_key=answer.address.hex(),
         feature_hash=int.from_bytes(answer.address[:8], "big"),
         feature=file_as_feature(file),
-        model_specific_data=ImageName.of_answer(answer).as_data(),
+        model_specific_data=SglangImageName.of_answer(answer).as_data(),
     )

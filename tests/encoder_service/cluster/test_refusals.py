@@ -13,7 +13,7 @@ import psutil
 import pytest
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from encoder_service.cluster.redis.connection import FAULTS, REFUSALS, Connection, RedisUrl
+from encoder_service.cluster.redis.connection import FAULTS, REFUSALS, RedisConnection, RedisUrl
 from testing.redis_servers import RedisServer, redis_server
 from tests.processes import running
 from tests.waiting import PATIENCE_S, soon
@@ -28,7 +28,7 @@ def redis() -> Iterator[RedisServer]:
 async def refusal(url: str) -> BaseException:
     """Return why Redis refuses a connection."""
     try:
-        connection = await Connection.open(RedisUrl(url), PATIENCE_S)
+        connection = await RedisConnection.open(RedisUrl(url), PATIENCE_S)
     except FAULTS as fault:
         return fault
     await connection.close()

@@ -17,7 +17,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.config import GIB, Config, ConfigError
 from encoder_service.engine import link, workers
-from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.device import Device, MemoryUse
 from encoder_service.engine.model import (
     BATCHES_UNDER_WAY,
     CONTEXT_BYTES,
@@ -46,8 +46,8 @@ class SmallDevice(Device):
         self.free_gib = free_gib
         self.emptied = 0
 
-    def memory(self) -> DeviceMemory:
-        return DeviceMemory(total=8 * GIB, free=int(self.free_gib * GIB), reserved=GIB, allocated=GIB // 2)
+    def memory(self) -> MemoryUse:
+        return MemoryUse(total=8 * GIB, free=int(self.free_gib * GIB), reserved=GIB, allocated=GIB // 2)
 
     def empty_cache(self) -> None:
         self.emptied += 1
@@ -128,7 +128,7 @@ async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
 
 
 def test_the_plan_counts_what_grows_after_the_start(config: Config, model: Model) -> None:
-    memory = DeviceMemory(total=80 * GIB, free=78 * GIB)
+    memory = MemoryUse(total=80 * GIB, free=78 * GIB)
     plan = MemoryPlan.of(model, memory, config)
     dali = cast(Decoder, Changed(model.decoder, device_bytes=GIB))
     assert MemoryPlan.of(replace(model, decoder=dali), memory, config).left == plan.left - GIB

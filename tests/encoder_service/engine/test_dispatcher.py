@@ -13,7 +13,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine import link as linking
 from encoder_service.engine import messages
-from encoder_service.engine.device import Device, DeviceMemory
+from encoder_service.engine.device import Device, MemoryUse
 from encoder_service.engine.facts import ModelFacts
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
@@ -367,7 +367,7 @@ async def test_the_least_image_of_a_group_depends_on_the_kind_of_device(
     model: Model, config: Config, kind: str, least: int
 ) -> None:
     """On a GPU a group runs without graphs: below 4096 patches one GPU is as fast."""
-    device = SimpleNamespace(name=kind, kind=kind.partition(":")[0], memory=DeviceMemory)
+    device = SimpleNamespace(name=kind, kind=kind.partition(":")[0], memory=MemoryUse)
     facts = ModelFacts.of(replace(model, device=cast(Device, device)), config, 2)
     assert facts.group_patches == least
     below, enough = (Grid(1, 2, patches // 2) for patches in (least - 4, least))

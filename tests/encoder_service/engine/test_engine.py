@@ -27,7 +27,7 @@ from encoder_service.image import decoder_pool
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
-from encoder_service.scheduler import Claim, Limits, State
+from encoder_service.scheduler import Claim, QueueLimits, State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import GridTables, cached_by_grid
@@ -146,7 +146,7 @@ async def test_a_store_full_of_pins_fails_an_image_in_time(model: Model) -> None
 
 async def test_a_full_queue_refuses_with_a_retry_hint_and_continues(model: Model) -> None:
     gate = Gate(model)
-    limits = Limits(images=3, patches=10**6, source_bytes=1 << 30, claims=100, client_share=0.99)
+    limits = QueueLimits(images=3, patches=10**6, source_bytes=1 << 30, claims=100, client_share=0.99)
     async with running(model, gate.encode, limits=limits) as bench:
         bench.submit(photo(64, 64, 0), demanded("0"))
         for n in (1, 2):

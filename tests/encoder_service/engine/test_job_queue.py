@@ -17,7 +17,7 @@ from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
-from encoder_service.scheduler import Claim, Limits, Scheduler, State
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State
 from encoder_service.store import Pin, Store
 from testing.photos import photo
 
@@ -28,7 +28,7 @@ FILE = photo(64, 64, 1)
 HEADER = read_header(FILE)
 SINGLE = b"to be decoded by itself"
 ADDRESSES = st.sampled_from([bytes([n]) * 32 for n in range(4)])
-NO_LIMITS = Limits(images=10**6, patches=10**9, source_bytes=10**9, claims=10**6)
+NO_LIMITS = QueueLimits(images=10**6, patches=10**9, source_bytes=10**9, claims=10**6)
 
 
 OUTCOME = UnavailableError("it ended")

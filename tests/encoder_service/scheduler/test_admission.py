@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_service.scheduler import Claim, Limits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler
 
 
-def limits(**changes) -> Limits:
-    return Limits(**{"images": 100, "patches": 10_000, "source_bytes": 10**6, "claims": 1000, **changes})
+def limits(**changes) -> QueueLimits:
+    return QueueLimits(**{"images": 100, "patches": 10_000, "source_bytes": 10**6, "claims": 1000, **changes})
 
 
 def make(**changes) -> Scheduler:

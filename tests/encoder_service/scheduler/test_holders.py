@@ -3,8 +3,8 @@
 import pytest
 
 from encoder_contract.errors import OverloadedError
-from encoder_service.scheduler import Claim, Limits, Scheduler, State
-from encoder_service.scheduler.policy import MAX_ABSENT, FairQueue, Line, Request
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State
+from encoder_service.scheduler.policy import MAX_ABSENT, FairQueue, Line, LlmRequest
 from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, seconds_of, want
 
 
@@ -234,7 +234,7 @@ def test_request_identifiers_are_per_holder():
 
 def measured(seconds: float) -> Scheduler:
     """Return a scheduler that has measured 100 patches per second."""
-    limits = Limits(images=1000, patches=10**6, source_bytes=10**9, claims=1000, seconds=seconds)
+    limits = QueueLimits(images=1000, patches=10**6, source_bytes=10**9, claims=1000, seconds=seconds)
     scheduler = make(limits)
     want(scheduler, "first", client="warm")
     prepare_all(scheduler)
@@ -263,7 +263,7 @@ def test_a_holder_with_nothing_queued_gets_the_remaining_seconds():
 
 def test_holders_that_have_nothing_queued_are_forgotten():
     queue = FairQueue()
-    line = Line(Request("r", "always", 0), lane=0)
+    line = Line(LlmRequest("r", "always", 0), lane=0)
     queue.place(line, (0, 0.0, 0.0, 0, line))
     for number in range(3 * MAX_ABSENT):
         queue.charge(f"host-{number}", 100 + number)

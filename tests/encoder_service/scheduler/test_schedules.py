@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulation.simulator import Load, Machine, Simulation
+from bench.simulation.simulator import Machine, RequestLoad, Simulation
 from bench.simulation.trials import POLICIES
 from encoder_contract.errors import OverloadedError
-from encoder_service.scheduler import Claim, Limits, Scheduler, State, Task, least_work_left
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State, Task, least_work_left
 from encoder_service.scheduler.policy import STRETCH, allowance
 from encoder_service.scheduler.scheduler import MOST_COST
 
@@ -91,7 +91,7 @@ class Model:
 
 
 WORKED_ON = {State.WAITING: (State.PREPARING,), State.PREPARED: (State.ENCODING, State.SPLIT)}
-LIMITS = Limits(images=12, patches=1500, source_bytes=9000, claims=25, client_share=0.6)
+LIMITS = QueueLimits(images=12, patches=1500, source_bytes=9000, claims=25, client_share=0.6)
 AHEAD_PATCHES, AHEAD_IMAGES, BUDGET = 300, 4, 250
 
 
@@ -291,7 +291,9 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
 
     Return the patches encoded until the big one is done, and the bound that the documentation states.
     """
-    limits = Limits(images=10**6, patches=40 * PATCHES, source_bytes=10**12, claims=10**6, client_share=0.99)
+    limits = QueueLimits(
+        images=10**6, patches=40 * PATCHES, source_bytes=10**12, claims=10**6, client_share=0.99
+    )
     ahead = 2 * PATCHES
     scheduler = Scheduler(
         limits, max_ahead_patches=ahead, max_ahead_images=10, policy=least_work_left(stretch)
@@ -341,9 +343,9 @@ def test_without_ageing_the_flood_breaks_the_bound():
 @pytest.mark.parametrize("seed", range(15))
 def test_every_request_is_answered_or_refused_in_any_deployment(policy, seed):
     pick = random.Random(seed)
-    load = Load({1: 3, 5: 2, 64: 1}, load=pick.choice((0.5, 0.9, 5.0)), burst=pick.choice((1, 6)), clients=5,
+    load = RequestLoad({1: 3, 5: 2, 64: 1}, load=pick.choice((0.5, 0.9, 5.0)), burst=pick.choice((1, 6)), clients=5,
                 image_patches=pick.choice((1, 3)), replicas=pick.choice((1, 3, 16)))  # fmt: skip
-    limits = Limits(images=pick.choice((80, 10**6)), patches=10**9, source_bytes=10**12, claims=10**6)
+    limits = QueueLimits(images=pick.choice((80, 10**6)), patches=10**9, source_bytes=10**12, claims=10**6)
     machine = Machine(
         policy=policy, replicas=load.replicas, prefill_engines=pick.choice((1, 4)), limits=limits,
         images_per_chunk=pick.choice((1, 3)), budget_patches=pick.choice((1, 8)), max_ahead_patches=16,
@@ -363,7 +365,7 @@ def test_every_request_is_answered_or_refused_in_any_deployment(policy, seed):
 
 
 def test_least_work_left_halves_the_mean_of_first_come_on_skewed_sizes():
-    load = Load({1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1})
+    load = RequestLoad({1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1})
     jobs = load.jobs(2000, seed=3)
     means = {}
     for policy in POLICIES:

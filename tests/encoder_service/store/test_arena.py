@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.store.arena import Arena, Layout, Tier
+from encoder_service.store.arena import Arena, PageLayout, Tier
 
 # A positive number allocates as many pages; a negative one frees the allocation of that rank.
 steps = st.lists(st.integers(-8, 12), max_size=60)
@@ -84,7 +84,7 @@ def test_an_embedding_is_split_only_when_no_run_holds_it():
 
 def test_random_sizes_leave_the_arena_usable_and_most_embeddings_whole():
     rows_per_page = 2
-    layout = Layout(row_bytes=1, page_rows=rows_per_page)
+    layout = PageLayout(row_bytes=1, page_rows=rows_per_page)
     # As 8 GiB of 64 KiB pages.
     tier = Tier("host", torch.empty((8 << 14) * rows_per_page, dtype=torch.uint8), layout)
     rng = random.Random(3)

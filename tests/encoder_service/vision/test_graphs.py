@@ -15,9 +15,9 @@ from encoder_service.vision import load_tower
 from encoder_service.vision.attention import SegmentAttention
 from encoder_service.vision.graphs import (
     PATCH_BUDGETS,
-    Budget,
     CudaCapture,
     Graphs,
+    GraphShape,
     budgets,
     padded_lengths,
 )
@@ -53,7 +53,7 @@ def layout(tower, grids):
 
 
 def square(patches):
-    """Return the grids of a batch of one image with about this many patches, for `Budget.fits`."""
+    """Return the grids of a batch of one image with about this many patches, for `GraphShape.fits`."""
     return [Grid(1, 2, patches // 2)]
 
 
@@ -73,14 +73,14 @@ def test_graph_budgets_are_few_and_hold_the_common_resolutions():
     everything = budgets(1 << 20, 1 << 20)
     assert len(everything) <= 32
     for patches in (3520, 4800, 8160, 14400):  # 720p, 960×1280, 1080p, 2560×1440
-        assert Budget(patches, 2, patches) in everything
+        assert GraphShape(patches, 2, patches) in everything
     assert all(budget.patches <= 2048 for budget in budgets(2048, 2048))
 
 
 def test_graphs_cover_large_single_images_and_small_batches():
     chosen = budgets(PATCH_BUDGETS[-1], BATCH_PATCHES["cuda"])
     for patches in (8160, 14400):  # 1080p, 2560×1440
-        assert Budget(patches, 2, patches) in chosen
+        assert GraphShape(patches, 2, patches) in chosen
     several = [budget for budget in chosen if budget.segments > 2]
     assert max(budget.patches for budget in several) == BATCH_PATCHES["cuda"]
 
@@ -101,11 +101,11 @@ def test_graphs_cover_large_single_images_and_small_batches():
     ],
 )
 def test_a_large_graph_takes_little_padding_and_a_small_one_any(towers, budget, patches, taken):
-    assert Budget(budget, 2, budget).fits(layout(towers["qwen3_vl"], square(patches))) is taken
+    assert GraphShape(budget, 2, budget).fits(layout(towers["qwen3_vl"], square(patches))) is taken
 
 
 def test_a_batch_that_does_not_fit_a_budget_is_not_taken(towers):
-    budget = Budget(2048, 4, 1024)
+    budget = GraphShape(2048, 4, 1024)
     batches = {
         "fits": [Grid(1, 32, 32), Grid(1, 32, 32)],
         "too many patches": [Grid(1, 32, 32)] * 3,

@@ -12,7 +12,7 @@ from encoder_contract.processor import ProcessorSettings
 from encoder_service.engine.device import CudaStream
 from encoder_service.vision import attention, load_tower
 from encoder_service.vision.tower import GridTables
-from encoder_service.vision.ulysses import Group, start_rendezvous
+from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous
 from testing.reference_tower import random_patches, row_errors
 from tests.waiting import PATIENCE_S, soon
 
@@ -93,7 +93,7 @@ def test_a_group_of_one_has_the_rows_of_an_eager_forward(folders, gpu, model_typ
     tower, eager = loaded(folders[model_type], graphs=False)
     patches = random_patches([GRIDS[3]], tower.spec.patch_values)
     rendezvous = start_rendezvous()
-    group = Group(torch.device("cuda:1"), rendezvous.port, 0, 1)
+    group = UlyssesGroup(torch.device("cuda:1"), rendezvous.port, 0, 1)
     torch.cuda.set_device("cuda:1")
     with torch.inference_mode(), CudaStream("cuda:1").use():
         [rows] = tower.encode_in_group(group, 0, 0, GRIDS[3], patches[0].pin_memory().to("cuda:1"))
@@ -107,7 +107,7 @@ def test_an_aborted_group_gives_no_rows(folders, gpu):
     tower, _ = loaded(folders["qwen3_vl"], graphs=False)
     [patches] = random_patches([GRIDS[3]], tower.spec.patch_values)
     rendezvous = start_rendezvous()
-    group, other = (Group(torch.device("cuda:1"), rendezvous.port, rank, 2) for rank in (0, 1))
+    group, other = (UlyssesGroup(torch.device("cuda:1"), rendezvous.port, rank, 2) for rank in (0, 1))
     ended = []
 
     def encode():
@@ -138,7 +138,7 @@ def test_an_aborted_group_gives_no_rows(folders, gpu):
 
 
 def test_an_abort_before_the_others_connect_ends_the_group(gpu):
-    group = Group(torch.device("cuda:1"), 0, 0, 1)
+    group = UlyssesGroup(torch.device("cuda:1"), 0, 0, 1)
     group.abort(3)
     for number in (2, 3):
         with pytest.raises(RuntimeError, match="has failed"), group.joined(number):

@@ -13,7 +13,7 @@ from prefill_client.client import EncoderClient
 from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import RowRequest, Submitted
 from prefill_client.media.download import ImageHostError
-from prefill_client.vllm.videos import VideoTokens
+from prefill_client.vllm.videos import VideoTokenCounts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -32,7 +32,7 @@ _IMAGE_HOST = (422, "UnprocessableEntityError")
 _DOWN = (503, "ServiceUnavailableError")
 
 
-class Exchange:
+class GuardedRequest:
     """Passes vLLM's answer to the caller, except an error whose cause is a lost or broken image."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Exchange:
         receive: Receive,
         send: Send,
         *,
-        videos: VideoTokens | None = None,
+        videos: VideoTokenCounts | None = None,
     ) -> None:
         """Pass `body` to vLLM as the caller's body. `failed` finds the broken image when vLLM could not answer.
 

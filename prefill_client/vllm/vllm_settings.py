@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from prefill_client.engine.settings import ServiceSettings
+from prefill_client.plugin.service_settings import ServiceSettings
 
 Gating = Literal["window", "request"]
 WithoutService = Literal["refuse", "own_tower"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(ServiceSettings):
+class VllmSettings(ServiceSettings):
     """The keys of all engines, and those of vLLM alone."""
 
     location: ClassVar[str] = "ec_connector_extra_config"

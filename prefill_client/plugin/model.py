@@ -8,7 +8,7 @@ from typing import Any
 
 from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.processor import ProcessorSettings
-from prefill_client.engine.settings import ServiceSettings
+from prefill_client.plugin.service_settings import ServiceSettings
 from prefill_client.transport.connection import Description
 
 Difference = tuple[str, object, object]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from encoder_contract.errors import EncoderError, Status, UnauthenticatedError
 from prefill_client.blocking import BlockingClient
 from prefill_client.client import EncoderClient
-from prefill_client.engine.settings import ServiceSettings
+from prefill_client.plugin.service_settings import ServiceSettings
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.connection import Description
 

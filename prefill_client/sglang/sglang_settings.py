@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self, get_args
 
-from prefill_client.engine.settings import ServiceSettings
+from prefill_client.plugin.service_settings import ServiceSettings
 
 VARIABLE = "ENCODER_SERVICE_CONFIG"
 Gating = Literal["request", "chunk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(ServiceSettings):
+class SglangSettings(ServiceSettings):
     """The settings of all engines, and those of SGLang only."""
 
     location: ClassVar[str] = VARIABLE

@@ -11,7 +11,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import InvalidImageError, UnavailableError, UnknownImageError
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Submitted
-from prefill_client.vllm.exchange import Exchange, FindFailed, Receive, Send, failed_image
+from prefill_client.vllm.guarded_request import FindFailed, GuardedRequest, Receive, Send, failed_image
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
@@ -61,7 +61,7 @@ async def test_lost_images_end_a_request_before_its_answer_begins(server: Server
         await client.keep([PHOTO], again_s=0.2) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
-        exchange = Exchange(b"the body", kept, never, caller.receive, caller.send)
+        exchange = GuardedRequest(b"the body", kept, never, caller.receive, caller.send)
         running = asyncio.create_task(exchange.run(never_answer, {}))
         await asyncio.sleep(0)
         await lose(server)
@@ -90,7 +90,7 @@ async def test_an_error_for_a_broken_image_names_the_image(server: Server, broke
         await client.keep(files) as kept,
     ):
         find = finding(client, kept.answers)
-        error = await Exchange(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
+        error = await GuardedRequest(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     if broken:
         assert isinstance(error, InvalidImageError)
         assert any(error.message.startswith(f"image {index}: ") for index in broken), error.message
@@ -112,7 +112,7 @@ async def test_a_lost_image_of_an_earlier_response_is_an_error_with_advice(
             await client.submit([other])
         answers = [Submitted(content_digest(other)), *kept.answers]
         find = finding(client, answers)
-        error = await Exchange(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
+        error = await GuardedRequest(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     assert error is None if sent else isinstance(error, UnknownImageError)
     assert sent or "image 0, of an earlier response, is no longer kept: send" in error.message
 
@@ -129,7 +129,7 @@ async def test_vllms_errors_are_forwarded_unless_images_are_lost(server: Server,
             await lose(server)
             await soon(lambda: kept.error is not None)
         find = finding(client, kept.answers)
-        error = await Exchange(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
+        error = await GuardedRequest(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     assert isinstance(error, UnavailableError) == lost
     assert len(caller.received) == (0 if lost else 2)
 
@@ -148,7 +148,7 @@ async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: 
         await client.keep([PHOTO], again_s=0.2) as kept,
     ):
         running = asyncio.create_task(
-            Exchange(b"the body", kept, never, caller.receive, caller.send).run(answers, {})
+            GuardedRequest(b"the body", kept, never, caller.receive, caller.send).run(answers, {})
         )
         await soon(lambda: len(caller.received) == 2)
         await lose(server)

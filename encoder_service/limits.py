@@ -1,7 +1,7 @@
 """Limits on callers: a `Caller`, the `Budget`s that callers share, the table of budgets, `Turns` on the event loop."""
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.config import GIB, Config
+from encoder_service.round_robin import RoundRobin
 from encoder_service.scheduler import Claim, QueueLimits, most_held
 
 
@@ -271,7 +272,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
         self._is_passing = False
         self._left = AT_A_TIME
 
@@ -284,17 +285,14 @@ class Turns:
             self._left = max(0, self._left - units)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(holder, deque()).append((units, turn))
+        self._waiting.put(holder, (units, turn))
         await turn
 
     def _pass(self) -> None:
         """Start a pass of the loop. Callers that wait go before new ones."""
         self._left = AT_A_TIME
         while self._left and self._waiting:
-            holder, turns = self._waiting.popitem(last=False)
-            units, turn = turns.popleft()
-            if turns:
-                self._waiting[holder] = turns  # behind the other holders
+            units, turn = self._waiting.pop()
             if not turn.done():
                 turn.set_result(None)
                 self._left = max(0, self._left - units)

@@ -15,7 +15,7 @@ import select
 import socket
 import ssl
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -26,6 +26,7 @@ from encoder_contract.endpoint import Endpoint, host_of
 from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
 from encoder_contract.rows_connection import SIZE, TICKET_BYTES
 from encoder_service.config import ConfigError, flag
+from encoder_service.round_robin import RoundRobin
 
 log = logging.getLogger(__name__)
 
@@ -129,13 +130,13 @@ class _ReadyConnections:
     """Connections that are ready, for several threads. Holders take turns, however many connections they have."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[_Connection]] = OrderedDict()
+        self._waiting: RoundRobin[_Connection] = RoundRobin()
         self._changed = threading.Condition()
         self._closed = False
 
     def put(self, connection: _Connection) -> None:
         with self._changed:
-            self._waiting.setdefault(connection.holder, deque()).append(connection)
+            self._waiting.put(connection.holder, connection)
             self._changed.notify()
 
     def take(self) -> _Connection | None:
@@ -145,11 +146,7 @@ class _ReadyConnections:
                 if self._closed:
                     return None
                 self._changed.wait()
-            holder, connections = self._waiting.popitem(last=False)
-            connection = connections.popleft()
-            if connections:
-                self._waiting[holder] = connections  # behind the other holders
-            return connection
+            return self._waiting.pop()
 
     @property
     def is_empty(self) -> bool:

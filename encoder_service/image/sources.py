@@ -6,7 +6,7 @@ The cache keeps files for a while, so that an evicted embedding can be computed 
 import asyncio
 import math
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -36,6 +36,7 @@ from encoder_contract.header import (
 from encoder_contract.video import CONTAINERS, VideoInfo
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
+from encoder_service.round_robin import RoundRobin
 from encoder_service.store.eviction import EvictionOrder, Item
 
 # To hash files of up to this size together and to read their headers costs less than to hand them to a thread. A
@@ -63,14 +64,14 @@ class ThreadTurns:
     def __init__(self, threads: int, name: str) -> None:
         self._free = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: RoundRobin[asyncio.Future[None]] = RoundRobin()
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
         """Run `work` on a thread and return its result. Work that has begun continues if the call is cancelled."""
         loop = asyncio.get_running_loop()
         if not self._free:
             turn: asyncio.Future[None] = loop.create_future()
-            self._waiting.setdefault(caller, deque()).append(turn)
+            self._waiting.put(caller, turn)
             try:
                 await turn
             except asyncio.CancelledError:
@@ -90,10 +91,7 @@ class ThreadTurns:
     def _release(self) -> None:
         """Hand a thread to the caller whose turn it is, or count it as free."""
         while self._waiting:
-            caller, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[caller] = turns  # at the end of the queue
+            turn = self._waiting.pop()
             if not turn.done():  # a cancelled call is done
                 turn.set_result(None)
                 return

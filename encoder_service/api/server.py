@@ -127,15 +127,16 @@ class Listener:
 
         Wait up to `LAST_READ_S` more for health watchers, and for callers that do not read.
         """
-        try:
-            await self._health.stop()
-            stopping = asyncio.create_task(self._server.stop(grace_s), name="stop")
-            idle = asyncio.create_task(self._wait_idle(), name="idle")
-            await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({stopping}, timeout=LAST_READ_S)
-            idle.cancel()
-        finally:
-            await self._server.stop(0)
+        async with asyncio.TaskGroup() as group:
+            try:
+                await self._health.stop()
+                stopping = group.create_task(self._server.stop(grace_s), name="stop")
+                idle = group.create_task(self._wait_idle(), name="idle")
+                await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({stopping}, timeout=LAST_READ_S)
+                idle.cancel()
+            finally:
+                await self._server.stop(0)  # this also ends `stopping`
 
     async def _wait_idle(self) -> None:
         await self._submit_gate.wait_idle()

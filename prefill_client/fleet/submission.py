@@ -144,15 +144,19 @@ class Submission:
                 for endpoint, places in groups.items()
                 for begin in range(0, len(places), max_images)
             ]
-            calls = [
-                self._submit_to(endpoint, [images[index] for index in batch], attempts[batch[0]].left_s())
-                for endpoint, batch in batches
-            ]
-            answered = await asyncio.gather(*calls)
+            async with asyncio.TaskGroup() as group:
+                calls = [
+                    group.create_task(
+                        self._submit_to(
+                            endpoint, [images[index] for index in batch], attempts[batch[0]].left_s()
+                        )
+                    )
+                    for endpoint, batch in batches
+                ]
         return {
             index: answer
-            for (_, batch), answers in zip(batches, answered, strict=True)
-            for index, answer in zip(batch, answers, strict=True)
+            for (_, batch), call in zip(batches, calls, strict=True)
+            for index, answer in zip(batch, call.result(), strict=True)
         }
 
     async def _submit_to(self, endpoint: str, images: Sequence[Image], timeout_s: float) -> list[Submitted]:

@@ -131,7 +131,8 @@ class ImageLoader:
     async def load_all(self, urls: Sequence[str]) -> list[bytes]:
         """Return the bytes of all images of a request, in order.
 
-        Raises the error of the first that fails, as `load` does, with the image's number; the others are cancelled.
+        Raises the error of the first that fails, as `load` does, with the image's number, after it has cancelled the
+        others.
         """
         lookups = asyncio.Semaphore(_LOOKUPS_PER_REQUEST)
 
@@ -141,12 +142,12 @@ class ImageLoader:
             except EncoderError as error:
                 raise error.about(f"{self._what} {index}", index) from error
 
-        loading = [asyncio.ensure_future(load(index, url)) for index, url in enumerate(urls)]
         try:
-            return await asyncio.gather(*loading)
-        finally:  # `gather` leaves the others running when one fails
-            for each in loading:
-                each.cancel()
+            async with asyncio.TaskGroup() as group:
+                loading = [group.create_task(load(index, url)) for index, url in enumerate(urls)]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [each.result() for each in loading]
 
     async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
         """Return the bytes of an image. `lookups` bounds the concurrent name lookups of its request.

@@ -87,15 +87,16 @@ async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.
         f"  listening  {listening}",
         before_stop=registration.end,
     )
-    tasks = [
-        asyncio.create_task(registration.keep(), name="register"),
-        asyncio.create_task(gateway.watch_service(), name="watch the service"),
-    ]
     try:
-        await server.serve(sockets=[listener])
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(registration.keep(), name="register"),
+                group.create_task(gateway.watch_service(), name="watch the service"),
+            ]
+            await server.serve(sockets=[listener])
+            for task in tasks:
+                task.cancel()
     finally:
-        for task in tasks:
-            task.cancel()
         delivery.close()
 
 

@@ -29,7 +29,7 @@ async def wakeups(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Counter[str]
     seen: Counter[str] = Counter()
     for module, name in (
         (redis.index, "RedisIndex"),
-        (redis.connection, "Connection"),
+        (redis.connection, "RedisConnection"),
         (peers, "Peers"),
     ):
         made = getattr(module, name)

@@ -1,13 +1,29 @@
 """Simulates fleets of replicas: what the order of work and the client's placement of a call's images give together.
 
 The order is the server's scheduler, the placement the client's router; only the stages are replaced by their times.
+At the end, two real servers get requests that are also simulated. Their towers sleep, one four times as long.
 """
 
+import asyncio
+import tempfile
+import time
+from contextlib import AsyncExitStack, ExitStack
+from itertools import count
+from math import ceil
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from bench.edge import SETTINGS, SMALL
+from bench.edge_parts.null_tower import installed
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
-from bench.simulation.simulator import RequestLoad
+from bench.simulation.simulator import Machine, RequestLoad, SimulatedImage, SimulatedRequest, Simulation
 from bench.simulation.trials import FIRST, OURS, SKEWED, Trial, answer
+from encoder_contract.digest import content_digest
+from prefill_client import EncoderClient, RowRequest
+from testing.checkpoints import write_checkpoint
+from testing.photos import photo, with_comment
+from testing.server_process import running
 
 BENCHMARK = Benchmark(
     "placement",
@@ -28,9 +44,10 @@ BENCHMARK = Benchmark(
         ),
         Figure("unequal_busy_p99", "load 0.9", shown=True),
         Figure("unequal_hash_p99", "load 0.2, by content", shown=True),
+        Figure("real_off", "two real servers, 4 : 1: mean wait, off the simulated one by", target="<= 0.1"),
     ),
     limit_s=540,
-    quick=("--seeds", "1", "--requests", "100"),
+    quick=("--seeds", "1", "--requests", "100", "--real-requests", "20"),
 )
 
 COMPARED = {
@@ -94,12 +111,100 @@ def unequal_figures(requests: int, seeds: int) -> dict[str, float]:
     }
 
 
+IMAGE_S = 0.04  # of the fast server
+SLOWER = 4
+PATCHES = 256
+REAL_SIZES = {1: 6, 2: 4, 4: 3, 8: 2}
+CLIENTS = 16  # so that a client has hardly another request in progress, as in the simulation
+FAST_PATCHES_PER_S = PATCHES / IMAGE_S
+
+
+def requests_of(requests: int) -> tuple[list[SimulatedRequest], list[list[bytes]]]:
+    """Return requests for two servers at 60 % load, and the files of each."""
+    base, numbers = photo(*SMALL, 7), count(int(time.time() * 1000) << 20)
+    per_s = (1 + 1 / SLOWER) / IMAGE_S
+    jobs = RequestLoad(REAL_SIZES, load=0.6 * per_s).jobs(requests, 0)
+    files = [[with_comment(base, next(numbers)) for _ in job.images] for job in jobs]
+    named = [
+        SimulatedRequest(
+            job.arrived_s, tuple(SimulatedImage(content_digest(file), PATCHES) for file in one), job.client_id
+        )
+        for job, one in zip(jobs, files, strict=True)
+    ]
+    return named, files
+
+
+async def warm_up(endpoint: str, rate: float) -> None:
+    """Encode images for two seconds: a server knows its rate after one."""
+    base = photo(*SMALL, 8)
+    async with await EncoderClient.connect(endpoint) as client:
+        for number in range(ceil(2 * rate / PATCHES)):
+            await encode(client, [with_comment(base, number)])
+
+
+async def real_waits(
+    endpoints: dict[str, float], jobs: list[SimulatedRequest], files: list[list[bytes]]
+) -> list[float]:
+    """Make the requests at their times, and return how long each waits for its last image, seconds."""
+    await asyncio.gather(*(warm_up(*each) for each in endpoints.items()))
+    async with AsyncExitStack() as clients:
+        callers = [
+            await clients.enter_async_context(await EncoderClient.connect(list(endpoints)))
+            for _ in range(CLIENTS)
+        ]
+        began = time.monotonic() + 0.5
+
+        async def request(number: int) -> float:
+            due = began + jobs[number].arrived_s
+            await asyncio.sleep(due - time.monotonic())
+            await encode(callers[number % CLIENTS], files[number])
+            return time.monotonic() - due
+
+        return list(await asyncio.gather(*map(request, range(len(jobs)))))
+
+
+async def encode(client: EncoderClient, files: list[bytes]) -> None:
+    """Submit files, and wait until all have rows."""
+    requests = [RowRequest(answer.digest) for answer in await client.submit(files)]
+    async with client.fetch(requests, timeout_s=600) as outcomes:
+        async for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+
+
+def real_figures(requests: int) -> dict[str, float]:
+    """Compare two real servers of different speeds with their simulation."""
+    jobs, files = requests_of(requests)
+    rates = (FAST_PATCHES_PER_S, FAST_PATCHES_PER_S / SLOWER)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+        model, endpoints = write_checkpoint(Path(folder)), dict[str, float]()
+        for rate in rates:
+            with installed("qwen3_vl", rate):
+                server = running(model, devices="cpu", threads=1, batch_patches=PATCHES, **SETTINGS)
+                endpoints[servers.enter_context(server).endpoint] = rate
+        found = asyncio.run(real_waits(endpoints, jobs, files))
+    machine = Machine(
+        replicas=2, rates=rates, placement="even", prefill_s=0.0, prefill_engines=len(jobs),
+        budget_patches=PATCHES, max_ahead_patches=2 * PATCHES,
+    )  # fmt: skip
+    expected = [wait for wait in Simulation(machine, jobs).run().ttft_s if wait is not None]
+    real, simulated = fmean(found), fmean(expected)
+    return {
+        "real_s": real,
+        "simulated_s": simulated,
+        "real_over_simulated": real / simulated,
+        "real_off": abs(real / simulated - 1),
+    }
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=2000, help="for 4 replicas; twice as many for 16")
+    parser.add_argument("--real-requests", type=int, default=300, help="to two real servers; 0: none")
     args = parser.parse_args()
-    figures = figures_of(4, args.requests, args.seeds) | figures_of(16, 2 * args.requests, args.seeds)
+    figures = real_figures(args.real_requests) if args.real_requests else {}
+    figures |= figures_of(4, args.requests, args.seeds) | figures_of(16, 2 * args.requests, args.seeds)
     figures |= unequal_figures(args.requests, args.seeds)
     print_figures(figures, args)
 

@@ -52,7 +52,7 @@ def load(folder: Path, options: Any) -> Any:
         device=options.device,
         dtype=options.dtype,
         processor=ProcessorSettings.from_folder(folder),
-        batch_patches=4800,
+        batch_patches=options.batch_patches or 4800,
     )
     blank = torch.zeros(1, dtype=torch.uint8)
     rows: dict[int, Tensor] = {}

@@ -1,93 +1,71 @@
 """A server and a client on two hosts: network namespaces, joined by a virtual cable (Linux, root, iproute2)."""
 
-import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client import EncoderClient, FetchedRows, RowRequest
+from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess
+from tests.another_host import Host, another_host
 from tests.calls import collect, stub
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, soon
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
-numbers = itertools.count(os.getpid() % 90_000)  # names and networks of their own, also beside another run
 PHOTOS = [photo(1024, 768, seed) for seed in range(8)]
+INSTALLED = Path(sys.executable).with_name("encoder-service")
+# Fetches an image by TCP, stops in the middle of its rows as a suspended process does, and prints how the image ended.
+STOPPED_READER = """
+import asyncio, hashlib, os, signal, sys
+from encoder_contract import rows_connection
+from prefill_client import EncoderClient, RowRequest
 
+received, pieces = rows_connection._receive_into, 0
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A network namespace; `address` is its end of the cable."""
+def receive_into(connection, piece):
+    global pieces
+    pieces += 1
+    if pieces == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return received(connection, piece)
 
-    name: str
-    address: str
+rows_connection._receive_into = receive_into
 
-    def run(self, *command: str) -> None:
-        """Run a command there."""
-        _run("ip", "netns", "exec", self.name, *command)
+async def main():
+    async with await EncoderClient.connect(sys.argv[1]) as client:
+        request = RowRequest(bytes.fromhex(sys.argv[2]))
+        async with client.fetch([request], transports=["tcp"], timeout_s=60) as stream:
+            async for rows in stream:
+                print(rows.error or hashlib.sha256(rows.array.tobytes()).hexdigest())
 
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-@contextmanager
-def another_host() -> Iterator[Host]:
-    """Make a namespace and a cable to it, for the length of a `with` block."""
-    number = next(numbers)
-    name, here, there = f"host-{number}", f"here{number}", f"there{number}"
-    network = f"10.{100 + number % 100}.{number // 100 % 250}"
-    _run("ip", "netns", "add", name)
-    host = Host(name, f"{network}.2")
-    try:
-        _run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        _run("ip", "address", "add", f"{network}.1/24", "dev", here)
-        _run("ip", "link", "set", here, "up")
-        host.run("ip", "address", "add", f"{host.address}/24", "dev", there)
-        for device in (there, "lo"):
-            host.run("ip", "link", "set", device, "up")
-        yield host
-    finally:
-        _run("ip", "netns", "delete", name)
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    if os.getuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    try:
-        with another_host() as host:
-            yield host
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
+    with another_host() as host:
+        yield host
 
 
 @pytest.fixture
 def server(host: Host, checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
     """A server on the other host, with a rows port."""
-    program = tmp_path / "encoder-service"
-    installed = Path(sys.executable).with_name("encoder-service")
-    program.write_text(f'#!/bin/sh\nexec ip netns exec {host.name} {installed} "$@"\n')
-    program.chmod(0o700)
-    port = f"{host.address}:0"
-    ports = {"listen": port, "metrics_listen": port, "rows_listen": port, "listen_unprotected": "yes"}
-    server = ServerProcess(checkpoint, executable=program, threads=1, **ports)
-    try:
-        server.wait_until_it_listens()
+    with host.serving(checkpoint, tmp_path / "encoder-service", INSTALLED) as server:
         yield server
-    finally:
-        server.kill()
 
 
 async def submitted(client: EncoderClient) -> list[RowRequest]:
@@ -139,3 +117,39 @@ async def test_a_server_killed_while_it_sends_rows_ends_each_image_in_rows_or_on
             if isinstance(end, FetchedRows):
                 assert end.array.tobytes() == expected[index]
         assert {type(each) for (each,) in outcomes.values()} > {FetchedRows}, "some arrived, and some did not"
+
+
+async def test_a_reader_that_stops_while_its_pages_are_reused_gets_no_other_rows(
+    host: Host, tmp_path: Path
+) -> None:
+    """The server gives the reader up after 30 s, and encodes other images into the pages that it was reading."""
+    wide = {"out_hidden_size": 4096}
+    model = write_checkpoint(tmp_path / "model", dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide)
+    photos = [photo(1024, 768, seed) for seed in range(5)]
+    with host.serving(model, tmp_path / "encoder-service", INSTALLED, store_host_gib=0.06) as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            (answer,) = await client.submit(photos[:1], timeout_s=PATIENCE_S)
+            first = RowRequest(answer.digest)
+            (rows,) = (await collect(client, [first], transports=["inline"])).values()
+            right = sha256(rows.array.tobytes()).hexdigest()
+            command = [sys.executable, "-c", STOPPED_READER, server.endpoint, first.digest.hex()]
+            reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            try:
+                await soon(lambda: _state(reader.pid) == "T")
+                await soon(lambda: server.metrics().total("store_pins") == 1)
+                await soon(lambda: server.metrics().total("store_pins") == 0)
+                for file in photos[1:]:
+                    (answer,) = await client.submit([file], timeout_s=PATIENCE_S)
+                    await collect(client, [RowRequest(answer.digest)])
+                assert server.metrics().total("store_evictions_total", tier="host") >= 3
+                reader.send_signal(signal.SIGCONT)
+                printed, _ = reader.communicate(timeout=PATIENCE_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(reader.pid, signal.SIGKILL)
+                reader.wait()
+    assert printed.strip() == right or "was not submitted" in printed, printed
+
+
+def _state(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

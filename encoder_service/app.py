@@ -218,7 +218,7 @@ class Server:
             self._config.drain_s,
         )
         self.service.draining = True
-        self.images.waiters.end_retaining(UnavailableError("the server is draining: use another server"))
+        self.images.unsubmitted.end_keeping(UnavailableError("the server is draining: use another server"))
 
     async def _stop_rows_port(self) -> None:
         if self._rows_port is not None:
@@ -393,7 +393,7 @@ class Server:
 
     def _abort(self, error: UnavailableError) -> None:
         self._aborted = True
-        self.images.waiters.end(error)
+        self.images.unsubmitted.end(error)
         self.service.draining = True
         self._stop.set()
 

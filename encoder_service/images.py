@@ -2,8 +2,8 @@
 
 A Submit names images. `Images.lookup` answers from what this replica knows, or else asks the cluster. If this replica
 is to encode an image, the call requests the bytes; `receive` checks them and queues the image. The engine does the
-rest: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `Waiters` has the
-Fetches whose image was not submitted yet.
+rest: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `UnsubmittedImages` has
+the Fetches whose image was not submitted yet.
 
 Nothing here touches a pixel.
 """
@@ -26,8 +26,8 @@ from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 
 
-class Retainer:
-    """A Submit call that stays open because its caller still has the files, and can send them again."""
+class KeepingCall:
+    """A Submit call with `kept` names: it stays open, and its caller can send the files again."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -38,8 +38,8 @@ class Retainer:
         """Why the caller must submit its images to another server."""
 
 
-class Waiters:
-    """Fetches that wait for images not submitted yet, and retainers, which can send images again.
+class UnsubmittedImages:
+    """Fetches whose images nobody has submitted yet, and the Submit calls that keep images and can send them again.
 
     Not thread-safe: use from one event loop.
     """
@@ -48,15 +48,15 @@ class Waiters:
         self._cluster = cluster
         self._budget = awaited_images
         self._waiters: dict[bytes, set[asyncio.Future[Locations]]] = {}
-        self._retainers: dict[bytes, dict[Retainer, None]] = {}
+        self._keeping: dict[bytes, dict[KeepingCall, None]] = {}
         self._error: EncoderError | None = None
-        self._retaining_error: EncoderError | None = None
+        self._keeping_error: EncoderError | None = None
 
     async def wait(self, key: ImageKey, caller: Caller, until: float) -> Locations:
         """Wait until the image is submitted here or elsewhere; return the peers that hold it, none if it is here.
 
-        Requests the image from a retainer, if there is one. Raises `UnknownImageError` at `until` (event loop time),
-        `OverloadedError` when too many callers wait, and the error that `end` was called with.
+        Requests the image from a call that keeps it, if there is one. Raises `UnknownImageError` at `until` (event loop
+        time), `OverloadedError` when too many callers wait, and the error that `end` was called with.
         """
         if self._error is not None:
             raise self._error
@@ -76,34 +76,34 @@ class Waiters:
             finally:
                 self._remove(key.address, waiter)
 
-    def retain(self, address: bytes, retainer: Retainer) -> None:
-        """Register `retainer` as having the file of an image."""
-        self._retainers.setdefault(address, {})[retainer] = None
-        retainer.error = self._retaining_error
+    def keep(self, address: bytes, call: KeepingCall) -> None:
+        """Register `call` as keeping an image."""
+        self._keeping.setdefault(address, {})[call] = None
+        call.error = self._keeping_error
 
-    def release(self, address: bytes, retainer: Retainer) -> None:
-        """Undo `retain`. If a Fetch waits for the image, request it from another retainer."""
-        if retainers := self._retainers.get(address):
-            retainers.pop(retainer, None)
-            if not retainers:
-                del self._retainers[address]
+    def release(self, address: bytes, call: KeepingCall) -> None:
+        """Undo `keep`. If a Fetch waits for the image, request it from another one."""
+        if keeping := self._keeping.get(address):
+            keeping.pop(call, None)
+            if not keeping:
+                del self._keeping[address]
             elif address in self._waiters:
                 self._request(address)
 
     def end(self, error: EncoderError) -> None:
-        """Fail all waiters and retainers with `error`, present and future: this server takes no more submits."""
+        """Fail all waiters and keeping calls with `error`, present and future: this server takes no more submits."""
         self._error = error
-        self.end_retaining(error)
+        self.end_keeping(error)
         for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
             if not waiter.done():
                 waiter.set_exception(error)
 
-    def end_retaining(self, error: EncoderError) -> None:
-        """Tell all retainers, present and future, to submit their images elsewhere, because of `error`."""
-        self._retaining_error = error
-        for retainer in {retainer for retainers in self._retainers.values() for retainer in retainers}:
-            retainer.error = error
-            retainer.changed.set()
+    def end_keeping(self, error: EncoderError) -> None:
+        """Tell all keeping calls, present and future, to submit their images elsewhere, because of `error`."""
+        self._keeping_error = error
+        for call in {call for keeping in self._keeping.values() for call in keeping}:
+            call.error = error
+            call.changed.set()
 
     def wake(self, address: bytes, locations: Locations = ()) -> None:
         """End all waits for `address`: it is here, or at these locations."""
@@ -113,10 +113,10 @@ class Waiters:
                 waiter.set_result(locations)
 
     def _request(self, address: bytes) -> None:
-        if retainers := self._retainers.get(address):
-            retainer = next(reversed(retainers))
-            retainer.requested[address] = None
-            retainer.changed.set()
+        if keeping := self._keeping.get(address):
+            call = next(reversed(keeping))
+            call.requested[address] = None
+            call.changed.set()
 
     def _remove(self, address: bytes, waiter: "asyncio.Future[Locations]") -> None:
         waiting = self._waiters.get(address)
@@ -201,7 +201,7 @@ class Images:
         self._jobs = jobs
         self._store = store
         self._cluster = cluster
-        self.waiters = Waiters(cluster, awaited_images)
+        self.unsubmitted = UnsubmittedImages(cluster, awaited_images)
 
     @property
     def patches_per_s(self) -> float:
@@ -273,7 +273,7 @@ class Images:
             if self._jobs.knows(key) or key.address in acquired.granted:
                 cached = not self._queue(key, source, grid, image.claim)
             else:  # a peer holds it or encodes it
-                self.waiters.wake(key.address)
+                self.unsubmitted.wake(key.address)
                 cached = key.address in acquired.located
         except Exception as error:  # noqa: BLE001 - only this image fails
             return error
@@ -293,7 +293,7 @@ class Images:
         """
         for image in images:
             self.withdraw(image.claim)
-            self.forget(image.key)
+            self.release_lease(image.key)
         if not by_queue or not self._jobs.is_empty:
             return refusal
         return ImageLimitError(
@@ -301,7 +301,7 @@ class Images:
             "time, or without `all_or_nothing`"
         )
 
-    def forget(self, key: ImageKey) -> None:
+    def release_lease(self, key: ImageKey) -> None:
         """Release the lease of an image that is not queued: its bytes will not arrive, or were refused."""
         if key not in self._jobs:
             self._cluster.release(key.address)
@@ -394,7 +394,7 @@ class Images:
                 elsewhere = await self._cluster.wait_published(key.address, LEASE_WAIT_S, failed)
                 elsewhere = elsewhere or (await self._cluster.find([key])).get(key.address)
             else:
-                elsewhere = await self.waiters.wait(key, caller, deadline)
+                elsewhere = await self.unsubmitted.wait(key, caller, deadline)
                 failed.clear()  # peers that are found again are tried again: nobody else has the image
 
     def known_error(self, error: Exception) -> EncoderError:
@@ -440,7 +440,7 @@ class Images:
     def _cluster_answer(self, image: SubmittedImage, acquired: Acquired) -> LookupResult | EncoderError:
         """Answer a name as the cluster did: this replica is to encode the image, or peers hold or encode it.
 
-        Bytes that this replica has are not requested again: if that peer dies, a Fetch encodes the image here.
+        Bytes that this replica has are not requested again: if the peer dies, a Fetch encodes the image from them.
         """
         if image.key.address in acquired.granted:
             return self._answer_with_lease(image)
@@ -458,7 +458,7 @@ class Images:
     def _answer_with_lease(self, image: SubmittedImage) -> LookupResult | EncoderError:
         """Answer a name whose lease this replica has: queue the image if its bytes are here, else request them."""
         if (known := self._local_answer(image)) is not None:  # it arrived while the cluster answered
-            self.forget(image.key)
+            self.release_lease(image.key)
             return known
         try:
             if (source := self._file_of(image.key)) is not None:
@@ -469,15 +469,18 @@ class Images:
             patches = image.claimed_grid.patches if image.claimed_grid is not None else 0
             self._jobs.check_room(image.key, patches, image.size_bytes, image.claim)
         except EncoderError as error:
-            self.forget(image.key)
+            self.release_lease(image.key)
             return error
-        asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.forget, image.key)
+        asyncio.get_running_loop().call_later(UPLOAD_WAIT_S, self.release_lease, image.key)
         return LookupResult(None)
 
     async def _start_encoding(
         self, key: ImageKey, source: Source, claim: Claim, failed: set[str]
     ) -> Locations:
-        """Queue an image, or wait for the replica that encodes it, unless that is in `failed`; return its locations."""
+        """Take a lease and queue the image: return (). If another replica has the lease, return where its rows are.
+
+        Waits for that replica, unless it is in `failed`.
+        """
         grid = self._validator.grid(key, source)
         acquired = await self._cluster.acquire([key.address], failed)
         if key.address not in acquired.granted:
@@ -486,7 +489,7 @@ class Images:
         try:
             self._queue(key, source, grid, claim)
         except EncoderError:
-            self.forget(key)
+            self.release_lease(key)
             raise
         return ()
 
@@ -495,7 +498,7 @@ class Images:
         job = self._jobs.submit(key, source, grid, claim)
         if job is None:
             self._cluster.release(key.address)
-        self.waiters.wake(key.address)
+        self.unsubmitted.wake(key.address)
         return job is not None
 
     def _encode_if_cheaper(self, key: ImageKey, claim: Claim) -> bool:
@@ -510,5 +513,5 @@ class Images:
             self._jobs.submit(key, source, grid, claim)
         except OverloadedError:
             return False  # the queue is full
-        self.waiters.wake(key.address)
+        self.unsubmitted.wake(key.address)
         return True

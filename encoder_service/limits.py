@@ -228,7 +228,7 @@ class Budgets:
             ),
             # A call counts before its token is looked up, so against its host.
             calls=Budget(config.max_calls, "open calls"),
-            # Submits stay open while their callers retain images. They must leave room for other calls.
+            # Submits stay open while their callers keep images. They must leave room for other calls.
             submits=Budget(config.max_calls, "open Submit calls"),
             health_calls=Budget(HEALTH_CALLS, "open health calls"),
             # A Fetch above this is refused whole, before its names are read: refusing must cost less than asking again.

@@ -226,14 +226,15 @@ class FetchCall:
         self._grace_s = min(message.grace_ms, info.description.limits.max_grace_ms) / 1000
         self._local_only = message.local_only
         self._located: Mapping[bytes, Locations] = {}
+        # The caller's first choice, and the sender of rows that cannot be read in place.
         self._sender = info.transports.choose(message, is_local=caller.is_local)
-        self._sent_by = info.transports.choose_sent(message)
+        self._copier = info.transports.choose_sent(message)
         self._pinned = PinnedRows(budgets, caller, info.row_bytes)
         self._known: list[_Outcome] = []  # errors, and rows that are read in place
         self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
         self._pinned_ahead = 0
         self._beside: set[_Beside] = set()  # rows that are being sent beside the call
-        self._not_sent: list[pb.ImageError] = []  # those of them that failed
+        self._send_errors: list[pb.ImageError] = []  # those of them that failed
         self._left = len(requests)  # images that the caller may still lack
         self._changed = asyncio.Event()  # one of these has changed
         # How to leave the images that are being encoded here, by the request's identity, and tasks that find others.
@@ -255,8 +256,8 @@ class FetchCall:
                 for request in some:
                     if not (self._take_held(request) or self._watch(request)):
                         self._tasks.add(asyncio.create_task(self._resolve(request)))
-            while self._left or self._beside or self._not_sent:
-                if known := len(self._known) + len(self._not_sent):
+            while self._left or self._beside or self._send_errors:
+                if known := len(self._known) + len(self._send_errors):
                     message = await self._announcement()
                     await self._turns.take(self._caller.holder, 1 + known // TURN_NAMES)
                     yield message
@@ -345,7 +346,7 @@ class FetchCall:
         if isinstance(result, EncoderError):
             self._known.append(outcome)
         elif not self._sender.holds:
-            self._queue(outcome, result.pin)
+            self._send_later(outcome, result.pin)
         else:
             self._lend(outcome, result.pin)
 
@@ -357,18 +358,18 @@ class FetchCall:
         try:
             outcome.hold = self._pinned.lend(pin)
         except OverloadedError as error:
-            if self._sent_by is not None:
-                self._queue(outcome, pin)
+            if self._copier is not None:
+                self._send_later(outcome, pin)
                 return
             pin.release()
             outcome.result = error
         self._known.append(outcome)
 
-    def _queue(self, outcome: _Outcome, pin: Pin) -> None:
+    def _send_later(self, outcome: _Outcome, pin: Pin) -> None:
         """Send rows when it is their turn. They are unpinned until then, unless they are among the next ones."""
-        assert self._sent_by is not None
+        assert self._copier is not None
         self._to_send.append(outcome)
-        if self._pinned_ahead < PINNED_AHEAD and self._sent_by.reaches(pin):
+        if self._pinned_ahead < PINNED_AHEAD and self._copier.reaches(pin):
             with suppress(OverloadedError):
                 outcome.hold = self._pinned.send_now(pin)
                 self._pinned_ahead += 1
@@ -379,8 +380,8 @@ class FetchCall:
 
     async def _announcement(self) -> pb.FetchResponse:
         """Return the message with all known errors, and with handles of rows that the caller reads in place."""
-        message = pb.FetchResponse(errors=self._not_sent)
-        outcomes, self._known, self._not_sent = self._known, [], []
+        message = pb.FetchResponse(errors=self._send_errors)
+        outcomes, self._known, self._send_errors = self._known, [], []
         self._left -= len(outcomes)
         for outcome in outcomes:
             began, is_lent = monotonic(), False
@@ -405,12 +406,12 @@ class FetchCall:
 
     async def _sent(self, outcome: _Outcome) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Yield the rows of an image in messages, or its tickets, or its error."""
-        assert self._sent_by is not None
+        assert self._copier is not None
         try:
             await self._pin_again(outcome)
         except Exception as error:  # noqa: BLE001 - only this image fails
             outcome.result = self._images.known_error(error)
-        if self._sent_by.transport == pb.TRANSPORT_TCP:
+        if self._copier.transport == pb.TRANSPORT_TCP:
             yield await self._offer(outcome)
             return
         self._left -= 1
@@ -435,9 +436,9 @@ class FetchCall:
             found = self._images.held(outcome.request.key) or await self._rows(
                 outcome.request.key, outcome.request.claim
             )
-            assert self._sent_by is not None
-            if not self._sent_by.reaches(found.pin):
-                await self._sent_by.reach(found.pin)
+            assert self._copier is not None
+            if not self._copier.reaches(found.pin):
+                await self._copier.reach(found.pin)
             return found.pin
 
         again, outcome.hold = await self._pinned.send(await pin(), pin)
@@ -447,7 +448,7 @@ class FetchCall:
     async def _sent_window(
         self, window: pb.FetchImage, result: FetchResult, wait_s: float
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        sender = self._sent_by
+        sender = self._copier
         assert sender is not None
         began = monotonic()
         ready = await self._announced(window, result, wait_s)
@@ -461,10 +462,10 @@ class FetchCall:
 
     async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
         """Return the message that announces rows to be sent, with all that the receiver checks."""
-        assert self._sent_by is not None
+        assert self._copier is not None
         self._record.fetched(result.source, wait_s, result.stage_ms, stage_began_s=result.stage_began_s)
         ready = _ready(window, result, self._info)
-        await self._sent_by.prepare(ready, result.pin)
+        await self._copier.prepare(ready, result.pin)
         if self._fleet_key is not None:
             await _sign(ready, result.pin, self._fleet_key)
         return ready
@@ -495,7 +496,7 @@ class FetchCall:
         return message
 
     def _send_beside(self, beside: _Beside, ready: pb.ImageReady, pin: Pin) -> None:
-        assert self._sent_by is not None
+        assert self._copier is not None
         began = monotonic()
 
         def sent() -> None:
@@ -505,14 +506,14 @@ class FetchCall:
 
         def ended(transfer: "asyncio.Future[EncoderError | None]") -> None:
             if (error := transfer.result()) is not None:
-                self._not_sent.append(self._failed(ready.index, 0.0, error))
+                self._send_errors.append(self._failed(ready.index, 0.0, error))
                 self._sent_beside(beside, ready.index)
             if beside.ended():
                 self._beside.discard(beside)
             self._changed.set()
 
         reader = Reader(self._caller.holder, self._caller.certificate_names)
-        transfer = self._sent_by.offer(ready, pin, reader, sent)
+        transfer = self._copier.offer(ready, pin, reader, sent)
         assert transfer is not None
         beside.transfers.append(transfer)
         transfer.ended.add_done_callback(ended)

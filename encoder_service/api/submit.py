@@ -23,7 +23,7 @@ from encoder_service.api.describe import ServerInfo
 from encoder_service.api.inbound import CallRecord, Requests
 from encoder_service.api.messages import RawSubmit
 from encoder_service.image.source import VideoFile
-from encoder_service.images import Images, LookupResult, Retainer, SubmittedImage
+from encoder_service.images import Images, KeepingCall, LookupResult, SubmittedImage
 from encoder_service.limits import REFUSAL_S, TURN_BYTES, Caller, Hold, Turns, name_turns
 from encoder_service.logs import known_error
 from encoder_service.scheduler import Claim
@@ -156,10 +156,10 @@ class Uploads:
 
 
 class SubmitCall:
-    """The images of one Submit call. An image is wanted until its file has arrived; it is queued then.
+    """The images of one Submit call. An image is awaited while the server lacks its file, then queued.
 
-    Retained images are wanted again when a Fetch waits for them. If several frames of one video need its file, the
-    first of them is wanted, and the others are answered when the file has arrived.
+    Kept images are awaited again when a Fetch needs their files. If several frames of one video need its file, the
+    first of them is awaited, and the others are answered when the file has arrived.
 
     A failed image fails alone. The call fails only if the caller violates the contract or loses its rights.
     Iterate over `answers` once; always `close` the call.
@@ -184,21 +184,21 @@ class SubmitCall:
         self._info = info
         self._turns = turns
         self._is_last = False  # no more names follow
-        self._wanted: dict[int, SubmittedImage] = {}  # by the caller's index
-        # Indexes of all images named so far. Their pieces are ignored unless the image is wanted: they were in transit
+        self._awaited: dict[int, SubmittedImage] = {}  # by the caller's index
+        # Indexes of all images named so far. Their pieces are ignored unless its file is awaited: they were in transit
         # when it failed, or came along with the name of an image that is known.
         self._named: set[int] = set()
         self._refused_any = False  # since the last `_pause`
         self._claims: dict[int, Claim] = {}  # by index
-        self._retainer = Retainer()
-        self._retain_names = self._all_or_none = False  # of the message that is being answered
-        self._retained: dict[bytes, SubmittedImage] = {}  # by address
-        # Frames that wait for the file of a wanted video, by the video's key.
+        self._keeping = KeepingCall()
+        self._keeps_names = self._all_or_none = False  # of the message that is being answered
+        self._kept: dict[bytes, SubmittedImage] = {}  # by address
+        # Frames that wait for the file of an awaited video, by the video's key.
         self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
         self._file_errors: dict[bytes, EncoderError] = {}  # by the key of the rejected file
 
     async def answers(self, first: RawSubmit) -> AsyncIterator[pb.SubmitResponse]:
-        """Yield an answer for every name, and one more for every image that was wanted.
+        """Yield an answer for every name, and one more for every image whose file was awaited.
 
         Raises `InvalidRequestError` if the caller ended the call too early.
         """
@@ -208,9 +208,9 @@ class SubmitCall:
                 async for states in self._handle(message):
                     if states:
                         yield pb.SubmitResponse(states=states)
-            if states := [*self._ask_for_retained(), *self._time_out_uploads()]:
+            if states := [*self._ask_for_kept(), *self._time_out_uploads()]:
                 yield pb.SubmitResponse(states=states)
-            if self._is_last and not self._wanted and not self._retained:
+            if self._is_last and not self._awaited and not self._kept:
                 return
             message = None
             try:
@@ -219,36 +219,36 @@ class SubmitCall:
                 continue
             except StopAsyncIteration:
                 break
-        # The requests of a cancelled call end like these, just before the cancellation arrives. One more message tells
-        # the two apart: sending it fails if the caller has left.
+        # The caller half-closed or cancelled, and both look the same here. One more message, even an empty one, tells
+        # them apart: sending it fails if the caller has cancelled.
         yield pb.SubmitResponse(states=self._end_uploads())
-        if not self._is_last and not self._retained:
+        if not self._is_last and not self._kept:
             raise InvalidRequestError(
                 "the call ended without a message that is `last`: its images do not stay submitted"
             )
 
     def close(self) -> None:
         """Drop incomplete uploads and, unless the call is complete, the images that only this call wants."""
-        ended_normally = bool(self._retained) and not self._wanted
-        for index in tuple(self._wanted):
+        ended_normally = bool(self._kept) and not self._awaited
+        for index in tuple(self._awaited):
             self._drop(index)
-        for address in self._retained:
-            self._images.waiters.release(address, self._retainer)
+        for address in self._kept:
+            self._images.unsubmitted.release(address, self._keeping)
         if not self._record.complete:
             for claim in self._claims.values():
                 self._images.withdraw(claim)
-            # A caller that ends a call with retained images no longer wants them: this is not a failure.
+            # A caller that ends a call with kept images no longer wants them: this is not a failure.
             self._record.complete = ended_normally
 
     # Messages
 
     async def _next_message(self) -> RawSubmit:
-        retained_needed = self._retainer.changed if self._retained else None
-        if not self._wanted:
-            return await self._requests.next_within(None, retained_needed)
+        kept_needed = self._keeping.changed if self._kept else None
+        if not self._awaited:
+            return await self._requests.next_within(None, kept_needed)
         began = monotonic()
         try:
-            return await self._requests.next_within(max(self._uploads.idle_left_s, 0.0), retained_needed)
+            return await self._requests.next_within(max(self._uploads.idle_left_s, 0.0), kept_needed)
         finally:  # only this wait counts as the caller's idle time, not our work on a piece
             self._uploads.idle_left_s -= monotonic() - began
 
@@ -257,7 +257,7 @@ class SubmitCall:
         request = self._parse(message)
         if request.HasField("names"):
             self._info.identity.check_again("submit", self._caller)
-            self._retain_names, self._all_or_none = request.names.kept, request.names.all_or_nothing
+            self._keeps_names, self._all_or_none = request.names.kept, request.names.all_or_nothing
         names = {name.index for name in request.names.names}
         files: dict[int, bytes] = {}
         pieces: list[pb.ImageBytes] = []
@@ -294,7 +294,7 @@ class SubmitCall:
         try:
             self._uploads.admit(message.file_bytes)
         except OverloadedError:
-            return message.parsed(with_files=bool(self._wanted))
+            return message.parsed(with_files=bool(self._awaited))
         return message.parsed()
 
     # Names
@@ -315,7 +315,7 @@ class SubmitCall:
     async def _answer_found(self, found: Sequence[Found], files: Mapping[int, bytes]) -> list[pb.ImageState]:
         """Return the answers to images, some of whose files came along with their names."""
         states = self._answers(found, files)
-        arrived = self._wanted.keys() & files.keys()
+        arrived = self._awaited.keys() & files.keys()
         states += await self._receive_files(
             [(image, files[index]) for index, image, _ in found if image is not None and index in arrived]
         )
@@ -375,15 +375,15 @@ class SubmitCall:
                 continue
             assert image is not None, "an image is known"
             states += self._answer(image, known, files.get(index))
-            if self._retain_names and not image.is_video:
-                self._retained[image.key.address] = image
-                self._images.waiters.retain(image.key.address, self._retainer)
+            if self._keeps_names and not image.is_video:
+                self._kept[image.key.address] = image
+                self._images.unsubmitted.keep(image.key.address, self._keeping)
         return states
 
     def _answer(
         self, image: SubmittedImage, known: LookupResult, file: bytes | None = None
     ) -> list[pb.ImageState]:
-        """Return the answer to an image. If its file is needed, the image is wanted from now on.
+        """Return the answer to an image. If its file is needed, it is awaited from now on.
 
         Return no answer yet if the `file` came along, or for a frame whose video is being uploaded.
         """
@@ -405,9 +405,9 @@ class SubmitCall:
             self._uploads.reserve(image.index, size_bytes, is_video=image.file_is_video)
         except EncoderError as error:
             self._waiting_frames.pop(image.key.source_key, None)
-            self._images.forget(image.key)
+            self._images.release_lease(image.key)
             return [self._refuse(image.index, error)]
-        self._wanted[image.index] = image
+        self._awaited[image.index] = image
         return [] if file is not None else [messages.state_message(image.index, image.key.address, known, 0)]
 
     async def _answer_waiting_frames(self, source_key: bytes) -> list[pb.ImageState]:
@@ -420,7 +420,7 @@ class SubmitCall:
     # Files
 
     async def _receive_files(self, files: Sequence[tuple[SubmittedImage, bytes]]) -> list[pb.ImageState]:
-        """Return the answers to wanted images whose whole files came along with their names."""
+        """Return the answers to awaited images whose whole files came along with their names."""
         states: list[pb.ImageState] = []
         images: list[tuple[SubmittedImage, bytes]] = []
         for image, file in files:
@@ -442,7 +442,7 @@ class SubmitCall:
         states: list[pb.ImageState] = []
         complete: dict[int, SubmittedImage] = {}
         for piece in pieces:
-            if (image := self._wanted.get(piece.index)) is None or piece.index in complete:
+            if (image := self._awaited.get(piece.index)) is None or piece.index in complete:
                 if piece.index not in self._named:
                     raise InvalidRequestError(
                         f"image {piece.index}: the server did not ask for its bytes in this call: send only what it "
@@ -467,7 +467,7 @@ class SubmitCall:
         return states
 
     async def _receive(self, image: SubmittedImage) -> list[pb.ImageState]:
-        """Return the answer to a wanted video, or to the pair of its frames, whose file is complete."""
+        """Return the answer to an awaited video, or to the pair of its frames, whose file is complete."""
         upload = self._uploads.of(image.index)
         assert upload.video is not None, "a piece has arrived"
         self._record.uploaded(upload.size, upload.seconds)
@@ -478,7 +478,7 @@ class SubmitCall:
         return self._received(image, known)
 
     async def _receive_images(self, files: Sequence[tuple[SubmittedImage, bytes]]) -> list[pb.ImageState]:
-        """Return the answers to wanted images whose files are complete."""
+        """Return the answers to awaited images whose files are complete."""
         if not files:
             return []
         for image, file in files:
@@ -493,24 +493,24 @@ class SubmitCall:
         return states
 
     def _received(self, image: SubmittedImage, known: LookupResult) -> list[pb.ImageState]:
-        del self._wanted[image.index]
+        del self._awaited[image.index]
         self._uploads.release(image.index)
         return self._answer(image, known)
 
     # Images that are not answered by a message
 
-    def _ask_for_retained(self) -> list[pb.ImageState]:
-        """Ask again for the files of retained images that are needed. Raises the retainer's error, to end the call."""
-        self._retainer.changed.clear()
-        if self._retainer.error is not None:
-            raise self._retainer.error
-        needed, self._retainer.requested = self._retainer.requested, {}
+    def _ask_for_kept(self) -> list[pb.ImageState]:
+        """Ask again for the files of kept images that are needed. Raises the error that ends keeping."""
+        self._keeping.changed.clear()
+        if self._keeping.error is not None:
+            raise self._keeping.error
+        needed, self._keeping.requested = self._keeping.requested, {}
         states = []
         for address in needed:
-            image = self._retained[address]
+            image = self._kept[address]
             # If the file arrived since the Fetch asked, the image is queued already, under this call's claim.
-            if image.index not in self._wanted and not self._images.knows(image.key):
-                image = self._retained[address] = replace(image, claim=self._claim(image.index))
+            if image.index not in self._awaited and not self._images.knows(image.key):
+                image = self._kept[address] = replace(image, claim=self._claim(image.index))
                 states += self._answer(image, LookupResult(None))
         return states
 
@@ -536,7 +536,7 @@ class SubmitCall:
     def _fail_uploads(self, error: EncoderError) -> list[pb.ImageState]:
         frames = [image for images in self._waiting_frames.values() for image in images]
         self._waiting_frames.clear()
-        states = [self._fail(image, error) for image in tuple(self._wanted.values())]
+        states = [self._fail(image, error) for image in tuple(self._awaited.values())]
         self._file_errors.clear()
         return [*states, *(self._refuse(image.index, error) for image in frames)]
 
@@ -547,7 +547,7 @@ class SubmitCall:
             await asyncio.sleep(REFUSAL_S)
 
     def _fail(self, image: SubmittedImage, error: Exception) -> pb.ImageState:
-        """Drop a wanted image; return its last answer."""
+        """Drop an awaited image; return its last answer."""
         known = known_error(error)
         if image.file_is_video:
             self._file_errors[image.key.source_key] = known
@@ -555,9 +555,9 @@ class SubmitCall:
         return self._refuse(image.index, known)
 
     def _drop(self, index: int) -> None:
-        image = self._wanted.pop(index)
+        image = self._awaited.pop(index)
         self._uploads.release(index)
-        self._images.forget(image.key)
+        self._images.release_lease(image.key)
 
     def _refuse(self, index: int, error: EncoderError) -> pb.ImageState:
         self._refused_any = True

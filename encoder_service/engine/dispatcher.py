@@ -69,7 +69,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self.on_answers: Callable[[bool], None] = lambda _answers: None
-        """Called with `answers` when that has changed."""
+        """Called with True when a device answers again, and with False when none does any more."""
         self._tasks: list[asyncio.Task[None]] = []
         queue.dispatch, queue.on_gone, store.on_freed = self._dispatch, self._gone, self._on_freed
 
@@ -97,7 +97,7 @@ class Dispatcher:
 
     @property
     def answers(self) -> bool:
-        """Whether some device answers, if there are any."""
+        """Whether at least one device answers; True without devices."""
         return not self.links or any(link.answers for link in self.links)
 
     # Pushing work
@@ -114,7 +114,7 @@ class Dispatcher:
                 link.note_idle(is_starved=is_starved)
 
     def _share_out(self, push: Callable[[Link], bool]) -> None:
-        """Push until nothing is left, or no device has credit: always to the device that has least."""
+        """Push until nothing is left, or no device has credit: always to the device that has the fewest patches."""
         links = list(self.links)
         while links:
             link = min(links, key=lambda each: each.patches)

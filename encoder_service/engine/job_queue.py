@@ -1,8 +1,8 @@
 """The job queue: one job per address, the callers that wait for it, and the scheduler that orders the jobs.
 
-It belongs to the event loop, and so does all else in the server that touches a job: there is no lock, and nothing here
-waits. `Devices` pushes jobs to the devices and reports how they ended. `FailureCache` remembers images that can never
-be encoded, so that a broken file is decoded only once.
+The event loop owns it, so it has no lock; only the rows of equal frames are copied on a thread. `Dispatcher` decides
+when to push jobs; each `Link` sends them to its device, and reports how they ended. `FailureCache` remembers images
+that can never be encoded, so that a broken file is decoded only once.
 """
 
 import asyncio
@@ -101,9 +101,9 @@ class JobQueue:
         self._copying: set[asyncio.Task[None]] = set()
         self._faults = Faults(device or Device("cpu"), self.abort)
         self.dispatch: Callable[[], None] = lambda: None
-        """Called soon after there may be more work for the devices. `Devices` sets it."""
+        """Called soon after there may be more work for the devices. `Dispatcher` sets it."""
         self.on_gone: Callable[[Job], None] = lambda _job: None
-        """Called when a job ends that a device may still have. `Devices` sets it."""
+        """Called when a job ends that a device may still have. `Dispatcher` sets it."""
 
     def __len__(self) -> int:
         """Return the number of jobs, in any stage."""

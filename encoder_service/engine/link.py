@@ -1,7 +1,8 @@
 """The server's end of one device: pushes images to it, counts what it has, and takes its reports.
 
-A device may have so many images at a time: its credit. It never asks for work, and never waits for an answer. Each
-image that was sent comes back by one message, which returns its credit: see `messages`. Use from one event loop.
+Credit limits what a device has at a time: two decode batches, an image for each decode thread, and 25 ms of work for
+the tower. A device never asks for work, and never waits for an answer. It reports once on each image to decode and once
+on each batch, which returns the credit: see `messages`. Use from one event loop.
 """
 
 import asyncio
@@ -99,7 +100,7 @@ class GroupShare:
 
 @dataclass(eq=False, slots=True)
 class StoreWait:
-    """Since when an image of all devices has found no space in the store; the next ones share that time."""
+    """Since when rows have found no space in the store. Later images wait no longer than the first, on any device."""
 
     since: float | None = None
     tokens: int = 0
@@ -631,7 +632,7 @@ class Link(asyncio.Protocol):
     }
 
     def _left_decoding(self, number: int) -> Job:
-        """Return the credit of an image that was decoded."""
+        """Give back the credit of an image that was decoded, and return its job."""
         decoding = self._decoding.pop(number)
         decoding.images.remove(number)
         self._files.pop(number, None)
@@ -640,7 +641,7 @@ class Link(asyncio.Protocol):
         return self._jobs[number]
 
     def _end_batch(self, number: int) -> SentBatch:
-        """Return the credit of a batch."""
+        """Give back the credit of a batch, and return the batch."""
         batch = self.batches.pop(number)
         if not batch.urgent:
             self._begin_head()

@@ -1,8 +1,10 @@
 """The messages between the server and a device's process: all one-way, over one socket.
 
 A batch costs two messages each way: `Decode` and `Prepared`, `Encode` and `Encoded`. Both sides name an image by the
-number that the server gave it; numbers are not reused. Each number ends exactly once: with `Dropped`, `Retry`, `Gone`,
-or as a part of the `Encoded` or `Failed` batch that has it.
+number that the server gave it; numbers are not reused. A number ends once: with `Dropped` or `Retry`, with its
+`Encoded` batch, with a `Failed` batch of this image alone, or with `Gone` once it is decoded. After a `Failed` batch of
+several images, their numbers stay valid. If `Gone` arrives while an image is being decoded, the report of the decoding
+ends the number.
 
 A message is pickled, because a device's process is as trusted as the server. Files travel beside the pickle, so that
 neither side copies them into it. Does not import torch.

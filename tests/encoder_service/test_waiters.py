@@ -14,7 +14,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.cluster.cluster import Cluster, Location, Locations
-from encoder_service.images import Waiters
+from encoder_service.images import UnsubmittedImages
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget
 from prefill_client import EncoderClient, RowRequest
@@ -39,7 +39,7 @@ async def test_an_arrival_wakes_only_its_own_waiters() -> None:
     cluster = Cluster()
     cluster.start_search = lambda key, found: searches.update({key.address: found})  # type: ignore[method-assign]
     cluster.stop_search = lambda address: searches.pop(address, None)  # type: ignore[method-assign, assignment]
-    waiters = Waiters(cluster, Budget(100, "images"))
+    waiters = UnsubmittedImages(cluster, Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
     tasks = [asyncio.create_task(waiters.wait(key(n % 4), caller(f"client {n}"), until)) for n in range(8)]
     await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_an_arrival_wakes_only_its_own_waiters() -> None:
 
 
 async def test_waiters_are_bounded_in_total_and_per_client() -> None:
-    waiters = Waiters(Cluster(), Budget(100, "images"))
+    waiters = UnsubmittedImages(Cluster(), Budget(100, "images"))
     until = asyncio.get_running_loop().time() + PATIENCE_S
     greedy = [asyncio.create_task(waiters.wait(key(n), caller("greedy"), until)) for n in range(100)]
     await asyncio.sleep(0)

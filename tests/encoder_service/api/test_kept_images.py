@@ -13,7 +13,7 @@ from encoder_service.app import Server
 from encoder_service.cluster.cluster import Cluster
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.images import Retainer, Waiters
+from encoder_service.images import KeepingCall, UnsubmittedImages
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget
 from encoder_service.scheduler import Claim
@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE_S, soon
 PHOTO = photo(120, 80, 77)
 
 
-async def retaining_call(client: EncoderClient, image: bytes = PHOTO, *, retain: bool = True) -> Any:
+async def keeping_call(client: EncoderClient, image: bytes = PHOTO, *, retain: bool = True) -> Any:
     """Submit an image in a call that stays open; return the call after the answer to the image."""
     call = (await stub(client)).Submit()
     name, _ = named(3, image)
@@ -57,10 +57,10 @@ def lose(server: Server) -> None:
     assert not server.store.contains(server._model.recipe.key(content_digest(PHOTO)).address)
 
 
-async def test_a_lost_retained_image_is_requested_again_when_a_fetch_waits(
+async def test_a_lost_kept_image_is_requested_again_when_a_fetch_waits(
     server: Server, client: EncoderClient
 ) -> None:
-    call = await retaining_call(client)
+    call = await keeping_call(client)
     wanted = [RowRequest(content_digest(PHOTO))]
     first = (await collect(client, wanted, transports=["inline"]))[0]
     for _ in range(3):
@@ -78,12 +78,12 @@ async def test_a_lost_retained_image_is_requested_again_when_a_fetch_waits(
 
 
 def claims() -> int:
-    """Return the number of claims: a retaining call must not add one each time its image is lost."""
+    """Return the number of claims: a keeping call must not add one each time its image is lost."""
     gc.collect()
     return sum(type(each) is Claim for each in gc.get_objects())
 
 
-async def test_a_lost_image_that_is_not_retained_stays_unknown(server: Server, client: EncoderClient) -> None:
+async def test_a_lost_image_that_is_not_kept_stays_unknown(server: Server, client: EncoderClient) -> None:
     assert (await client.submit([PHOTO]))[0].error is None
     wanted = [RowRequest(content_digest(PHOTO))]
     await collect(client, wanted, transports=["inline"])
@@ -93,12 +93,12 @@ async def test_a_lost_image_that_is_not_retained_stays_unknown(server: Server, c
         assert (await collect(other, wanted, grace_ms=100))[0].error is not None
 
 
-async def test_a_call_that_ends_withdraws_its_retained_images(
+async def test_a_call_that_ends_withdraws_its_kept_images(
     server: Server, client: EncoderClient, gate: Gate
 ) -> None:
     with gate.closed():
-        first = await retaining_call(client, photo(64, 64, 1))
-        second = await retaining_call(client)
+        first = await keeping_call(client, photo(64, 64, 1))
+        second = await keeping_call(client)
         assert len(server.jobs) == 2
         second.cancel()
         await soon(lambda: len(server.jobs) == 1)
@@ -106,24 +106,24 @@ async def test_a_call_that_ends_withdraws_its_retained_images(
         await soon(lambda: len(server.jobs) == 0)
 
 
-async def test_a_drain_ends_retaining_calls_at_once(config: Config, model: Model) -> None:
+async def test_a_drain_ends_keeping_calls_at_once(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, drain_s=10 * PATIENCE_S) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        call = await retaining_call(client)
+        call = await keeping_call(client)
         async with asyncio.timeout(PATIENCE_S):
             await server.drain()
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
             assert "draining" in await call.details()
 
 
-async def test_a_drain_ends_a_call_that_starts_to_retain_images(config: Config, model: Model) -> None:
+async def test_a_drain_ends_a_call_that_starts_to_keep_images(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, drain_s=10 * PATIENCE_S) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        call = await retaining_call(client, retain=False)
+        call = await keeping_call(client, retain=False)
         async with asyncio.timeout(PATIENCE_S):
             draining = asyncio.create_task(server.drain())
             await soon(lambda: server.draining)
@@ -134,24 +134,24 @@ async def test_a_drain_ends_a_call_that_starts_to_retain_images(config: Config, 
             await draining
 
 
-async def test_retaining_calls_leave_room_for_fetches(config: Config, model: Model) -> None:
+async def test_keeping_calls_leave_room_for_fetches(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, max_calls=4) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        calls = [await retaining_call(client) for _ in range(3)]
+        calls = [await keeping_call(client) for _ in range(3)]
         (outcome,) = (await collect(client, [RowRequest(content_digest(PHOTO))])).values()
         assert outcome.error is None
         for call in calls:
             call.cancel()
 
 
-async def test_if_a_retainer_leaves_the_image_is_requested_from_another() -> None:
-    waiters, key = Waiters(Cluster(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
-    first, second, other = Retainer(), Retainer(), Retainer()
-    waiters.retain(key.address, first)
-    waiters.retain(key.address, second)
-    waiters.retain(bytes([1] * 32), other)
+async def test_if_a_keeping_call_leaves_the_image_is_requested_from_another() -> None:
+    waiters, key = UnsubmittedImages(Cluster(), Budget(9, "images")), ImageKey(bytes(32), bytes(32))
+    first, second, other = KeepingCall(), KeepingCall(), KeepingCall()
+    waiters.keep(key.address, first)
+    waiters.keep(key.address, second)
+    waiters.keep(bytes([1] * 32), other)
     until = asyncio.get_running_loop().time() + PATIENCE_S
     waiting = asyncio.create_task(waiters.wait(key, caller("client"), until))
     await asyncio.sleep(0)

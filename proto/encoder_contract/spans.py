@@ -13,7 +13,7 @@ from functools import cache
 from time import monotonic, time_ns
 from typing import Any, Self
 
-from encoder_contract.traceparent import TRACEPARENT, is_sampled
+from encoder_contract.traceparent import is_sampled
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,13 @@ class CallSpan:
         """Begin a span under `traceparent`; return None if that is not sampled, or OpenTelemetry is not installed."""
         if not is_sampled(traceparent) or (trace := _opentelemetry()) is None:
             return None
-        from opentelemetry.trace.propagation import tracecontext
-
-        parent = tracecontext.TraceContextTextMapPropagator().extract({TRACEPARENT: traceparent})
+        _, trace_id, span_id, flags = traceparent.split("-")
+        caller = trace.SpanContext(
+            int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=trace.TraceFlags(int(flags, 16))
+        )
+        parent = trace.set_span_in_context(trace.NonRecordingSpan(caller))
         kind = trace.SpanKind.CLIENT if name in _CALLERS else trace.SpanKind.SERVER
-        span = trace.get_tracer("encoder").start_span(name, parent, kind, attributes)
-        return cls(span)
+        return cls(_tracer(trace.get_tracer_provider()).start_span(name, parent, kind, attributes))
 
     @property
     def traceparent(self) -> str:
@@ -77,7 +78,7 @@ class CallSpan:
         trace = _opentelemetry()
         assert trace is not None, "this span exists"
         here, now_ns, now_s = trace.set_span_in_context(self._span), time_ns(), monotonic()
-        tracer = trace.get_tracer("encoder")
+        tracer = _tracer(trace.get_tracer_provider())
         for stage, begin_s in began_s.items():
             if (name := STAGES.get(stage)) is not None:
                 begin_ns = now_ns - round((now_s - begin_s) * 1e9)
@@ -118,3 +119,8 @@ def _opentelemetry() -> Any:
     except ImportError:
         return None
     return trace
+
+
+@cache
+def _tracer(provider: Any) -> Any:
+    return provider.get_tracer("encoder")

@@ -62,11 +62,15 @@ def fetch_bases() -> list[str]:
     """Pull the base images, or build stand-ins if no registry answers; return the names of the stand-ins."""
     stand_ins = []
     for stand_in, name in bases().items():
-        if not has_image(name) and not _pull(name):
-            _build_stand_in(stand_in, name)
-        labels = json.loads(engine.run("image", "inspect", "--format", "{{json .Config.Labels}}", name)) or {}
-        stand_ins += [name] if labels.get("stand-in") else []
+        if _is_stand_in(name) if has_image(name) else not _pull(name):
+            _build_stand_in(stand_in, name)  # the engine builds only what has changed
+            stand_ins.append(name)
     return stand_ins
+
+
+def _is_stand_in(name: str) -> bool:
+    labels = json.loads(engine.run("image", "inspect", "--format", "{{json .Config.Labels}}", name))
+    return bool(labels and labels.get("stand-in"))
 
 
 @functools.cache

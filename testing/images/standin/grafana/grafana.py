@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +19,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # process 1 ignores signals without a handler
     json.loads(Path(os.environ["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).read_text())
     if not [*Path("/etc/grafana/provisioning").rglob("*.yml")]:
         raise SystemExit("nothing is provisioned")

@@ -32,7 +32,7 @@ BENCHMARK = Benchmark(
         Figure("call_ms", "a sampled call, processor time of the server", "ms", "<= 0.3"),
         Figure("sampled_5_over_none", "an image, 5 % of calls sampled / none", target="<= 1.01"),
         Figure("sampled_over_none", "an image in calls of 16, all sampled / none", shown=True),
-        Figure("spans", "spans that the collector received", shown=True),
+        Figure("spans", "spans that the collector received"),
     ),
     limit_s=240,
     quick=("--ops", "2", "--rounds", "1"),

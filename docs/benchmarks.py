@@ -39,7 +39,20 @@ def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
         [figure.what, *(value(figure, result.figures) for result in results), target(figure)]
         for figure in figures
     ]
-    return markdown(["", *(result.hardware for result in results), "target"], rows)
+    return markdown(["", *(machine(result.hardware) for result in results), "target"], rows)
+
+
+def machine(hardware: str) -> str:
+    """Return the name of a kind of machine in the heads of tables: its processor."""
+    return hardware.partition(",")[0]
+
+
+def machines(results: Sequence[Result]) -> str:
+    """Return what the names in the heads of tables stand for. Raises `ValueError` if a name stands for two."""
+    found = sorted({result.hardware for result in results})
+    if len({machine(hardware) for hardware in found}) < len(found):
+        raise ValueError(f"two kinds of machines have one name: {'; '.join(found)}")
+    return f"Machines: {'; '.join(found)}."
 
 
 def caption(result: Result) -> str:
@@ -109,6 +122,8 @@ def written(text: str, declared: Sequence[Benchmark], results: Sequence[Result])
     def fill(found: re.Match[str]) -> str:
         if found[2] == "summary":
             return f"{found[1]}{summary(declared, results)}\n{found[3]}"
+        if found[2] == "machines":
+            return f"{found[1]}{machines(results)}\n{found[3]}"
         benchmark = next(each for each in declared if each.name == found[2])
         own = [result for result in results if result.benchmark == benchmark.name]
         return f"{found[1]}{section(benchmark, own)}\n{found[3]}"

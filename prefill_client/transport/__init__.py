@@ -50,10 +50,10 @@ def transport_of(ready: pb.ImageReady) -> str:
 def select_receivers(transports: Sequence[str], available: Mapping[str, Receiver]) -> dict[str, Receiver]:
     """Return the receivers for a call that requests `transports`, by name, best first.
 
-    Inline is always among them. "device" also selects shared memory, for rows that are not on the device or that this
-    process cannot reach there.
+    Inline is always among them. "device" also selects shared memory and TCP, for rows that are not on the device or
+    that this process cannot reach there.
     """
-    fallback = [SHM] if DEVICE in transports else []
+    fallback = [SHM, TCP] if DEVICE in transports else []
     names = (*transports, *fallback, INLINE)
     return {name: available[name] for name in names if name in available and available[name].usable}
 

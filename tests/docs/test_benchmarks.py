@@ -124,7 +124,9 @@ def test_the_summary_has_the_newest_figures_and_at_most_seven() -> None:
 
 def test_every_benchmark_has_its_table_on_a_page_of_two_thousand_words() -> None:
     page = BENCHMARKS_PAGE.read_text()
-    assert sorted(re.findall(r"<!-- bench:(\w+) -->", page)) == sorted(each.name for each in benchmarks())
+    assert sorted(re.findall(r"<!-- bench:(\w+) -->", page)) == sorted(
+        ["machines", *(each.name for each in benchmarks())]
+    )
     assert len([word for word in page.split() if re.search(r"\w", word)]) <= 2000
 
 

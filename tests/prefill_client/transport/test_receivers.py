@@ -11,7 +11,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.transport import SENDERS
 from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.images import ServerClock
-from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers
+from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers, select_receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.row_stream import RowStream
 from testing.photos import photo
@@ -44,6 +44,12 @@ def test_rows_of_a_remote_server_arrive_inline() -> None:
     assert list(receivers("192.0.2.1:50051", description, channels)) == ["tcp", "inline"]
     assert list(receivers("unix:/run/encoder", description, channels)) == ["inline"]
     assert list(receivers("ipv4:192.0.2.1:50051", description, channels)) == ["inline"]
+
+
+def test_a_caller_that_wants_rows_on_a_gpu_gets_those_of_another_host_by_the_rows_port() -> None:
+    description = pb.DescribeResponse(rows_port=50052)
+    available = receivers("192.0.2.1:50051", description, Channels(NO_CREDENTIALS))
+    assert list(select_receivers(["device"], available)) == ["tcp", "inline"]
 
 
 async def test_the_callers_first_usable_transport_is_used(client: EncoderClient) -> None:

@@ -15,6 +15,7 @@ from docs.benchmarks import (
     caption,
     differing,
     looked_up,
+    machines,
     main,
     section,
     summary,
@@ -65,7 +66,7 @@ def test_a_question_has_one_table_with_a_column_for_each_machine() -> None:
         versions={"commit": f"0123abd{DIRTY}"},
     )
     assert section(STORE, [GOOD, dirty]).splitlines() == [
-        "|  | a machine | another, AMX | target |",
+        "|  | a machine | another | target |",
         "|---|---|---|---|",
         "| a hit | 1.25 ms | 2.50 ms, **missed** | ≤ 2 |",
         "| a copy | 2 GB/s | – |  |",
@@ -136,3 +137,10 @@ def test_every_stored_result_has_figures_of_its_benchmark() -> None:
     for result in stored():
         figures = declared[result.benchmark].figures
         assert not figures or any(looked_up(figure.key, result.figures) is not None for figure in figures)
+
+
+def test_machines_are_named_once_and_two_of_one_name_are_refused() -> None:
+    other = replace(GOOD, hardware="another, AMX")
+    assert machines([GOOD, other, other]) == "Machines: a machine; another, AMX."
+    with pytest.raises(ValueError, match="two kinds of machines have one name"):
+        machines([other, replace(GOOD, hardware="another, AVX")])

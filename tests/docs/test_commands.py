@@ -29,7 +29,7 @@ VLLM = {
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
     *("--load-format", "--kv-transfer-config", "--trust-request-mm-kwargs"),
     *("--chat-template-content-format", "--video-pruning-rate", "--grpc"),
-    *("--allowed-local-media-path", "--headless"),
+    *("--allowed-local-media-path", "--headless", "--gpu-memory-utilization"),
 }
 # Flags of SGLang on the page about it. tests/sglang starts it with them.
 SGLANG = {

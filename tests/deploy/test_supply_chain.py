@@ -36,6 +36,8 @@ def test_dali_and_its_dependencies_are_among_the_checked_packages() -> None:
         ("one", "Other/Proprietary License", False),
         ("nvidia-one", "Other/Proprietary License", True),
         ("nvidia-one", "GPL-3.0-only", False),
+        ("cuda-toolkit", "LicenseRef-NVIDIA-Proprietary", True),
+        ("cuda-toolkit", "UNKNOWN", False),
     ],
 )
 def test_a_licence_is_allowed_if_all_its_binding_parts_are(name: str, licence: str, allowed: bool) -> None:

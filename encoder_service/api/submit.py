@@ -185,7 +185,7 @@ class SubmitCall:
         self._turns = turns
         self._is_last = False  # no more names follow
         self._awaited: dict[int, SubmittedImage] = {}  # by the caller's index
-        # Indexes of all images named so far. Their pieces are ignored unless its file is awaited: they were in transit
+        # Indexes of all images named so far. Their pieces are ignored unless the image is awaited: they were in transit
         # when it failed, or came along with the name of an image that is known.
         self._named: set[int] = set()
         self._refused_any = False  # since the last `_pause`

@@ -146,8 +146,10 @@ class ImageLoader:
             async with asyncio.TaskGroup() as group:
                 loading = [group.create_task(load(index, url)) for index, url in enumerate(urls)]
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [each.result() for each in loading]
+            first = failed.exceptions[0]
+        else:
+            return [each.result() for each in loading]
+        raise first  # outside of the group's handler: the group is not its context
 
     async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
         """Return the bytes of an image. `lookups` bounds the concurrent name lookups of its request.

@@ -207,7 +207,6 @@ def _serve_with(config: Config) -> int:
     read_tenants(config)
     check_model(config.model)
     _announce_loading(config)
-    spans.export("encoder-service", os.environ)
     devices = start_devices(config)
     # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.
     from encoder_service.app import Server, require_host_memory
@@ -218,7 +217,9 @@ def _serve_with(config: Config) -> int:
     model = served_model(config, devices) if devices else load_model(config)
 
     async def serve() -> int:
-        return await Server(config, model, devices).serve()
+        server = Server(config, model, devices)
+        spans.export("encoder-service", server.replica_id, os.environ)
+        return await server.serve()
 
     with out_of_collections():
         code = asyncio.run(serve())

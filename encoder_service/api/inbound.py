@@ -281,7 +281,7 @@ class CallRecord:
         """Record an image of a Fetch: where its rows came from, and how long the caller waited."""
         self._count(outcome, error)
         if self._span is not None:
-            self._span.stages(stage_began_s, stage_ms, **{"encoder.outcome": outcome})
+            self._span.stages(stage_began_s, stage_ms)
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)

@@ -6,6 +6,7 @@ spans of an image's stages are made after the fact, from the times that servers 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from contextvars import ContextVar
 from enum import StrEnum
@@ -51,6 +52,7 @@ class CallSpan:
 
     def __init__(self, span: Any) -> None:
         self._span = span
+        self._stages: Counter[tuple[SpanName, float, float]] = Counter()
 
     @classmethod
     def begin(cls, name: SpanName, traceparent: str, **attributes: str | int) -> Self | None:
@@ -71,34 +73,48 @@ class CallSpan:
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
-    def stages(
-        self, began_s: Mapping[str, float], stage_ms: Mapping[str, float], **attributes: str | int
-    ) -> None:
-        """Add the stages of an image, from when each began (`time.monotonic`) and how long it took."""
+    def stages(self, began_s: Mapping[str, float], stage_ms: Mapping[str, float]) -> None:
+        """Add the stages of an image, from when each began (`time.monotonic`) and how long it took.
+
+        Images that were in a stage together, as a batch is in the tower, have one span.
+        """
+        for stage, begin_s in began_s.items():
+            if (name := STAGES.get(stage)) is not None:
+                self._stages[name, begin_s, stage_ms.get(stage, 0.0)] += 1
+
+    def end(self, status: str = "OK", **attributes: str | int) -> None:
+        """End the span with the call's gRPC status."""
+        self._end_stages()
+        self._span.set_attributes({"rpc.grpc.status": status, **attributes})
+        self._span.end()
+
+    def _end_stages(self) -> None:
         trace = _opentelemetry()
         assert trace is not None, "this span exists"
         here, now_ns, now_s = trace.set_span_in_context(self._span), time_ns(), monotonic()
         tracer = _tracer(trace.get_tracer_provider())
-        for stage, begin_s in began_s.items():
-            if (name := STAGES.get(stage)) is not None:
-                begin_ns = now_ns - round((now_s - begin_s) * 1e9)
-                span = tracer.start_span(name, here, attributes=attributes, start_time=begin_ns)
-                span.end(begin_ns + round(stage_ms.get(stage, 0.0) * 1e6))
-
-    def end(self, status: str = "OK", **attributes: str | int) -> None:
-        """End the span with the call's gRPC status."""
-        self._span.set_attributes({"rpc.grpc.status": status, **attributes})
-        self._span.end()
+        for (name, begin_s, lasted_ms), images in self._stages.items():
+            begin_ns = now_ns - round((now_s - begin_s) * 1e9)
+            span = tracer.start_span(name, here, attributes={"encoder.images": images}, start_time=begin_ns)
+            span.end(begin_ns + round(lasted_ms * 1e6))
 
 
-def export(service: str, environment: Mapping[str, str]) -> None:
-    """Export the spans of this process as the environment says (`ENDPOINTS`); otherwise do nothing."""
+def export(service: str, instance: str, environment: Mapping[str, str]) -> None:
+    """Export the spans of this process as the environment says (`ENDPOINTS`); otherwise do nothing.
+
+    `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence over `service` and `instance`.
+    """
     if not any(map(environment.get, ENDPOINTS)):
         return
     try:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.resources import (
+            SERVICE_INSTANCE_ID,
+            SERVICE_NAME,
+            OTELResourceDetector,
+            Resource,
+        )
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
@@ -106,8 +122,8 @@ def export(service: str, environment: Mapping[str, str]) -> None:
             "%s is set, but spans need the extra otel: pip install 'encoder-service[otel]'", ENDPOINTS[0]
         )
         return
-    name = environment.get("OTEL_SERVICE_NAME", service)
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    ours = Resource.create({SERVICE_NAME: service, SERVICE_INSTANCE_ID: instance})
+    provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
 

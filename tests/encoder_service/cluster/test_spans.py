@@ -1,18 +1,23 @@
 """OpenTelemetry spans: client, server, stages and peer under the caller's trace, and none without a sampled one."""
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from encoder_contract import spans
 from encoder_contract.spans import CallSpan, SpanName
 from encoder_contract.traceparent import is_sampled
-from prefill_client import traceparent
+from prefill_client import EncoderClient, RowRequest, Submitted, content_digest, traceparent
+from testing.collector import collecting
 from testing.photos import photo
+from testing.server_process import running
 from tests.cluster_replica import Start
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed")
 
@@ -75,13 +80,96 @@ async def test_client_server_stages_and_peer_form_one_trace(start: Start, ended)
         (span,) = named(ended, stage)
         assert parents(stage) == {"encoder.fetch"}
         assert span.start_time <= span.end_time
-        assert span.attributes["encoder.outcome"] == "encoded"
+        assert span.attributes["encoder.images"] == 1
     (decode,), (vit,) = named(ended, "encoder.decode"), named(ended, "encoder.vit")
     assert decode.start_time < vit.start_time
     fetch = by_id[vit.parent.span_id]
     assert abs(vit.end_time - fetch.end_time) < 60e9, "on the clock of all other spans"
     assert fetch.attributes["rpc.grpc.status"] == "OK"
     assert fetch.attributes["encoder.images.encoded"] == 1
+
+
+def test_images_that_shared_a_stage_share_its_span(ended) -> None:
+    call = CallSpan.begin(SpanName.FETCH, SAMPLED)
+    assert call is not None
+    for decode_s in (1.0, 2.0):
+        call.stages({"decode": decode_s, "vit": 3.0, "other": 4.0}, {"decode": 7.0, "vit": 500.0})
+    call.end()
+    found = [(span.name, span.attributes.get("encoder.images")) for span in ended()]
+    assert found == [
+        ("encoder.decode", 1),
+        ("encoder.vit", 2),
+        ("encoder.decode", 1),
+        ("encoder.fetch", None),
+    ]
+    vit = ended()[1]
+    assert vit.end_time - vit.start_time == 500_000_000
+
+
+async def test_a_collector_gets_one_trace_of_a_request_over_two_replicas(
+    checkpoint: Path, redis_url: str, ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rotel", reason="the collector is not packaged for this machine")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    settings = {"index": redis_url, "index_prefix": "collected", "threads": 1}
+    with collecting() as collector, ExitStack() as stack:
+        for name, value in collector.environment.items():
+            monkeypatch.setenv(name, value)
+        a, b = (stack.enter_context(running(checkpoint, **settings)) for _ in range(2))
+        async with (
+            await EncoderClient.connect(a.endpoint) as client_a,
+            await EncoderClient.connect(b.endpoint) as client_b,
+        ):
+            known, later, new = (photo(300, 280, seed) for seed in (1, 2, 3))
+            for file in (known, later):
+                await rows_of(client_a, await client_a.submit([file]))
+            # Once b finds the later image, it finds the earlier one, too.
+            await until_found(client_b, content_digest(later))
+            token = traceparent.set(SAMPLED)
+            try:
+                submitted = await client_b.submit([known, new])
+                assert await rows_of(client_b, submitted) == ["peer", "encoded"]
+            finally:
+                traceparent.reset(token)
+            replica_of = {client_a.description.replica_id: "a", client_b.description.replica_id: "b"}
+        expected = {
+            ("b", SpanName.SUBMIT, SpanName.CLIENT_SUBMIT),
+            ("b", SpanName.FETCH, SpanName.CLIENT_FETCH),
+            ("b", SpanName.PEER_FETCH, SpanName.FETCH),
+            ("a", SpanName.FETCH, SpanName.PEER_FETCH),
+            *(("b", stage, SpanName.FETCH) for stage in spans.STAGES.values()),
+        }
+
+        def tree() -> set[tuple[str, str, str]]:
+            received = [span for span in collector.spans() if span.trace_id == TRACE]
+            names = {f"{span.context.span_id:016x}": span.name for span in ended()}
+            names |= {span.span_id: span.name for span in received}
+            return {
+                (replica_of[span.resource["service.instance.id"]], span.name, names.get(span.parent_id, "?"))
+                for span in received
+            }
+
+        await soon(lambda: tree() == expected)
+        assert all(span.began_ns <= span.ended_ns for span in collector.spans())
+        assert {span.resource["service.name"] for span in collector.spans()} == {"encoder-service"}
+
+
+async def rows_of(client: EncoderClient, submitted: Sequence[Submitted]) -> list[str]:
+    """Fetch the rows of submitted images, and return where the server found them."""
+    requests = [RowRequest(image.digest) for image in submitted]
+    async with client.fetch(requests, timeout_s=60) as outcomes:
+        found = {outcome.index: outcome.source async for outcome in outcomes}
+    return [found[index] for index in range(len(requests))]
+
+
+async def until_found(client: EncoderClient, digest: bytes) -> None:
+    """Wait until the client's replica finds the rows of an image at another one."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with client.fetch([RowRequest(digest)], timeout_s=60) as outcomes:
+                if (await anext(aiter(outcomes))).error is None:
+                    return
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("context", [UNSAMPLED, "", "rubbish", f"00-{'0' * 32}-{CALLER}-01", SAMPLED + "-x"])
@@ -123,9 +211,9 @@ def test_without_the_package_there_are_no_spans(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_without_the_extra_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spans.export("encoder-service", {})
+    spans.export("encoder-service", "a1b2", {})
     assert caplog.records == []
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    spans.export("encoder-service", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+    spans.export("encoder-service", "a1b2", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
     (record,) = caplog.records
     assert "pip install 'encoder-service[otel]'" in record.getMessage()

@@ -43,8 +43,9 @@ def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
 
 
 def machine(hardware: str) -> str:
-    """Return the name of a kind of machine in the heads of tables: its processor."""
-    return hardware.partition(",")[0]
+    """Return the name of a kind of machine in the heads of tables: its processor, and what that lacks."""
+    processor = hardware.partition(",")[0]
+    return f"{processor} without bf16" if "no bf16" in hardware else processor
 
 
 def machines(results: Sequence[Result]) -> str:

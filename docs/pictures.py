@@ -1,8 +1,8 @@
 """Makes the pictures of the pages anew: `make pictures`.
 
-Two replicas, a Redis and the reference prefill service run on this machine under a light load. The pictures are one
-frame of `top`, the status page, and the first page of the documentation site. Needs Chromium (Debian: apt install
-chromium).
+Two replicas, a Redis, the reference prefill service and an OpenTelemetry collector run on this machine under a light
+load. The pictures are one frame of `top`, the status page, the trace of a request, a chart of the orders of eviction,
+and the first page of the documentation site. Needs Chromium (Debian: apt install chromium).
 """
 
 import argparse
@@ -10,6 +10,8 @@ import asyncio
 import io
 import itertools
 import json
+import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -24,10 +26,13 @@ import transformers
 from PIL import Image
 from rich.console import Console
 
-from docs import site
+from bench.harness import results
+from docs import charts, site
+from encoder_contract import spans
 from encoder_service.top import Top, frame
-from prefill_client import EncoderClient
+from prefill_client import EncoderClient, RowRequest, traceparent
 from testing.checkpoints import write_checkpoint
+from testing.collector import Collector, collecting
 from testing.photos import damaged, data_url, photo
 from testing.processes import free_port
 from testing.redis_servers import redis_server
@@ -37,6 +42,9 @@ from testing.traffic import Supply, Traffic
 PICTURES = Path(__file__).resolve().parent / "img"
 START_S = 120.0
 PHOTO = (640, 480)
+CALLER = "llm-server"
+INDEX_S = 2.0  # until a replica surely knows what another one has
+EXPORT_S = 7.0  # until the spans of a request have surely reached the collector
 
 
 def found(*names: str) -> str:
@@ -111,6 +119,34 @@ async def picture_top(endpoints: list[str], seconds: float) -> str:
     return console.export_svg(title="encoder-service top")
 
 
+async def picture_trace(collector: Collector, endpoints: Sequence[str]) -> str:
+    """Return the spans of a request at one replica as SVG. Of its four images, the other replica has two."""
+    known, new = ([photo(*PHOTO, seed) for seed in seeds] for seeds in ((1, 2), (3, 4)))
+    names = {CALLER: "LLM server"}
+    spans.export(CALLER, CALLER, os.environ)
+    async with (
+        await EncoderClient.connect(endpoints[0]) as other,
+        await EncoderClient.connect(endpoints[1]) as asked,
+    ):
+        names |= {asked.description.replica_id: "replica", other.description.replica_id: "other replica"}
+        await _rows(other, known)
+        await asyncio.sleep(INDEX_S)
+        trace_id = secrets.token_hex(16)
+        token = traceparent.set(f"00-{trace_id}-{secrets.token_hex(8)}-01")
+        await _rows(asked, [*known, *new])
+        traceparent.reset(token)
+    await asyncio.sleep(EXPORT_S)
+    return charts.trace([span for span in collector.spans() if span.trace_id == trace_id], names)
+
+
+async def _rows(client: EncoderClient, files: Sequence[bytes]) -> None:
+    requests = [RowRequest(image.digest) for image in await client.submit(files)]
+    async with client.fetch(requests) as outcomes:
+        async for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+
+
 def screenshot(browser: str, url: str, size: str, out: Path) -> None:
     """Write what a browser shows of a page as PNG, in 64 colours."""
     with tempfile.TemporaryDirectory() as home:
@@ -145,6 +181,8 @@ def run(out: Path, seconds: float) -> None:
         transformers.utils.logging.disable_progress_bar()
         checkpoint = write_checkpoint(folder / "checkpoint", depth=4, text_layers=4)
         redis = stack.enter_context(redis_server())
+        collector = stack.enter_context(collecting())
+        os.environ.update(collector.environment)
         replicas = {
             f"encoder-{number}": ServerProcess(checkpoint, index=redis.url, store_host_gib=0.25, threads=1)
             for number in range(2)
@@ -172,6 +210,8 @@ def run(out: Path, seconds: float) -> None:
             screenshot(browser, f"http://{at['encoder-0']}/", "900,540", out / "status-page.png")
 
         asyncio.run(_under_load(pictures, load(endpoints, prefill, seconds), seconds * 0.8))
+        (out / "trace.svg").write_text(asyncio.run(picture_trace(collector, endpoints)))
+    (out / "eviction.svg").write_text(charts.eviction(results.newest("eviction")))
     if site.main():
         raise SystemExit("pictures: the documentation site was not built")
     screenshot(browser, (site.SITE / "index.html").as_uri(), "1280,900", out / "docs-site.png")

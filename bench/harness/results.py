@@ -113,3 +113,11 @@ def stored(folder: Path = FOLDER) -> list[Result]:
     """Return all results, the oldest first."""
     found = [Result(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return sorted(found, key=lambda result: result.measured_on)
+
+
+def newest(benchmark: str, folder: Path = FOLDER) -> Result:
+    """Return the newest result of a benchmark, of whichever kind of machine. Raises `LookupError` if there is none."""
+    found = [result for result in stored(folder) if result.benchmark == benchmark]
+    if not found:
+        raise LookupError(f"no result of {benchmark}: make bench ONLY={benchmark}")
+    return found[-1]

@@ -80,7 +80,6 @@ async def test_client_server_stages_and_peer_form_one_trace(start: Start, ended)
         (span,) = named(ended, stage)
         assert parents(stage) == {"encoder.fetch"}
         assert span.start_time <= span.end_time
-        assert span.attributes["encoder.images"] == 1
     (decode,), (vit,) = named(ended, "encoder.decode"), named(ended, "encoder.vit")
     assert decode.start_time < vit.start_time
     fetch = by_id[vit.parent.span_id]
@@ -96,14 +95,10 @@ def test_images_that_shared_a_stage_share_its_span(ended) -> None:
         call.stages({"decode": decode_s, "vit": 3.0, "other": 4.0}, {"decode": 7.0, "vit": 500.0})
     call.end()
     found = [(span.name, span.attributes.get("encoder.images")) for span in ended()]
-    assert found == [
-        ("encoder.decode", 1),
-        ("encoder.vit", 2),
-        ("encoder.decode", 1),
-        ("encoder.fetch", None),
-    ]
-    vit = ended()[1]
-    assert vit.end_time - vit.start_time == 500_000_000
+    decode, vit, fetch = ("encoder.decode", None), ("encoder.vit", 2), ("encoder.fetch", None)
+    assert found == [decode, vit, decode, fetch]
+    lasted_ns = [span.end_time - span.start_time for span in ended()[:3]]
+    assert lasted_ns == [7_000_000, 500_000_000, 7_000_000]
 
 
 async def test_a_collector_gets_one_trace_of_a_request_over_two_replicas(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from testing.images import build, engine
-from testing.images.stack import COMPOSE, Stack, wait_until
+from testing.images.stack import Stack, wait_until
 from testing.photos import photo
 
 pytestmark = pytest.mark.images
@@ -102,18 +102,8 @@ def test_no_alert_fires_on_a_sound_stack(stack: Stack) -> None:
 def test_a_roll_of_all_replicas_fails_no_call(stack: Stack) -> None:
     stack.up("encoder-cpu", replicas=REPLICAS)
     before = set(encoders(stack))
-    files = [part for file in stack.files[1:] for part in ("-f", str(file))]
     with stack.calls() as calls:
-        # The script's first file is the compose file.
-        done = subprocess.run(
-            [COMPOSE.parent / "roll", "encoder-cpu", *files],
-            env=engine.environment()
-            | stack.settings
-            | {"PATH": f"{Path(engine.docker()).parent}:/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        stack.roll("encoder-cpu")
     after = set(encoders(stack))
     assert len(after) == REPLICAS
     assert not before & after

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from testing.photos import photo
 pytestmark = pytest.mark.images
 
 
-def test_a_stack_with_tls_serves_its_tenants_only(
+def test_a_stack_with_tls_serves_its_tenants_only_and_rolls(
     images: dict[str, str], readable_checkpoint: Path, tmp_path: Path
 ) -> None:
     credentials = tmp_path / "credentials"
@@ -44,5 +45,18 @@ def test_a_stack_with_tls_serves_its_tenants_only(
         with pytest.raises(subprocess.CalledProcessError) as refused:
             engine.run(*plain, "-c", code)
         assert "401" in refused.value.stderr
+        before = set(stack.containers("encoder-cpu"))
+        with ThreadPoolExecutor(1) as pool:
+            rolling = pool.submit(stack.roll, "encoder-cpu")
+            chats = 0
+            while not rolling.done():
+                stack.chat(photo(320, 240, 100 + chats))
+                chats += 1
+            rolling.result()
+        print(f"roll of 2 replicas with TLS: {chats} chats, none failed")
+        assert chats
+        after = set(stack.containers("encoder-cpu"))
+        assert len(after) == 2
+        assert not before & after
     finally:
         stack.down()

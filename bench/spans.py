@@ -3,6 +3,7 @@
 Calls whose `traceparent` is sampled and calls without one alternate at one server. Its tower sleeps as long as an H200
 is expected to take, so that a Fetch waits for its images, whose stages have spans of their own. Processor time stands
 for throughput: one core hands out all images of a server. Spans are exported every five seconds, as by default.
+`spin_ms` is as in bench.edge.
 """
 
 import asyncio
@@ -15,7 +16,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from bench.edge import CALLERS, H200_PATCHES_PER_S, SMALL, TOGETHER, EdgeCaller, cpu_ms, repeat, server_of
+from bench.edge import (
+    CALLERS,
+    H200_PATCHES_PER_S,
+    SMALL,
+    TOGETHER,
+    EdgeCaller,
+    cpu_ms,
+    repeat,
+    server_of,
+    spin_ms,
+)
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from prefill_client import EncoderClient, traceparent
 from testing.checkpoints import write_checkpoint
@@ -29,6 +40,7 @@ BENCHMARK = Benchmark(
         Figure("sampled_5_over_none", "an image in calls of 16, 5 % sampled / none", target="<= 1.01"),
         Figure("sampled_over_none", "all sampled / none", shown=True),
         Figure("twentieth_of_sampled", "1 + a twentieth of that increase", shown=True),
+        Figure("spin_ms", "a fixed piece of Python (a quiet core: 20)", "ms", shown=True),
         Figure("spans", "spans that the collector received"),
     ),
     limit_s=540,
@@ -36,6 +48,7 @@ BENCHMARK = Benchmark(
     why_not=lambda: "" if find_spec("rotel") else "needs the collector Rotel, which is for Linux",
 )
 EXPORT_S = 5.0  # the default of OTEL_BSP_SCHEDULE_DELAY
+SPINS = 10
 CALLS_OF_AN_IMAGE = 2  # a Submit and a Fetch
 
 
@@ -70,6 +83,7 @@ async def figures_of(model: Path, ops: int, rounds: int) -> dict[str, float]:
     """Measure one server, `rounds` times each way."""
     one: dict[int, list[float]] = {0: [], 1: []}
     together: dict[int, list[float]] = {0: [], 1: [], 20: []}
+    spins: list[float] = []
     with collecting() as collector:
         os.environ.update(collector.environment)
         with server_of(model, 1, H200_PATCHES_PER_S) as server:
@@ -77,6 +91,7 @@ async def figures_of(model: Path, ops: int, rounds: int) -> dict[str, float]:
                 images, process = EdgeCaller(client, *SMALL), server.process.pid
                 await repeat(partial(images.encode, TOGETHER), 2)  # warm up
                 for _ in range(rounds):
+                    spins += [spin_ms() for _ in range(SPINS)]
                     for every, found in one.items():
                         encode = sampling(partial(images.encode, 1), every)
                         found.append(await cost(process, encode, 4 * ops, 1))
@@ -94,6 +109,7 @@ async def figures_of(model: Path, ops: int, rounds: int) -> dict[str, float]:
         "sampled_5_over_none": median(together[20]) / base,
         "sampled_over_none": all_sampled / base,
         "twentieth_of_sampled": 1 + (all_sampled / base - 1) / 20,
+        "spin_ms": median(spins),
         "spans": received,
     }
 

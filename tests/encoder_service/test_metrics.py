@@ -54,6 +54,10 @@ async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None
 
 
 async def test_every_metric_that_is_read_at_a_scrape_has_a_value(server: Server) -> None:
+    async def device_has_reported() -> bool:
+        return "device_memory_bytes" in (await numbers(server)).samples
+
+    await soon(device_has_reported)
     now = await numbers(server)
     for reading in server.readings():
         name = reading.name.removeprefix(f"{PREFIX}_")

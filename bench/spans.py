@@ -39,7 +39,7 @@ BENCHMARK = Benchmark(
         Figure("call_ms", "a sampled call", "ms", "<= 0.3"),
         Figure("sampled_5_over_none", "an image in calls of 16, 5 % sampled / none", target="<= 1.01"),
         Figure("sampled_over_none", "all sampled / none", shown=True),
-        Figure("twentieth_of_sampled", "1 + a twentieth of that increase"),
+        Figure("twentieth_of_sampled", "1 + a twentieth of the increase if all are sampled"),
         Figure("spin_ms", "a fixed piece of Python (a quiet core: 20)", "ms", shown=True),
         Figure("spans", "spans that the collector received"),
     ),
@@ -72,7 +72,7 @@ def sampling(operation: Callable[[], Awaitable[None]], every: int) -> Callable[[
 
 
 async def cost(process: int, operation: Callable[[], Awaitable[None]], ops: int, images: int) -> float:
-    """Return the processor time of `process` for an image, milliseconds, with that of exporting its spans."""
+    """Return the processor time of `process` for an image, milliseconds, including the export of its spans."""
     before = cpu_ms(process)
     await repeat(operation, ops)
     await asyncio.sleep(EXPORT_S + 0.5)

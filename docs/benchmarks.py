@@ -43,7 +43,7 @@ def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
 
 
 def machine(hardware: str) -> str:
-    """Return the name of a kind of machine in the heads of tables: its processor, and what that lacks."""
+    """Return the name of a kind of machine in the heads of tables: its processor, and whether that lacks bf16."""
     processor = hardware.partition(",")[0]
     return f"{processor} without bf16" if "no bf16" in hardware else processor
 

@@ -32,7 +32,7 @@ from encoder_contract import spans
 from encoder_service.top import Top, frame
 from prefill_client import EncoderClient, RowRequest, traceparent
 from testing.checkpoints import write_checkpoint
-from testing.collector import Collector, collecting
+from testing.collector import CollectedSpan, Collector, collecting
 from testing.photos import damaged, data_url, photo
 from testing.processes import free_port
 from testing.redis_servers import redis_server
@@ -43,8 +43,8 @@ PICTURES = Path(__file__).resolve().parent / "img"
 START_S = 120.0
 PHOTO = (640, 480)
 CALLER = "llm-server"
+SMALL = (320, 240)  # two of them are one batch
 INDEX_S = 2.0  # until a replica surely knows what another one has
-EXPORT_S = 7.0  # until the spans of a request have surely reached the collector
 
 
 def found(*names: str) -> str:
@@ -121,7 +121,7 @@ async def picture_top(endpoints: list[str], seconds: float) -> str:
 
 async def picture_trace(collector: Collector, endpoints: Sequence[str]) -> str:
     """Return the spans of a request at one replica as SVG. Of its four images, the other replica has two."""
-    known, new = ([photo(*PHOTO, seed) for seed in seeds] for seeds in ((1, 2), (3, 4)))
+    known, new = ([photo(*SMALL, seed) for seed in seeds] for seeds in ((1, 2), (3, 4)))
     names = {CALLER: "LLM server"}
     spans.export(CALLER, CALLER, os.environ)
     async with (
@@ -135,8 +135,18 @@ async def picture_trace(collector: Collector, endpoints: Sequence[str]) -> str:
         token = traceparent.set(f"00-{trace_id}-{secrets.token_hex(8)}-01")
         await _rows(asked, [*known, *new])
         traceparent.reset(token)
-    await asyncio.sleep(EXPORT_S)
-    return charts.trace([span for span in collector.spans() if span.trace_id == trace_id], names)
+    return charts.trace(await _complete(collector, trace_id), names)
+
+
+async def _complete(collector: Collector, trace_id: str) -> list[CollectedSpan]:
+    """Return the spans of a trace once the collector has all kinds."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        found = [span for span in collector.spans() if span.trace_id == trace_id]
+        if {span.name for span in found} == set(spans.SpanName):
+            return found
+        await asyncio.sleep(1)
+    raise SystemExit(f"pictures: the collector has not received all spans of trace {trace_id}")
 
 
 async def _rows(client: EncoderClient, files: Sequence[bytes]) -> None:

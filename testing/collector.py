@@ -17,6 +17,7 @@ START_S = 60.0  # for a busy machine; it takes 0.1 s
 # The lines of the collector's file that begin a resource or a span, and those with a value of it.
 RESOURCE, SPAN = re.compile(r"ResourceSpans #\d+"), re.compile(r"Span #\d+")
 VALUE = re.compile(r"(?: {4})?([A-Z][\w ]+?) *: ?(.*)")
+LAST_VALUE = "Status message"
 ATTRIBUTE = re.compile(r" {5}-> ([\w.]+): \w+\((.*)\)")
 
 
@@ -93,7 +94,7 @@ class Collector(LoggedProcess):
         raise self._start_error()
 
     def spans(self) -> list[CollectedSpan]:
-        """Return the spans in its file so far."""
+        """Return the spans in its file so far, without one that it has not written completely."""
         resource: dict[str, str] = {}
         attributes, values = resource, dict[str, str]()
         found: list[CollectedSpan] = []
@@ -107,7 +108,7 @@ class Collector(LoggedProcess):
                 attributes[attribute[1]] = attribute[2]
             elif value := VALUE.fullmatch(line):
                 values[value[1]] = value[2]
-        return found
+        return [span for span in found if LAST_VALUE in span.values]
 
 
 @contextmanager

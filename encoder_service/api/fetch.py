@@ -345,7 +345,9 @@ class FetchCall:
         result = outcome.result
         if isinstance(result, EncoderError):
             self._known.append(outcome)
-        elif not self._sender.holds:
+            return
+        self._record.stages(result.stage_began_s, result.stage_ms)
+        if not self._sender.holds:
             self._send_later(outcome, result.pin)
         else:
             self._lend(outcome, result.pin)
@@ -391,9 +393,7 @@ class FetchCall:
                     message.errors.append(self._failed(window.index, outcome.wait_s, result))
                     continue
                 is_lent = True
-                self._record.fetched(
-                    result.source, outcome.wait_s, result.stage_ms, stage_began_s=result.stage_began_s
-                )
+                self._record.fetched(result.source, outcome.wait_s, result.stage_ms)
                 ready = _ready(window, result, self._info)
                 await self._sender.prepare(ready, result.pin)
                 self._record.transferred(
@@ -463,7 +463,7 @@ class FetchCall:
     async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
         """Return the message that announces rows to be sent, with all that the receiver checks."""
         assert self._copier is not None
-        self._record.fetched(result.source, wait_s, result.stage_ms, stage_began_s=result.stage_began_s)
+        self._record.fetched(result.source, wait_s, result.stage_ms)
         ready = _ready(window, result, self._info)
         await self._copier.prepare(ready, result.pin)
         if self._fleet_key is not None:

@@ -218,7 +218,6 @@ def _serialize(message: Message | bytes) -> bytes:
 
 
 CallKind: TypeAlias = Literal["submit", "fetch"]
-NO_TIMES: Mapping[str, float] = {}
 
 
 class CallRecord:
@@ -269,19 +268,20 @@ class CallRecord:
         self._bytes += size
         self._metrics.uploaded(size, seconds)
 
+    def stages(self, began_s: Mapping[str, float], stage_ms: Mapping[str, float]) -> None:
+        """Record the stages of an image that was encoded for the call; others have none."""
+        if self._span is not None:
+            self._span.stages(began_s, stage_ms)
+
     def fetched(
         self,
         outcome: Literal["device", "host", "peer", "encoded", "failed"],
         wait_s: float,
         stage_ms: Mapping[str, float],
         error: EncoderError | None = None,
-        *,
-        stage_began_s: Mapping[str, float] = NO_TIMES,
     ) -> None:
-        """Record an image of a Fetch: where its rows came from, and how long the caller waited."""
+        """Record one window of an image of a Fetch: where its rows came from, and how long the caller waited."""
         self._count(outcome, error)
-        if self._span is not None:
-            self._span.stages(stage_began_s, stage_ms)
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
         self._metrics.fetched(outcome, wait_s, error)

@@ -44,6 +44,9 @@ STAGES = {
     name.removeprefix("encoder."): name
     for name in (SpanName.QUEUE, SpanName.DECODE, SpanName.PREPROCESS, SpanName.VIT, SpanName.COPY_OUT)
 }
+# Spans of stages are made in small pieces, so that a call of many images does not occupy the event loop when it ends.
+# Images of one batch arrive together, so those that shared a stage are nearly always among the last ones.
+_WAITING_STAGES = 128
 _CALLERS = (SpanName.CLIENT_SUBMIT, SpanName.CLIENT_FETCH, SpanName.PEER_FETCH)
 
 
@@ -56,7 +59,10 @@ class CallSpan:
 
     @classmethod
     def begin(cls, name: SpanName, traceparent: str, **attributes: str | int) -> Self | None:
-        """Begin a span under `traceparent`; return None if that is not sampled, or OpenTelemetry is not installed."""
+        """Begin a span under `traceparent`.
+
+        Returns None if that is not sampled, if OpenTelemetry is not installed, or if its settings drop the span.
+        """
         if not is_sampled(traceparent) or (trace := _opentelemetry()) is None:
             return None
         _, trace_id, span_id, flags = traceparent.split("-")
@@ -65,7 +71,8 @@ class CallSpan:
         )
         parent = trace.set_span_in_context(trace.NonRecordingSpan(caller))
         kind = trace.SpanKind.CLIENT if name in _CALLERS else trace.SpanKind.SERVER
-        return cls(_tracer(trace.get_tracer_provider()).start_span(name, parent, kind, attributes))
+        span = _tracer(trace.get_tracer_provider()).start_span(name, parent, kind, attributes)
+        return cls(span) if span.is_recording() else None
 
     @property
     def traceparent(self) -> str:
@@ -81,19 +88,25 @@ class CallSpan:
         for stage, begin_s in began_s.items():
             if (name := STAGES.get(stage)) is not None:
                 self._stages[name, begin_s, stage_ms.get(stage, 0.0)] += 1
+        self._end_stages(_WAITING_STAGES)
 
     def end(self, status: str = "OK", **attributes: str | int) -> None:
         """End the span with the call's gRPC status."""
-        self._end_stages()
+        self._end_stages(0)
         self._span.set_attributes({"rpc.grpc.status": status, **attributes})
         self._span.end()
 
-    def _end_stages(self) -> None:
+    def _end_stages(self, waiting: int) -> None:
+        """Make spans of the oldest stages until so many wait."""
+        if len(self._stages) <= waiting:
+            return
         trace = _opentelemetry()
         assert trace is not None, "this span exists"
         here, now_ns, now_s = trace.set_span_in_context(self._span), time_ns(), monotonic()
         tracer = _tracer(trace.get_tracer_provider())
-        for (name, begin_s, lasted_ms), images in self._stages.items():
+        while len(self._stages) > waiting:
+            name, begin_s, lasted_ms = stage = next(iter(self._stages))
+            images = self._stages.pop(stage)
             begin_ns = now_ns - round((now_s - begin_s) * 1e9)
             # An attribute costs a fifth of a span.
             together = {"encoder.images": images} if images > 1 else None
@@ -109,21 +122,27 @@ def export(service: str, instance: str, environment: Mapping[str, str]) -> None:
     if not any(map(environment.get, ENDPOINTS)):
         return
     try:
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import (
-            SERVICE_INSTANCE_ID,
-            SERVICE_NAME,
-            OTELResourceDetector,
-            Resource,
-        )
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        _export(service, instance)
     except ImportError:
         log.warning(
             "%s is set, but spans need the extra otel: pip install 'encoder-service[otel]'", ENDPOINTS[0]
         )
-        return
+    except Exception as error:  # noqa: BLE001 - a mistake in one of OpenTelemetry's many variables
+        log.warning("spans are not exported: %s", error)
+
+
+def _export(service: str, instance: str) -> None:
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import (
+        SERVICE_INSTANCE_ID,
+        SERVICE_NAME,
+        OTELResourceDetector,
+        Resource,
+    )
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     ours = Resource.create({SERVICE_NAME: service, SERVICE_INSTANCE_ID: instance})
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -74,16 +74,17 @@ class Stack:
         self.compose("up", "--detach", "--wait", "--no-build", "--no-recreate", *scale, *services)
 
     def roll(self, service: str) -> None:
-        """Replace the replicas of a service one by one, with deploy/roll. Raises `CalledProcessError`."""
+        """Replace the replicas of a service one by one, with deploy/roll. Raises `RuntimeError` with its output."""
         files = [part for file in self.files[1:] for part in ("-f", str(file))]  # the script has the main one
         path = f"{Path(engine.docker()).parent}:/usr/bin:/bin"
-        subprocess.run(
+        done = subprocess.run(
             [build.DEPLOY / "roll", service, *files],
             env=engine.environment() | self.settings | {"PATH": path},
-            check=True,
             capture_output=True,
             text=True,
         )
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
 
     def down(self) -> None:
         """Remove all containers, networks and volumes."""

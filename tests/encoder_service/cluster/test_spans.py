@@ -1,6 +1,7 @@
 """OpenTelemetry spans: client, server, stages and peer under the caller's trace, and none without a sampled one."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -101,12 +102,52 @@ def test_images_that_shared_a_stage_share_its_span(ended) -> None:
     assert lasted_ns == [7_000_000, 500_000_000, 7_000_000]
 
 
+def test_stages_of_a_call_with_many_images_do_not_wait_for_its_end(ended) -> None:
+    call = CallSpan.begin(SpanName.FETCH, SAMPLED)
+    assert call is not None
+    for image in range(1000):
+        call.stages({"decode": float(image), "vit": 10_000.0 + image // 16}, {})
+    assert len(ended()) > 900
+    call.end()
+    towers = [span for span in ended() if span.name == SpanName.VIT]
+    assert [span.attributes.get("encoder.images") for span in towers] == [16] * 62 + [8]
+    assert len(named(ended, SpanName.DECODE)) == 1000
+
+
+async def test_an_image_with_several_windows_has_its_stages_once(start: Start, ended) -> None:
+    a = await start()
+    token = traceparent.set(SAMPLED)
+    try:
+        (image,) = await a.client.submit([photo(300, 280, 4244)])
+        windows = [RowRequest(image.digest, 0, 5), RowRequest(image.digest, 5, 10)]
+        async with a.client.fetch(windows, timeout_s=PATIENCE_S) as outcomes:
+            assert [outcome.error async for outcome in outcomes] == [None, None]
+    finally:
+        traceparent.reset(token)
+    await soon(lambda: len(named(ended, "encoder.fetch")) == 1)
+    for stage in spans.STAGES.values():
+        (span,) = named(ended, stage)
+        assert span.attributes.get("encoder.images") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_BSP_MAX_QUEUE_SIZE", "10"), ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon")]
+)
+def test_a_mistake_in_a_variable_of_opentelemetry_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    spans.export("encoder-service", "a1b2", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == spans.__name__]
+    assert line.startswith("spans are not exported: ")
+
+
 async def test_a_collector_gets_one_trace_of_a_request_over_two_replicas(
     checkpoint: Path, redis_url: str, ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rotel", reason="the collector is not packaged for this machine")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-    settings = {"index": redis_url, "index_prefix": "collected", "threads": 1}
+    settings = {"index": redis_url, "index_prefix": "collected", "index_timeout_ms": 2000, "threads": 1}
     with collecting() as collector, ExitStack() as stack:
         for name, value in collector.environment.items():
             monkeypatch.setenv(name, value)
@@ -115,17 +156,7 @@ async def test_a_collector_gets_one_trace_of_a_request_over_two_replicas(
             await EncoderClient.connect(a.endpoint) as client_a,
             await EncoderClient.connect(b.endpoint) as client_b,
         ):
-            known, later, new = (photo(300, 280, seed) for seed in (1, 2, 3))
-            for file in (known, later):
-                await rows_of(client_a, await client_a.submit([file]))
-            # Once b finds the later image, it finds the earlier one, too.
-            await until_found(client_b, content_digest(later))
-            token = traceparent.set(SAMPLED)
-            try:
-                submitted = await client_b.submit([known, new])
-                assert await rows_of(client_b, submitted) == ["peer", "encoded"]
-            finally:
-                traceparent.reset(token)
+            trace = await request_with_peer(client_a, client_b)
             replica_of = {client_a.description.replica_id: "a", client_b.description.replica_id: "b"}
         expected = {
             ("b", SpanName.SUBMIT, SpanName.CLIENT_SUBMIT),
@@ -136,7 +167,7 @@ async def test_a_collector_gets_one_trace_of_a_request_over_two_replicas(
         }
 
         def tree() -> set[tuple[str, str, str]]:
-            received = [span for span in collector.spans() if span.trace_id == TRACE]
+            received = [span for span in collector.spans() if span.trace_id == trace]
             names = {f"{span.context.span_id:016x}": span.name for span in ended()}
             names |= {span.span_id: span.name for span in received}
             return {
@@ -149,10 +180,28 @@ async def test_a_collector_gets_one_trace_of_a_request_over_two_replicas(
         assert {span.resource["service.name"] for span in collector.spans()} == {"encoder-service"}
 
 
+async def request_with_peer(client_a: EncoderClient, client_b: EncoderClient) -> str:
+    """Ask replica b for a new image and one that a has; return the trace. A stall costs an attempt."""
+    for attempt in itertools.count():
+        known, later, new = (photo(300, 280, 3 * attempt + number) for number in range(3))
+        for file in (known, later):
+            await rows_of(client_a, await client_a.submit([file]))
+        # Once b finds the later image, it finds the earlier one, too.
+        await until_found(client_b, content_digest(later))
+        trace = f"{attempt + 1:032x}"
+        token = traceparent.set(f"00-{trace}-{CALLER}-01")
+        try:
+            if await rows_of(client_b, await client_b.submit([known, new])) == ["peer", "encoded"]:
+                return trace
+        finally:
+            traceparent.reset(token)
+    raise AssertionError
+
+
 async def rows_of(client: EncoderClient, submitted: Sequence[Submitted]) -> list[str]:
     """Fetch the rows of submitted images, and return where the server found them."""
     requests = [RowRequest(image.digest) for image in submitted]
-    async with client.fetch(requests, timeout_s=60) as outcomes:
+    async with client.fetch(requests, timeout_s=PATIENCE_S) as outcomes:
         found = {outcome.index: outcome.source async for outcome in outcomes}
     return [found[index] for index in range(len(requests))]
 
@@ -161,7 +210,7 @@ async def until_found(client: EncoderClient, digest: bytes) -> None:
     """Wait until the client's replica finds the rows of an image at another one."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            async with client.fetch([RowRequest(digest)], timeout_s=60) as outcomes:
+            async with client.fetch([RowRequest(digest)], timeout_s=PATIENCE_S) as outcomes:
                 if (await anext(aiter(outcomes))).error is None:
                     return
             await asyncio.sleep(0.05)
@@ -193,7 +242,8 @@ def test_opentelemetry_is_imported_for_sampled_calls_only() -> None:
         "import prefill_client, prefill_client.client, encoder_service.api.service\n"
         f"assert CallSpan.begin(SpanName.FETCH, {UNSAMPLED!r}) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
-        f"assert CallSpan.begin(SpanName.FETCH, {SAMPLED!r}) is not None\n"
+        f"assert CallSpan.begin(SpanName.FETCH, {SAMPLED!r}) is None, 'this process has no provider'\n"
+        "assert 'opentelemetry' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

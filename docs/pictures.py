@@ -120,8 +120,8 @@ async def picture_top(endpoints: list[str], seconds: float) -> str:
 
 
 async def picture_trace(collector: Collector, endpoints: Sequence[str]) -> str:
-    """Return the spans of a request at one replica as SVG. Of its four images, the other replica has two."""
-    known, new = ([photo(*SMALL, seed) for seed in seeds] for seeds in ((1, 2), (3, 4)))
+    """Return the spans of a request at one replica as SVG. Of its five images, the other replica has two."""
+    known, new = ([photo(*SMALL, seed) for seed in seeds] for seeds in ((1, 2), (3, 4, 5)))
     names = {CALLER: "LLM server"}
     spans.export(CALLER, CALLER, os.environ)
     async with (

@@ -30,6 +30,9 @@ def simulated_gpu(devices: int = 2) -> Iterator[SimulatedGpu]:
         modules = {"fa3_fwd_interface": ModuleType("fa3_fwd_interface"), **ipc.in_place_of_cuda_bindings(gpu)}
         patches.enter_context(mock.patch.dict(sys.modules, modules))
         patches.enter_context(OnDevice(gpu))
+        # With AMX, oneDNN's bf16 products round a row by how many others there are, which no GPU kernel of ours does.
+        patches.callback(torch._C._set_mkldnn_enabled, torch.backends.mkldnn.enabled)
+        torch._C._set_mkldnn_enabled(False)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         yield gpu

@@ -5,27 +5,26 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any, Self, TypeVar, TypeVarTuple
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, TypeVarTuple
 
-from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_contract.errors import EncoderError, StaleHandleError, UnavailableError
-from prefill_client.client import DEFAULT_GRACE_MS, DEFAULT_TIMEOUT_S, EncoderClient
+from prefill_client.client import EncoderClient
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import (
     FetchedRows,
-    File,
-    RowRequest,
     Submitted,
     Use,
     refetch_lost,
     use_in_place,
 )
-from prefill_client.transport import BY_DEFAULT
 from prefill_client.transport.connection import Description
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
+Parameters = ParamSpec("Parameters")
+Converted = TypeVar("Converted")
 
 
 class LoopThread:
@@ -92,6 +91,44 @@ async def _end(last: Coroutine[Any, Any, None] | None) -> None:
         await loop.shutdown_default_executor()
 
 
+def _blocking(
+    method: Callable[Concatenate[EncoderClient, Parameters], Coroutine[Any, Any, Result]],
+    convert: Callable[[LoopThread, Result], Converted],
+) -> Callable[Concatenate["BlockingClient", Parameters], Converted]:
+    """Return the blocking version of a method of `EncoderClient`: the same parameters, documentation and errors."""
+
+    @wraps(method)
+    def call(client: "BlockingClient", /, *args: Parameters.args, **named: Parameters.kwargs) -> Converted:
+        return convert(client._loop, client._loop.run(method(client._client, *args, **named)))
+
+    return call
+
+
+def _on_loop(
+    method: Callable[Concatenate[EncoderClient, Parameters], Result],
+) -> Callable[Concatenate[EncoderClient, Parameters], Coroutine[Any, Any, Result]]:
+    @wraps(method)
+    async def call(client: EncoderClient, /, *args: Parameters.args, **named: Parameters.kwargs) -> Result:
+        return method(client, *args, **named)
+
+    return call
+
+
+def _connecting(
+    connect: Callable[Parameters, Coroutine[Any, Any, EncoderClient]],
+) -> Callable[Parameters, "BlockingClient"]:
+    @wraps(connect)
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> "BlockingClient":
+        loop = LoopThread("encoder-client")
+        try:
+            return BlockingClient(loop, loop.run(connect(*args, **named)))
+        except BaseException:  # Ctrl-C too: the caller gets no client to close
+            loop.stop()
+            raise
+
+    return call
+
+
 class BlockingClient:
     """Blocking version of `EncoderClient`. Create one with `connect` and share it between any number of threads.
 
@@ -99,43 +136,15 @@ class BlockingClient:
     geometry and limits, as reported by the first server that answered.
     """
 
+    connect = staticmethod(_connecting(EncoderClient.connect))
+    submit = _blocking(EncoderClient.submit, lambda _, answers: answers)
+    keep = _blocking(EncoderClient.keep, lambda loop, kept: BlockingKept(loop, kept))
+    fetch = _blocking(_on_loop(EncoderClient.fetch), lambda loop, stream: BlockingFetch(loop, stream))
+
     def __init__(self, loop: LoopThread, client: EncoderClient) -> None:
         self.description: Description = client.description
         self._loop = loop
         self._client = client
-
-    @classmethod
-    def connect(
-        cls,
-        endpoints: str | Sequence[str],
-        *,
-        model_fingerprint: bytes = b"",
-        processor_fingerprint: bytes = b"",
-        client_id: str = "",
-        tenant_salt: bytes = b"",
-        credentials: Credentials = NO_CREDENTIALS,
-        timeout_s: float = 10.0,
-        wait: bool = True,
-    ) -> Self:
-        """Connect as `EncoderClient.connect` does. Raises the same errors."""
-        loop = LoopThread("encoder-client")
-        try:
-            client = loop.run(
-                EncoderClient.connect(
-                    endpoints,
-                    model_fingerprint=model_fingerprint,
-                    processor_fingerprint=processor_fingerprint,
-                    client_id=client_id,
-                    tenant_salt=tenant_salt,
-                    credentials=credentials,
-                    timeout_s=timeout_s,
-                    wait=wait,
-                )
-            )
-        except BaseException:  # Ctrl-C too: the caller gets no client to close
-            loop.stop()
-            raise
-        return cls(loop, client)
 
     def __enter__(self) -> Self:
         return self
@@ -146,79 +155,6 @@ class BlockingClient:
     def close(self) -> None:
         """Close the connections and end the background thread. Calls in other threads raise `UnavailableError`."""
         self._loop.stop(self._client.close())
-
-    def submit(
-        self,
-        files: Sequence[File],
-        *,
-        request_id: str = "",
-        priority: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        all_or_nothing: bool = False,
-    ) -> list[Submitted]:
-        """Submit image files as `EncoderClient.submit` does. Return one answer per file, in order."""
-        return self._loop.run(
-            self._client.submit(
-                files,
-                request_id=request_id,
-                priority=priority,
-                timeout_s=timeout_s,
-                all_or_nothing=all_or_nothing,
-            )
-        )
-
-    def keep(
-        self,
-        files: Sequence[File],
-        *,
-        request_id: str = "",
-        priority: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        again_s: float = DEFAULT_TIMEOUT_S,
-        all_or_nothing: bool = False,
-    ) -> "BlockingKept":
-        """Submit image files and keep them submitted until the result is closed, as `EncoderClient.keep` does."""
-        kept = self._loop.run(
-            self._client.keep(
-                files,
-                request_id=request_id,
-                priority=priority,
-                timeout_s=timeout_s,
-                again_s=again_s,
-                all_or_nothing=all_or_nothing,
-            )
-        )
-        return BlockingKept(self._loop, kept)
-
-    def fetch(
-        self,
-        requests: Sequence[RowRequest],
-        *,
-        request_id: str = "",
-        priority: int = 0,
-        grace_ms: int = DEFAULT_GRACE_MS,
-        transports: Sequence[str] = BY_DEFAULT,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        kept: bool = False,
-    ) -> "BlockingFetch":
-        """Request rows as `EncoderClient.fetch` does. Iterate the result for one outcome per request.
-
-        Use the result with `with`: the server holds shared rows until the block ends. `timeout_s` bounds the wait for
-        the outcomes.
-        """
-
-        async def begin() -> FetchStream:
-            return self._client.fetch(
-                requests,
-                request_id=request_id,
-                priority=priority,
-                grace_ms=grace_ms,
-                transports=transports,
-                timeout_s=timeout_s,
-                kept=kept,
-            )
-
-        return BlockingFetch(self._loop, self._loop.run(begin()))
 
 
 class BlockingKept:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -132,6 +133,8 @@ async def staged(gpu: SimulatedGpu, tmp_path: Path) -> AsyncIterator[tuple[Stagi
         yield staging, worker, handle
     finally:
         await staging.close()
+        # The last copy is freed on the worker's thread, which tells what is wrong with that afterwards.
+        await soon(lambda: all(thread.name != "gpu-rows" for thread in threading.enumerate()))
         del memory
 
 

@@ -18,7 +18,7 @@ from encoder_contract.command_line import (
     BAD_USAGE,
     FAILED,
     CommandLine,
-    begin,
+    command,
     endpoint,
     install,
     output,
@@ -46,10 +46,9 @@ MAX_FILES = 65_536  # many times what a server opens
 GIL_SWITCH_S = 0.0005
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 success, 1 failure, 2 bad usage or an unservable model."""
-    if arguments is None:
-        begin()
     parser = CommandLine(
         prog="encoder-service",
         description="Encode images for multimodal LLM servers, each image once, and share the embeddings.",
@@ -67,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_top(commands)
     _add_operator(commands)
     given = vars(parser.parse_args(arguments))
-    command = given.pop("command")
+    name = given.pop("command")
     try:
-        if command == "serve":
+        if name == "serve":
             return _serve(given)
-        return _top(given) if command == "top" else _operate(command, given)
+        return _top(given) if name == "top" else _operate(name, given)
     except ConfigError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -123,34 +122,34 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
         ("evict", "remove one embedding from a server's store, unless it is in use"),
         ("flush", "remove all embeddings that are not in use, and all cached image and video files"),
     ):
-        command = commands.add_parser(
+        parser = commands.add_parser(
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}. Run it on the server's host as the server's user.",
         )
         if name == "evict":
-            command.add_argument(
+            parser.add_argument(
                 "address",
                 metavar="ADDRESS",
                 help="address of the embedding: the 64 hexadecimal digits that `stats` and `prefill-client encode` "
                 "print",
             )
-        command.add_argument(
+        parser.add_argument(
             "--server",
             type=endpoint,
             default=DEFAULT_SERVER,
             metavar="HOST:PORT",
             help="address of the server, or unix:/path (default %(default)s)",
         )
-        Credentials.add_flags(command)
+        Credentials.add_flags(parser)
 
 
-def _operate(command: str, given: dict[str, Any]) -> int:
+def _operate(name: str, given: dict[str, Any]) -> int:
     from encoder_service.api.admin_client import OperatorError, run
 
     try:
         with output():
-            print(run(command, given["server"], given.get("address", ""), Credentials.from_flags(given)))
+            print(run(name, given["server"], given.get("address", ""), Credentials.from_flags(given)))
     except OperatorError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return FAILED

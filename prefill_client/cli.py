@@ -2,34 +2,38 @@
 
 import argparse
 import asyncio
+import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from encoder_contract.command_line import (
     FAILED,
     CommandLine,
-    begin,
+    command,
     endpoint,
     output,
     reported,
     seconds,
 )
 from encoder_contract.credentials import Credentials
+from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
-from prefill_client import EncoderClient, FetchedRows, RowRequest, Submitted
 from prefill_client.transport import BY_DEFAULT, INLINE
+
+if TYPE_CHECKING:
+    from prefill_client import FetchedRows, Submitted
 
 CONNECT_S = 10.0  # a running server answers within this time, even from far away
 REQUEST = "prefill-client encode"  # the request id of these calls in the server's log
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 an image or call failed, 2 bad usage."""
-    if arguments is None:
-        begin()
     parser = CommandLine(
         prog="prefill-client",
         description="Client of the encoder service: encode images.",
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_encode_flags(encode: argparse.ArgumentParser) -> None:
-    encode.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="image file")
+    encode.add_argument("images", nargs="+", type=_file, metavar="IMAGE", help="image file")
     encode.add_argument(
         "--server",
         type=endpoint,
@@ -69,6 +73,15 @@ def _add_encode_flags(encode: argparse.ArgumentParser) -> None:
     encode.set_defaults(run=_encode_files)
 
 
+def _file(text: str) -> Path:
+    """Check that an argument is no URL, and return the path."""
+    if re.match(r"(https?|file|data):", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]} is a URL: this command reads files, so download it first"
+        )
+    return Path(text)
+
+
 def _encode_files(options: dict[str, Any]) -> int:
     files = [path.read_bytes() for path in options["images"]]
     with output():
@@ -76,6 +89,8 @@ def _encode_files(options: dict[str, Any]) -> int:
 
 
 async def _encode(options: dict[str, Any], files: list[bytes]) -> int:
+    from prefill_client import EncoderClient, RowRequest  # gRPC is imported only now: see `command`
+
     timeout_s = min(options["timeout_s"], CONNECT_S)
     async with await EncoderClient.connect(
         options["server"], credentials=Credentials.from_flags(options), timeout_s=timeout_s, wait=False
@@ -94,7 +109,7 @@ async def _encode(options: dict[str, Any], files: list[bytes]) -> int:
                 good.append((path, image))
             else:
                 failed += 1
-                print(f"{path}\n  {type(image.error).__name__}: {image.error}")
+                _print_error(path, image.error)
         if not good:
             return FAILED
         requests = [RowRequest(image.digest) for _, image in good]
@@ -110,11 +125,15 @@ async def _encode(options: dict[str, Any], files: list[bytes]) -> int:
         return FAILED if failed else 0
 
 
-def _print(path: Path, image: Submitted, rows: FetchedRows, fetch_ms: float) -> None:
-    print(path)
+def _print_error(path: Path, error: EncoderError) -> None:
+    print(f"prefill-client: {path}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _print(path: Path, image: "Submitted", rows: "FetchedRows", fetch_ms: float) -> None:
     if rows.error is not None:
-        print(f"  {type(rows.error).__name__}: {rows.error}")
+        _print_error(path, rows.error)
         return
+    print(path)
     assert image.grid is not None
     stages = (
         ", ".join(f"{name} {ms:.1f}" for name, ms in rows.stage_ms.items())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from encoder_contract.command_line import CommandLine, begin, reported
+from encoder_contract.command_line import CommandLine, reported
 from encoder_contract.credentials import Credentials
 from encoder_contract.settings import Settings, knob
 from encoder_contract.version import __version__
@@ -90,8 +90,6 @@ def run_service(
     environment: Mapping[str, str],
 ) -> int:
     """Run the command of a service; return the exit code: 0 done, 1 the encoder cannot be used, 2 bad usage."""
-    if arguments is None:
-        begin()
     about = "Each flag has an environment variable, named at the end of its help. Flags override variables."
     parser = CommandLine(prog=program, description=f"{description} {about}")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Sequence
 
+from encoder_contract.command_line import command
 from encoder_contract.settings import require_folder
 from prefill_client.http_settings import run_service
 from prefill_reference.config import ServiceConfig
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     about = "Serve OpenAI-compatible chat completions over HTTP, with image rows from the encoder service."

@@ -4,8 +4,8 @@ from typing import Any
 
 import grpc
 
-from encoder_contract.credentials import NO_CREDENTIALS, Credentials
-from encoder_contract.endpoint import is_local, why_unconnected
+from encoder_contract.credentials import NO_CREDENTIALS, Credentials, why_unconnected
+from encoder_contract.endpoint import is_local
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import admin_pb2, encoder_pb2
 from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
@@ -40,7 +40,7 @@ def run(command: str, server: str, address: str = "", credentials: Credentials =
     except ValueError as error:
         raise OperatorError(str(error)) from error
     except grpc.RpcError as error:
-        raise OperatorError(f"{server}: {_reason(error)}") from error
+        raise OperatorError(f"{server}: {_reason(error, credentials)}") from error
 
 
 def _channel(server: str, credentials: Credentials) -> grpc.Channel:
@@ -74,12 +74,14 @@ def _proof(channel: grpc.Channel, server: str, limits: dict[str, Any]) -> bytes:
     return proof
 
 
-def _reason(error: Any) -> str:
+def _reason(error: Any, credentials: Credentials) -> str:
     """Return the reason for a failed call, without the boilerplate of gRPC's core."""
     text = str(error.details() if hasattr(error, "details") else error)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no server answered within {TIMEOUT_S:g} s"
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return text
-    return f"no server answers ({why_unconnected(text)})"
+    return f"no server answers ({why_unconnected(text, credentials)})"
 
 
 def _address(text: str) -> bytes:

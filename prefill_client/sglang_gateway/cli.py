@@ -3,10 +3,12 @@
 import os
 from collections.abc import Sequence
 
+from encoder_contract.command_line import command
 from prefill_client.http_settings import run_service
 from prefill_client.sglang_gateway.config import GatewayConfig
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     about = "Serve images to an unmodified SGLang that runs with --language-only."

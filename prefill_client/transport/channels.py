@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 
 from encoder_contract.certificates import Pem
-from encoder_contract.credentials import Credentials
-from encoder_contract.endpoint import is_local, why_unconnected
+from encoder_contract.credentials import Credentials, why_unconnected
+from encoder_contract.endpoint import is_local
 from encoder_contract.errors import (
     EncoderError,
     InternalError,
@@ -44,6 +44,7 @@ class Channels:
 
     def __init__(self, credentials: Credentials) -> None:
         """Read the credentials' files. Raises `ValueError` if one is invalid."""
+        self.credentials = credentials
         self._certificates = credentials.certificates()
         self._token = credentials.token()
         self.server_name = name = credentials.server_name
@@ -92,15 +93,20 @@ def from_message(error: pb.ImageError) -> EncoderError:
     return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
 
 
-def from_rpc(error: grpc.aio.AioRpcError, endpoint: str) -> EncoderError:
-    """Return the error of a whole call, with the endpoint in its message."""
+def from_rpc(
+    error: grpc.aio.AioRpcError, endpoint: str, credentials: Credentials | None = None
+) -> EncoderError:
+    """Return the error of a whole call, with the endpoint in its message.
+
+    `credentials` are those of a client that has never connected to this server.
+    """
     if (interrupted := _interruption(error.code(), error.details(), endpoint)) is not None:
         return interrupted
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     details = error.details() or ""
     if details.startswith(UNCONNECTED) or details in CLOSED:
-        details = f"no server answers ({why_unconnected(details)})"
+        details = f"no server answers ({why_unconnected(details, credentials)})"
     return from_status(error.code().value[0], f"{endpoint}: {details}", retry_after_ms=retry_after_ms)
 
 

@@ -154,7 +154,7 @@ class Connection:
             await channel.close()
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
-            raise from_rpc(error, endpoint) from error
+            raise from_rpc(error, endpoint, channels.credentials) from error
         except BaseException:  # also when cancelled: the caller gets no connection to close
             await channel.close()
             raise

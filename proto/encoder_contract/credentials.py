@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,3 +96,44 @@ class Token:
 
 
 NO_CREDENTIALS = Credentials()
+
+
+def why_unconnected(details: str, credentials: Credentials | None = None) -> str:
+    """Return the reason for a failed connection, which is the end of gRPC's message, and what to change.
+
+    `credentials` are those of a client that has never connected to this server; None for any other client.
+    """
+    if "http1.x server" in details:
+        return "the server speaks HTTP/1, not gRPC: give the address of its --listen, not of its --metrics-listen"
+    if "WRONG_VERSION_NUMBER" in details:
+        return "the TLS handshake failed: the server does not use TLS: leave out the authority (ca)"
+    if handshake := re.search(r"OPENSSL_internal:(.*)|(Hostname Verification Check failed)", details):
+        reason = (handshake[1] or handshake[2]).removesuffix(": OK")
+        return f"the TLS handshake failed: {reason}{_remedy(reason)}"
+    if "Handshake read failed" in details or "handshake failed" in details.lower():
+        return (
+            "the TLS handshake failed: the server does not use TLS, or one side refuses the other's certificate (check "
+            "its authority and its names)"
+        )
+    if "Socket closed" in details or "recvmsg:Connection reset" in details:
+        return f"the server closed the connection{_missing(credentials)}"
+    return details.rpartition(": ")[2].removesuffix("])")
+
+
+def _remedy(reason: str) -> str:
+    if "issuer" in reason or "self-signed" in reason or "self signed" in reason:
+        return ": set the authority (ca) that issued the server's certificate"
+    if "Hostname" in reason:
+        return ": set the name (server_name) that is in the server's certificate"
+    return ""
+
+
+def _missing(credentials: Credentials | None) -> str:
+    """Return what a server may miss that closes a new connection without a word."""
+    if credentials is None:
+        return ""
+    if not credentials.ca:
+        return ": if it uses TLS, set the authority of its certificate (ca)"
+    if not credentials.cert:
+        return ": if it requires client certificates, set one and its key (cert, key)"
+    return ": it may refuse the client certificate (check its authority and dates)"

@@ -33,20 +33,6 @@ class Endpoint(NamedTuple):
         return cls(found[1] or found[2], int(found[3]), "")
 
 
-def why_unconnected(details: str) -> str:
-    """Return the reason for a failed connection, which is the end of gRPC's message, and what to check."""
-    if handshake := re.search(r"OPENSSL_internal:(.*)|(Hostname Verification Check failed)", details):
-        return f"the TLS handshake failed: {(handshake[1] or handshake[2]).removesuffix(': OK')}"
-    if "Handshake read failed" in details or "handshake failed" in details.lower():
-        return (
-            "the TLS handshake failed: the server does not use TLS, or one side refuses the other's certificate (check "
-            "its authority and its names)"
-        )
-    if "Socket closed" in details or "recvmsg:Connection reset" in details:
-        return "the server closed the connection: if it uses TLS, set the authority of its certificate (ca)"
-    return details.rpartition(": ")[2].removesuffix("])")
-
-
 def is_ip(text: str) -> bool:
     """Whether this is an IP address without a port."""
     try:

@@ -159,7 +159,7 @@ class Server:
 
     async def start(self) -> None:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
-        admin = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity)
+        admin = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity, self.metrics)
         try:
             if self._rows_port is not None:
                 self._rows_port.start()
@@ -454,7 +454,10 @@ class Server:
             )
             settings["index"] = f"{self._config.index_for_people}{warning}"
         metrics = {"metrics": self.watch.url} if self.watch.url else {}
-        return {**settings, **metrics, "listening": self.endpoint}
+        rows = {}
+        if self._rows_port is not None:
+            rows["rows port"] = f"{self._config.rows_listen.rpartition(':')[0]}:{self._rows_port.port}"
+        return {**settings, **metrics, **rows, "listening": self.endpoint}
 
     def _facts(self) -> dict[str, str]:
         return {**self._settings(), "listening": self.endpoint}

@@ -40,6 +40,7 @@ from encoder_service.signals import ignore_until_serving
 log = logging.getLogger(__name__)
 
 DEFAULT_SERVER, DEFAULT_METRICS = "127.0.0.1:50051", "127.0.0.1:9464"
+PIPE_COLUMNS = 1000  # more than any line has
 MAX_FILES = 65_536  # many times what a server opens
 # How long another thread may hold the GIL while the event loop waits for it. Python's default of 5 ms would delay every
 # answer to Submit by as much. Below this value, the switching itself becomes expensive.
@@ -94,6 +95,7 @@ def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     top.add_argument(
         "endpoints",
         nargs="*",
+        type=_metrics_address,
         metavar="HOST:PORT",
         help=f"a server's --metrics-listen address; https://HOST:PORT if it uses TLS (default {DEFAULT_METRICS})",
     )
@@ -116,9 +118,16 @@ def _add_top(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     )
 
 
+def _metrics_address(text: str) -> str:
+    """Check that an argument is host:port, or a URL, and return it."""
+    if not text.startswith(("http://", "https://")) and Endpoint.parse(endpoint(text)).path:
+        raise argparse.ArgumentTypeError(f"{text} must be host:port")
+    return text
+
+
 def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     for name, text in (
-        ("stats", "show a server's store: tiers, hit rate, pins and largest entries"),
+        ("stats", "show a server's store: tiers, hit rate (of the fetched images), pins and largest entries"),
         ("evict", "remove one embedding from a server's store, unless it is in use"),
         ("flush", "remove all embeddings that are not in use, and all cached image and video files"),
     ):
@@ -165,7 +174,9 @@ def _top(given: dict[str, Any]) -> int:
     endpoints = given.pop("endpoints") or [DEFAULT_METRICS]
     try:
         with output():
-            return asyncio.run(run(endpoints, console=Console(), **given))
+            # In a pipe, rich would cut lines at 80 characters.
+            console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+            return asyncio.run(run(endpoints, console=console, **given))
     except KeyboardInterrupt:
         return 0
     except ValueError as error:

@@ -16,7 +16,7 @@ from itertools import pairwise, product
 from math import inf
 from time import monotonic
 from typing import Literal, TypeAlias, TypeVar, cast
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from encoder_contract.credentials import Token
-from encoder_contract.endpoint import is_local
+from encoder_contract.direct import is_local_url, open_url
 from encoder_contract.errors import EncoderError
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -87,7 +87,8 @@ IMAGES = tuple(2**power for power in range(9))
 
 SUBMITTED = ("cached", "queued", "failed")
 TRANSPORTS = tuple(TRANSPORT_NAMES.values())
-FETCHED = ("device", "host", "peer", "encoded", "failed")
+STORED = ("device", "host", "peer")  # the outcomes of a Fetch that are hits
+FETCHED = (*STORED, "encoded", "failed")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
 DECODERS = ("dali", "pillow", "opencv")
@@ -261,6 +262,16 @@ class Metrics:
         self._series(self._fetched, outcome, reason(error)).inc()
         self._series(self._fetch_wait, outcome).observe(wait_s)
 
+    def fetches(self) -> tuple[int, int]:
+        """Return how many fetched images were hits, and how many were encoded for it."""
+        counts = {
+            sample.labels["outcome"]: int(sample.value)
+            for family in self._fetched.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and not sample.labels["reason"]
+        }
+        return sum(counts[outcome] for outcome in STORED), counts["encoded"]
+
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""
         self._series(self._transfer_bytes, TRANSPORT_NAMES[transport]).inc(size)
@@ -358,10 +369,10 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
         context = ssl.create_default_context(cafile=ca or None) if url.startswith("https://") else None
         page = urllib.request.Request(f"{url.rstrip('/')}/metrics")  # noqa: S310
         for header in token.metadata() if token is not None else ():
-            if context is None and not is_local(url.removeprefix("http://").rstrip("/")):
+            if context is None and not is_local_url(url):
                 raise ScrapeError(f"{endpoint}: a token is sent only over https:// or within this host")
             page.add_unredirected_header(*header)
-        with urllib.request.urlopen(page, timeout=timeout_s, context=context) as answer:  # noqa: S310
+        with open_url(page, timeout_s, context) as answer:
             text = answer.read(MAX_SCRAPE_BYTES).decode()
         samples: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
         for family in text_string_to_metric_families(text):
@@ -376,9 +387,26 @@ def scrape(endpoint: str, timeout_s: float = 2.0, ca: str = "", token: Token | N
         said = error.read(MAX_REFUSAL_BYTES).decode(errors="replace").strip()
         raise ScrapeError(f"{endpoint}: {error.code} {said or error.reason}") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)  # the error that urllib wraps
-        raise ScrapeError(f"{endpoint}: {getattr(reason, 'strerror', None) or reason}") from error
+        raise ScrapeError(f"{endpoint}: {_why(error, url)}") from error
     return Scrape(monotonic(), samples)
+
+
+def _why(error: OSError | ValueError, url: str) -> str:
+    """Return the reason for a failed request, and what to change."""
+    reason = error.reason if isinstance(error, URLError) else error
+    match reason:
+        case ssl.SSLCertVerificationError():
+            return f"the TLS handshake failed: {reason.verify_message} (--tls-ca is the authority to expect)"
+        case ssl.SSLError():
+            why = (reason.reason or str(reason)).replace("_", " ").lower()
+            return f"the TLS handshake failed: {why}; without TLS, write http://"
+        case TimeoutError():
+            return f"no answer in time{'; without TLS, write http://' if url.startswith('https') else ''}"
+        case ConnectionRefusedError():
+            return "Connection refused: nothing listens there (the server needs --metrics-listen)"
+        case OSError():
+            return reason.strerror or str(reason)
+    return str(reason)
 
 
 @dataclass(frozen=True, slots=True)

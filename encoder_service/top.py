@@ -1,6 +1,7 @@
 """The live view of `encoder-service top`: queue, rates, waits and tiers of replicas, read from their metrics."""
 
 import asyncio
+import ssl
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from encoder_contract.credentials import Token
 from encoder_contract.transports import TRANSPORT_NAMES
-from encoder_service.metrics import STAGES, Scrape, ScrapeDelta, ScrapeError, quantile, scrape
+from encoder_service.metrics import STAGES, STORED, Scrape, ScrapeDelta, ScrapeError, quantile, scrape
 
 # Columns of what users experience, and of the resources that limit it. They form one table on a terminal of at least
 # `WIDE` characters, else two tables of at most 80 characters.
@@ -163,9 +164,7 @@ def _hits(windows: Sequence[ScrapeDelta]) -> float | None:
     """Return the share of fetched images whose rows were already stored."""
     encoded = sum(window.increase("fetched_images_total", outcome="encoded") for window in windows)
     held = sum(
-        window.increase("fetched_images_total", outcome=source)
-        for window in windows
-        for source in ("device", "host", "peer")
+        window.increase("fetched_images_total", outcome=source) for window in windows for source in STORED
     )
     return held / (held + encoded) if held + encoded else None
 
@@ -208,13 +207,20 @@ async def run(
 ) -> int:
     """Draw frames until interrupted, or with `once` a single frame that covers each replica's lifetime.
 
-    Returns the exit code: with `once`, 1 if no replica answers. Raises `ValueError` for a token that cannot be read.
+    Returns the exit code: with `once`, 1 if no replica answers. Raises `ValueError` for a token or authorities that
+    cannot be read.
     """
+    try:
+        ssl.create_default_context(cafile=tls_ca or None)
+    except OSError as error:
+        why = "not a PEM file of certificates" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ValueError(f"--tls-ca {tls_ca}: {why}") from error
     top = Top(endpoints, tls_ca, Token(token_file))
     replicas = await top.scrape()
     if once and not any(replica.window for replica in replicas):
         for replica in replicas:
-            console.print(f"{replica.endpoint}: {replica.error}", soft_wrap=True)
+            said = f"encoder-service: {replica.endpoint}: {replica.error}"
+            Console(stderr=True).print(said, soft_wrap=True, markup=False, highlight=False)
         return 1
     if once:
         console.print(frame(replicas, console.width))

@@ -115,6 +115,25 @@ def write_tenants(folder: Path) -> None:
     _replace(folder / "tenants.toml", "\n".join(tables).encode())
 
 
+def usage(folder: Path, ca: str, server: Issued, client: Issued) -> str:
+    """Return the commands that use what `main` writes."""
+    tls = f"--tls-ca {ca} --tls-cert {client.cert} --tls-key {client.key}"
+    return f"""\
+valid for {DAYS} days, for a trial only; docs/access.md explains each flag
+
+mutual TLS:
+  encoder-service serve … --tls-cert {server.cert} --tls-key {server.key} --tls-client-ca {ca}
+  prefill-client encode … {tls}
+
+tenants, with or without --tls-client-ca:
+  encoder-service serve … --tls-cert {server.cert} --tls-key {server.key} \
+--tenants-file {folder / "tenants.toml"} --fleet-key-file {folder / "fleet.key"} --metrics-listen 0.0.0.0:9464
+  prefill-client encode … --tls-ca {ca} --token-file {folder / "chat.token"}
+  encoder-service top https://127.0.0.1:9464 --tls-ca {ca} --token-file {folder / "metrics.token"}
+
+containers: deploy/tls.yml uses them (`sudo make certs GROUP=10001`)"""
+
+
 def main() -> None:
     """Write a set of certificates, tenants with their tokens, and print how to use it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,11 +151,7 @@ def main() -> None:
         for path in folder.iterdir():
             os.chown(path, -1, given.group)
             path.chmod(0o640)
-    print(
-        f"valid for {DAYS} days, for a trial only:\n"
-        f"  encoder-service serve … --tls-cert {server.cert} --tls-key {server.key} --tls-client-ca {ca}\n"
-        f"  prefill-client encode … --tls-ca {ca} --tls-cert {client.cert} --tls-key {client.key}"
-    )
+    print(usage(folder, ca, server, client))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from encoder_service.api.inbound import CallGate, Methods
 from encoder_service.engine.job_queue import JobQueue
 from encoder_service.image.sources import SourceCache
 from encoder_service.limits import Caller
+from encoder_service.metrics import Metrics
 from encoder_service.store import Store
 
 SERVICE = "encoder_contract.v1.AdminService"
@@ -20,9 +21,16 @@ class AdminService:
     """Stats, Evict and Flush over the store of one server."""
 
     def __init__(
-        self, store: Store, sources: SourceCache, videos: SourceCache, jobs: JobQueue, identity: Identity
+        self,
+        store: Store,
+        sources: SourceCache,
+        videos: SourceCache,
+        jobs: JobQueue,
+        identity: Identity,
+        metrics: Metrics,
     ) -> None:
         self._identity = identity
+        self._metrics = metrics
         self._store = store
         self._sources = sources
         self._videos = videos
@@ -54,6 +62,7 @@ class AdminService:
 
     def _stats(self) -> pb.StatsResponse:
         stats = self._store.stats()
+        stored, encoded = self._metrics.fetches()
         return pb.StatsResponse(
             tiers=[
                 pb.TierStats(
@@ -83,6 +92,8 @@ class AdminService:
             source_images=len(self._sources),
             source_bytes=self._sources.held_bytes,
             queued_images=len(self._jobs),
+            fetched_stored=stored,
+            fetched_encoded=encoded,
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials, why_unconnected
+from encoder_contract.direct import NO_PROXY
 from encoder_contract.endpoint import is_local
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import admin_pb2, encoder_pb2
@@ -12,7 +13,6 @@ from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 
 TIMEOUT_S = 10.0
-OPTIONS = (("grpc.enable_http_proxy", 0),)  # admin calls work only within this host
 MIB = 1 << 20
 ADDRESS_BYTES = 32
 
@@ -46,13 +46,13 @@ def run(command: str, server: str, address: str = "", credentials: Credentials =
 def _channel(server: str, credentials: Credentials) -> grpc.Channel:
     certificates = credentials.certificates()
     if certificates is None:
-        return grpc.insecure_channel(server, OPTIONS)
+        return grpc.insecure_channel(server, NO_PROXY)  # admin calls work only within this host
     pem, name = certificates.pem, credentials.server_name
     override = (("grpc.ssl_target_name_override", name),) if name else ()
     return grpc.secure_channel(
         server,
         grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None),
-        (*OPTIONS, *override),
+        (*NO_PROXY, *override),
     )
 
 
@@ -101,10 +101,12 @@ def _table(stats: admin_pb2.StatsResponse) -> str:
     for tier in stats.tiers:
         sizes = "".join(f"{n / MIB:>10.1f}" for n in (tier.used_bytes, tier.size_bytes, tier.pinned_bytes))
         lines.append(f"{tier.name:<8}{sizes}{tier.entries:>9}{tier.hits:>10}{tier.evictions:>9}")
-    hits = sum(tier.hits for tier in stats.tiers)
-    share = f"{100 * hits / (hits + stats.misses):.1f} %" if hits + stats.misses else "no lookups yet"
+    fetched = stats.fetched_stored + stats.fetched_encoded
+    share = (
+        f"hit rate {stats.fetched_stored / fetched:.0%}" if fetched else "no hit rate: nothing was fetched"
+    )
     kept = f"{stats.source_images} image files kept ({stats.source_bytes / MIB:.1f} MiB)"
-    lines += ["", f"hit rate {share}, {stats.pins} pins, {stats.queued_images} images in progress, {kept}"]
+    lines += ["", f"{share}, {stats.pins} pins, {stats.queued_images} images in progress, {kept}"]
     if stats.largest:
         lines += ["", f"{'largest':<66}{'tier':<8}{'MiB':>8}{'tokens':>8}{'pins':>6}{'hits':>8}"]
     for entry in stats.largest:

@@ -92,8 +92,17 @@ def facts(config: Config, model: Model, devices: str, replica_id: str) -> dict[s
         f"{config.max_queued_images} images queued",
         "store": f"{config.store_host_gib:g} GiB host, {config.store_device_gib:g} GiB device, "
         f"{config.source_gib:g} GiB of image files",
+        "disk": f"{config.store_disk_gib:g} GiB in {config.store_disk}" if config.store_disk else "none",
+        "access": f"{_tls(config)}, {'' if config.tenants_file else 'no '}tenants, "
+        f"{'' if config.fleet_key_file else 'no '}fleet key",
         "replica": replica_id,
     }
+
+
+def _tls(config: Config) -> str:
+    if not config.tls_cert:
+        return "no TLS"
+    return "TLS with client certificates" if config.tls_client_ca else "TLS"
 
 
 def banner(facts: Mapping[str, str]) -> str:

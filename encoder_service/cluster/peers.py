@@ -13,6 +13,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from encoder_contract.certificates import Certificates
+from encoder_contract.direct import channel_options
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.errors import (
     ForbiddenError,
@@ -292,11 +293,12 @@ class _Channels(LRUCache[str, grpc.aio.Channel]):
         return self[endpoint]
 
     def __missing__(self, endpoint: str) -> grpc.aio.Channel:
+        options = self._options + channel_options(endpoint)
         if (pem := self._pem) is None:
-            channel = grpc.aio.insecure_channel(endpoint, options=self._options)
+            channel = grpc.aio.insecure_channel(endpoint, options=options)
         else:
             credentials = grpc.ssl_channel_credentials(pem.ca or None, pem.key, pem.cert)
-            channel = grpc.aio.secure_channel(endpoint, credentials, options=self._options)
+            channel = grpc.aio.secure_channel(endpoint, credentials, options=options)
         self[endpoint] = channel
         return channel
 

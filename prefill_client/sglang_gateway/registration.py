@@ -5,7 +5,9 @@ import json
 import logging
 from collections.abc import Sequence
 from http.client import HTTPException
-from urllib.request import Request, urlopen
+from urllib.request import Request
+
+from encoder_contract.direct import open_url
 
 log = logging.getLogger(__name__)
 
@@ -66,5 +68,5 @@ class Registration:
 def _call(address: str, method: str, url: str) -> None:
     body = json.dumps({"url": url}).encode()
     request = Request(address, body, {"Content-Type": "application/json"}, method=method)  # noqa: S310 - the operator's
-    with urlopen(request, timeout=_CALL_S):  # noqa: S310
+    with open_url(request, _CALL_S):
         pass

@@ -8,6 +8,7 @@ import grpc
 
 from encoder_contract.certificates import Pem
 from encoder_contract.credentials import Credentials, why_unconnected
+from encoder_contract.direct import channel_options
 from encoder_contract.endpoint import is_local
 from encoder_contract.errors import (
     EncoderError,
@@ -76,11 +77,10 @@ class Channels:
 
     def open(self, endpoint: str) -> grpc.aio.Channel:
         """Return a channel to `endpoint`, which connects on first use."""
-        # Never use a proxy to reach this host: the proxy would see the token and the proof of shared memory.
-        direct = (("grpc.enable_http_proxy", 0),) if is_local(endpoint) else ()
+        options = CHANNEL_OPTIONS + channel_options(endpoint)
         if self._certificates is None:
-            return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS + direct)
-        options = (*CHANNEL_OPTIONS, *direct, *self._name)
+            return grpc.aio.insecure_channel(endpoint, options=options)
+        options = (*options, *self._name)
         return grpc.aio.secure_channel(endpoint, _credentials(self._certificates.pem), options=options)
 
 

@@ -55,8 +55,8 @@ def is_local(text: str) -> bool:
 def host_of(peer: str) -> str:
     """Return the host of a peer as gRPC writes it: an IPv4 address, or the /64 network of an IPv6 address.
 
-    All addresses of a /64 network count as one host, and so do all Unix sockets. An IPv4 address that is mapped into
-    IPv6 counts as that IPv4 address.
+    All addresses of a /64 network count as one host, except ::1, and so do all Unix sockets. An IPv4 address that is
+    mapped into IPv6 counts as that IPv4 address.
     """
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -67,6 +67,6 @@ def host_of(peer: str) -> str:
         return peer.rpartition(":")[0]
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is None:
-            return f"ipv6:{ip_network((int(address), 64), strict=False)}"
+            return f"ipv6:{address if address.is_loopback else ip_network((int(address), 64), strict=False)}"
         address = address.ipv4_mapped
     return f"ipv4:{address}"

@@ -14,6 +14,7 @@ from functools import cache
 from time import monotonic, time_ns
 from typing import Any, Self
 
+from encoder_contract.direct import NO_PROXY, is_local_url
 from encoder_contract.traceparent import is_sampled
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def export(service: str, instance: str, environment: Mapping[str, str]) -> None:
     if not any(map(environment.get, ENDPOINTS)):
         return
     try:
-        _export(service, instance)
+        _export(service, instance, environment)
     except ImportError:
         log.warning(
             "%s is set, but spans need the extra otel: pip install 'encoder-service[otel]'", ENDPOINTS[0]
@@ -131,7 +132,7 @@ def export(service: str, instance: str, environment: Mapping[str, str]) -> None:
         log.warning("spans are not exported: %s", error)
 
 
-def _export(service: str, instance: str) -> None:
+def _export(service: str, instance: str, environment: Mapping[str, str]) -> None:
     from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import (
@@ -143,9 +144,11 @@ def _export(service: str, instance: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    collector = next(url for name in reversed(ENDPOINTS) if (url := environment.get(name)))
+    options = NO_PROXY if is_local_url(collector) else ()
     ours = Resource.create({SERVICE_NAME: service, SERVICE_INSTANCE_ID: instance})
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(channel_options=options)))
     trace.set_tracer_provider(provider)
 
 

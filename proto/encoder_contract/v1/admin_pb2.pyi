@@ -46,12 +46,18 @@ class StatsResponse(google.protobuf.message.Message):
     SOURCE_IMAGES_FIELD_NUMBER: builtins.int
     SOURCE_BYTES_FIELD_NUMBER: builtins.int
     QUEUED_IMAGES_FIELD_NUMBER: builtins.int
+    FETCHED_STORED_FIELD_NUMBER: builtins.int
+    FETCHED_ENCODED_FIELD_NUMBER: builtins.int
     misses: builtins.int
+    """Lookups that found rows in no tier. An image is looked up several times."""
     pins: builtins.int
     source_images: builtins.int
     """Image files cached to encode evicted embeddings again."""
     source_bytes: builtins.int
     queued_images: builtins.int
+    fetched_stored: builtins.int
+    """Images answered in Fetch calls: those whose rows were stored, here or at another replica, and those encoded for it."""
+    fetched_encoded: builtins.int
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     @property
@@ -68,8 +74,10 @@ class StatsResponse(google.protobuf.message.Message):
         source_images: builtins.int = ...,
         source_bytes: builtins.int = ...,
         queued_images: builtins.int = ...,
+        fetched_stored: builtins.int = ...,
+        fetched_encoded: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["largest", b"largest", "misses", b"misses", "pins", b"pins", "queued_images", b"queued_images", "source_bytes", b"source_bytes", "source_images", b"source_images", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetched_encoded", b"fetched_encoded", "fetched_stored", b"fetched_stored", "largest", b"largest", "misses", b"misses", "pins", b"pins", "queued_images", b"queued_images", "source_bytes", b"source_bytes", "source_images", b"source_images", "tiers", b"tiers"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

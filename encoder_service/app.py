@@ -61,7 +61,7 @@ from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.rows_port import RowsPort
 from encoder_service.scheduler import Scheduler, Snapshot
-from encoder_service.store import AnyTier, DiskError, Pin, Store, StoreSizeError, require_room
+from encoder_service.store import AnyTier, DiskError, Pin, Store, StoreSizeError
 from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
@@ -71,14 +71,6 @@ SNAPSHOT_S = 10.0  # how long a scrape waits for the event loop
 # Most images decoded ahead of the ViT. The limit in patches alone would allow a thousand thumbnails.
 MAX_AHEAD_IMAGES = 64
 MAX_VIDEOS = 256  # most video files in the cache: each has a file descriptor
-
-
-def require_host_memory(config: Config) -> None:
-    """Raise `ConfigError` if the host store does not fit. Called before the start reads any weights."""
-    try:
-        require_room(config.store_segment_dir, int(config.store_host_gib * GIB))
-    except StoreSizeError as error:
-        raise ConfigError(str(error)) from error
 
 
 class Server:

@@ -29,13 +29,14 @@ from encoder_contract.credentials import Credentials
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
-from encoder_service.config import Config, ConfigError, flag
+from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine import EXIT_LOST
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
 from encoder_service.engine.devices import start_devices
 from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
 from encoder_service.signals import ignore_until_serving
+from encoder_service.store import Disk, DiskError, StoreSizeError, require_room
 
 log = logging.getLogger(__name__)
 
@@ -209,21 +210,22 @@ def _serve_with(config: Config) -> int:
     raise_file_limit()
     sys.setswitchinterval(GIL_SWITCH_S)
     require_free("listen", config.listen)
-    if config.metrics_listen:
-        require_free("metrics_listen", config.metrics_listen)
+    for name in ("metrics_listen", "rows_listen"):
+        if address := getattr(config, name):
+            require_free(name, address)
     config.certificates()
     config.peer_certificates()
     config.fleet_key()
     read_tenants(config)
+    require_store(config)
     check_model(config.model)
     _announce_loading(config)
     devices = start_devices(config)
-    # Importing torch takes seconds, so first check the flags, and let the devices load in the meantime.
-    from encoder_service.app import Server, require_host_memory
+    # Importing torch takes seconds, so the flags were checked before, and the devices load in the meantime.
+    from encoder_service.app import Server
     from encoder_service.engine.model import load_model
     from encoder_service.engine.served import served_model
 
-    require_host_memory(config)
     model = served_model(config, devices) if devices else load_model(config)
 
     async def serve() -> int:
@@ -239,6 +241,16 @@ def _serve_with(config: Config) -> int:
         os._exit(code)
     model.decoder.close()
     return code
+
+
+def require_store(config: Config) -> None:
+    """Raise `ConfigError` if there is too little memory for the store, or its disk folder cannot be used."""
+    try:
+        require_room(config.store_segment_dir, int(config.store_host_gib * GIB))
+        if config.store_disk:
+            Disk.check(Path(config.store_disk))
+    except (StoreSizeError, DiskError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _announce_loading(config: Config) -> None:

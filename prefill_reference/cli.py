@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from encoder_contract.checkpoint import require_files
 from encoder_contract.command_line import command
 from encoder_contract.settings import require_folder
 from prefill_client.http_settings import run_service
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _serve(config: ServiceConfig) -> None:
     require_folder("model", config.model)
+    require_files(config.model, language_model=True)
     from prefill_client.http_server import bound
 
     with bound(config.listen) as listener:

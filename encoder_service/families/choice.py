@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from encoder_contract.checkpoint import OWN_TYPES, read_config
+from encoder_contract.checkpoint import OWN_TYPES, read_config, require_files
 from encoder_contract.command_line import install
 from encoder_contract.processor import ProcessorSettings, read_processor
 from encoder_contract.settings import ConfigError, flag, require_folder
@@ -24,18 +24,21 @@ NEEDED = ("transformers", "torchvision")
 
 
 def check_model(folder: Path) -> None:
-    """Raise `ConfigError` if the configuration in `folder` tells that the model cannot be served."""
+    """Raise `ConfigError` if the files in `folder` tell that the model cannot be served. Reads no weights."""
     require_folder("model", folder)
     try:
         model_type = model_type_of(folder)
         if _plug_in(model_type) is not None:
             return
-        if model_type not in OWN_TYPES:
+        if model_type in OWN_TYPES:
+            read_processor(folder)
+        else:
             _check_generic(folder, model_type)
-            return
+        require_files(folder)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag('model')} {folder}: {error}") from error
-    read_processor(folder)
 
 
 def load_family(folder: Path, options: "LoadOptions") -> "VisionModel":

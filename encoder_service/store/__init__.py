@@ -1,13 +1,35 @@
-"""The embedding store: arenas, tiers, eviction, pins, shared memory. See docs/store.md."""
+"""The embedding store: arenas, tiers, eviction, pins, shared memory. See docs/store.md.
 
-from encoder_service.store.arena import AnyTier, TierName
-from encoder_service.store.disk import DiskError
-from encoder_service.store.pin import Incoming, Pin
+Importing it does not load torch, so that a server can check its folders first. torch is loaded with the first name that
+needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from encoder_service.store.disk import Disk, DiskError
 from encoder_service.store.segment import StoreSizeError, require_room
-from encoder_service.store.store import EntryStats, Obstacle, Store, StoreStats, TierStats
+
+if TYPE_CHECKING:
+    from encoder_service.store.arena import AnyTier, TierName
+    from encoder_service.store.pin import Incoming, Pin
+    from encoder_service.store.store import EntryStats, Obstacle, Store, StoreStats, TierStats
+else:
+    _WITH_TORCH = {
+        **dict.fromkeys(("AnyTier", "TierName"), "arena"),
+        **dict.fromkeys(("Incoming", "Pin"), "pin"),
+        **dict.fromkeys(("EntryStats", "Obstacle", "Store", "StoreStats", "TierStats"), "store"),
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _WITH_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+
 
 __all__ = [
     "AnyTier",
+    "Disk",
     "DiskError",
     "EntryStats",
     "Incoming",

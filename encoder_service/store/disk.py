@@ -110,13 +110,18 @@ class Disk:
         self._files: OrderedDict[bytes, DiskFile] = OrderedDict()
         self._lock = threading.Lock()
         self._movers = ThreadPoolExecutor(THREADS, "disk")
-        self._lock_file = self._open_folder()
+        self._lock_file = self._open_folder(folder)
         try:
             self._is_direct = self._can_be_direct()
             self._find_files()
         except OSError as error:
             os.close(self._lock_file)
             raise DiskError(f"--store-disk {folder} cannot be used: {error.strerror}") from error
+
+    @classmethod
+    def check(cls, folder: Path) -> None:
+        """Raise `DiskError` if the folder cannot be used. Needs no model."""
+        os.close(cls._open_folder(folder))
 
     def __contains__(self, address: bytes) -> bool:
         return address in self._files
@@ -255,24 +260,25 @@ class Disk:
             self.move([memoryview(page)], descriptor, 0, os.pwritev)
             self.move(rows, descriptor, HEADER_BYTES, os.pwritev)
 
-    def _open_folder(self) -> int:
-        """Create and lock the folder. The lock ends with the process."""
+    @staticmethod
+    def _open_folder(folder: Path) -> int:
+        """Create and lock the folder. The lock ends with the process. Raises `DiskError`."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (kind := _file_system(self._folder)) in _IN_MEMORY:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (kind := _file_system(folder)) in _IN_MEMORY:
                 raise DiskError(
-                    f"--store-disk {self._folder} is on {kind}, which is memory: name a folder on a disk, or raise "
+                    f"--store-disk {folder} is on {kind}, which is memory: name a folder on a disk, or raise "
                     "--store-host-gib"
                 )
-            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise DiskError(f"--store-disk {self._folder} cannot be used: {error.strerror}") from error
+            raise DiskError(f"--store-disk {folder} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
             raise DiskError(
-                f"--store-disk {self._folder} is in use by another server: name a folder for each server"
+                f"--store-disk {folder} is in use by another server: name a folder for each server"
             ) from error
         return lock
 

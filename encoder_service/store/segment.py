@@ -20,12 +20,13 @@ import secrets
 import threading
 import time
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
 from encoder_contract.segment_file import MAGIC, create_owned, remove_ownerless
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -186,11 +187,13 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.2f} GiB"
 
 
-def register_memory(memory: Tensor, device: str) -> bool:
+def register_memory(memory: "Tensor", device: str) -> bool:
     """Register all of `memory` with CUDA. If CUDA refuses, log a warning and return False: copies are then slower.
 
     The call makes `device` current, because CUDA creates a context of hundreds of megabytes on the current device.
     """
+    import torch  # not above: `require_room` is called before the seconds of this import
+
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
     if error:
@@ -202,7 +205,9 @@ def register_memory(memory: Tensor, device: str) -> bool:
     return not error
 
 
-def unregister_memory(memory: Tensor, device: str) -> None:
+def unregister_memory(memory: "Tensor", device: str) -> None:
     """Undo `register_memory`. No copy may be in progress."""
+    import torch
+
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """A Hugging Face checkpoint folder, as client and server read it: configuration, vision tensors, fingerprints."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import blake3
 
-from encoder_contract.json_file import read_json_object
+from encoder_contract.json_file import read_json_object, refuse_pointer
 from encoder_contract.tower_spec import FAMILIES, TowerSpec, spec_of
 
 # Prefixes of the vision tensors' names. The first is the older layout of Qwen2.5-VL.
@@ -34,8 +35,12 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # addresses.
 ARITHMETIC_VERSION = 1
 
+AGAIN = "download the model again (hf download NAME --local-dir FOLDER)"
+"""What to do about missing and damaged files."""
+
 # The longest header that the safetensors format allows.
 _MAX_HEADER_BYTES = 100_000_000
+_BEGINNING_BYTES = 64  # of a file, which tell a pointer of Git LFS
 # Large enough for BLAKE3 to use every core, and small compared to the process's memory.
 _PIECE_BYTES = 16 << 20
 
@@ -96,6 +101,21 @@ def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def require_files(folder: Path, *, language_model: bool = False) -> None:
+    """Check that all weights of a model's rows are there; with `language_model`, its weights too.
+
+    For what `transformers` loads, no JSON file may be a pointer of Git LFS. Reads only headers and sizes. Raises
+    `FileNotFoundError` or `ValueError`, which names the file.
+    """
+    if _is_own(folder) and not language_model:
+        vision_tensors(folder)
+        return
+    for path in folder.glob("*.json"):
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(_BEGINNING_BYTES))
+    _tensors(folder, lambda name: name)
+
+
 def weights_fingerprint(folder: Path) -> bytes:
     """Return 32 bytes: BLAKE3 over names, shapes, dtypes and bytes of the vision tensors, in the order of their names.
 
@@ -154,16 +174,16 @@ def _places(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            weight_map = dict(json.loads(index.read_bytes())["weight_map"])
+            weight_map = dict(read_json_object(index)["weight_map"])
             missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files") from error
         if missing:
-            raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}")
+            raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}; {AGAIN}")
         return {name: folder / file for name, file in weight_map.items()}
     path = folder / "model.safetensors"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has neither {index.name} nor {path.name}")
+        raise FileNotFoundError(f"{folder} has no weights: neither {index.name} nor {path.name}; {AGAIN}")
     return dict.fromkeys((name for name in _header(path)[0] if name != "__metadata__"), path)
 
 
@@ -184,18 +204,36 @@ def _outside_language_model(name: str) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's JSON header, and the offset of its data. The file begins with the header's length in 8 bytes."""
+    """Return a file's JSON header, and the offset of its data. The file begins with the header's length in 8 bytes.
+
+    Raises `ValueError` for a file that ends too early: `safetensors` refuses it, but without its name.
+    """
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        beginning = file.read(_BEGINNING_BYTES)
+        refuse_pointer(path, beginning)
+        length = int.from_bytes(beginning[:8], "little")
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file: its header would have {length} bytes")
+        file.seek(8)
         try:
             entries = json.loads(file.read(length))
         except ValueError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+            raise ValueError(f"{path} is not a safetensors file: {error}; {AGAIN}") from error
+        size = file.seek(0, os.SEEK_END)
     if not isinstance(entries, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
+    needed = 8 + length + max(map(_end, entries.values()), default=0)
+    if size < needed:
+        raise ValueError(f"{path} is cut off: it has {size} of {needed} bytes; {AGAIN}")
     return entries, 8 + length
+
+
+def _end(entry: Any) -> int:
+    """Return where the data of a header's entry ends; 0 for metadata and for damaged entries."""
+    match entry:
+        case {"data_offsets": [int(), int(end)]}:
+            return end
+    return 0
 
 
 def _stored(path: Path, full_name: str, headers: Mapping[Path, tuple[dict[str, Any], int]]) -> StoredTensor:

@@ -8,6 +8,7 @@ import pytest
 
 from encoder_contract.checkpoint import (
     model_fingerprint,
+    require_files,
     vision_tensors,
 )
 
@@ -42,6 +43,7 @@ PINNED = {
     "qwen3_5": "d2cc376b14bc05e4",
 }
 """The first 16 digits."""
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9000\n"
 Tensors = dict[str, tuple[str, list[int], bytes]]
 """By full name: element type, shape, bytes."""
 
@@ -185,11 +187,37 @@ def test_a_damaged_configuration_is_named(damage: dict[str, Any], tmp_path: Path
 
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     path = write(tmp_path) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors ends inside the tensor model\.visual\.patch_embed"
-    ):
+    whole = path.read_bytes()
+    for left in (len(whole) - 1, 9, 0):
+        path.write_bytes(whole[:left])
+        with pytest.raises(ValueError, match=r"model\.safetensors is .*; download the model again"):
+            model_fingerprint(tmp_path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"is cut off: it has {len(whole) - 1} of {len(whole)} bytes"):
+        require_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_no_file(name: str, tmp_path: Path) -> None:
+    (write(tmp_path) / name).write_bytes(POINTER)
+    with pytest.raises(ValueError, match=rf"{name} is a pointer of Git LFS .* run `git lfs pull` in"):
         model_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_files_for_the_language_model_are_checked_if_they_are_needed(name: str, tmp_path: Path) -> None:
+    """Its shards may be damaged where only rows are computed."""
+    write(tmp_path)
+    weight_map = {}
+    for full_name in tensors_of("model.visual."):
+        weight_map[full_name] = "model.safetensors" if full_name.startswith("lm_") else "vision.safetensors"
+    vision = {each: tensor for each, tensor in tensors_of("model.visual.").items() if "visual" in each}
+    (tmp_path / "vision.safetensors").write_bytes(safetensors(vision))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / name).write_bytes(POINTER)
+    require_files(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS"):
+        require_files(tmp_path, language_model=True)
 
 
 def test_a_tensor_in_the_index_but_in_no_file_is_named(tmp_path: Path) -> None:

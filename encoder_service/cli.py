@@ -217,8 +217,8 @@ def _serve_with(config: Config) -> int:
     config.peer_certificates()
     config.fleet_key()
     read_tenants(config)
-    require_store(config)
     check_model(config.model)
+    require_store(config)
     _announce_loading(config)
     devices = start_devices(config)
     # Importing torch takes seconds, so the flags were checked before, and the devices load in the meantime.

@@ -103,8 +103,8 @@ def why_unconnected(details: str, credentials: Credentials | None = None) -> str
 
     `credentials` are those of a client that has never connected to this server; None for any other client.
     """
-    if "http1.x server" in details:
-        return "the server speaks HTTP/1, not gRPC: give the address of its --listen, not of its --metrics-listen"
+    if "Failed parsing HTTP/2" in details:
+        return "the server does not speak gRPC: give the address of its --listen, not of its --metrics-listen"
     if "WRONG_VERSION_NUMBER" in details:
         return "the TLS handshake failed: the server does not use TLS: leave out the authority (ca)"
     if handshake := re.search(r"OPENSSL_internal:(.*)|(Hostname Verification Check failed)", details):

@@ -92,3 +92,43 @@ def test_a_server_whose_output_is_full_serves_and_ends_with_0(monkeypatch: pytes
             [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert (said.returncode, said.stderr) == (0, b"")
+
+
+ENDS = """
+import atexit, sys, threading, time
+from encoder_contract.command_line import command
+
+class Kept:
+    def __del__(self):
+        print("taken apart", file=sys.stderr)
+
+sys.modules["kept"] = Kept()  # as a module, it goes when the interpreter takes its modules apart
+sys.modules["kept"].itself = sys.modules["kept"]  # and only then
+
+def late():
+    time.sleep(0.2)
+    print("thread", end=" ")
+
+@command
+def main(arguments=None):
+    atexit.register(lambda: print("exit function", end=" "))
+    threading.Thread(target=late).start()
+    print("main", end=" ")
+    return 7
+
+sys.exit(main())
+"""
+
+
+def test_a_command_ends_in_order_but_takes_no_modules_apart() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (7, "")
+    assert ended.stdout.split() == ["main", "thread", "exit", "function"]
+
+
+@pytest.mark.parametrize(
+    "module", ["encoder_service", "prefill_client", "prefill_reference", "prefill_client.sglang_gateway"]
+)
+def test_no_command_imports_grpc_before_its_verbosity_is_set(module: str) -> None:
+    code = f"import sys, {module}.cli; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,13 +16,18 @@ from encoder_contract.errors import UnavailableError
 from encoder_contract.version import __version__
 from encoder_service.api.admin_client import run as operate
 from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, RowRequest
+from testing.certificates import HOSTS, Authority, write_tenants
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.closed_port import closed_port
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.processes import run, running
+from tests.servers import server_of
+from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S, soon
 
 
@@ -106,8 +111,38 @@ def test_a_missing_device_is_a_clear_error(checkpoint: Path) -> None:
 
 def test_the_start_up_block_names_devices_and_limits(process: ServerProcess) -> None:
     banner = "\n".join(process.lines)
-    for word in ("qwen3_vl", "cpu", "attention", "decoder", "store", "limits"):
+    for word in (
+        "qwen3_vl",
+        "cpu",
+        "attention",
+        "decoder",
+        "store",
+        "limits",
+        "no TLS, no tenants, no fleet key",
+    ):
         assert word in banner
+
+
+async def test_the_start_up_block_names_disk_ports_and_who_may_call(
+    config: Config, model: Model, tmp_path: Path
+) -> None:
+    issued = Authority().issue(tmp_path, "server", HOSTS)
+    write_tenants(tmp_path)
+    async with server_of(
+        config,
+        model,
+        rows_listen="127.0.0.1:0",
+        tls_cert=issued.cert,
+        tls_key=issued.key,
+        tenants_file=str(tmp_path / "tenants.toml"),
+        fleet_key_file=str(tmp_path / "fleet.key"),
+        store_disk=str(tmp_path / "disk"),
+        store_disk_gib=1,
+    ) as server:
+        told = server.banner()
+        assert f"rows port    127.0.0.1:{server._rows_port.port}" in told
+    assert "access       TLS, tenants, fleet key\n" in told
+    assert f"disk         1 GiB in {tmp_path / 'disk'}\n" in told
 
 
 async def test_encode_prints_address_grid_and_stages_and_refuses_non_images(
@@ -128,7 +163,8 @@ async def test_encode_prints_address_grid_and_stages_and_refuses_non_images(
     assert "by shm" in first.stdout
     assert second.returncode == 1
     assert "the rows were in the store" in second.stdout
-    assert "InvalidImageError" in second.stdout
+    assert second.stderr.startswith(f"prefill-client: {bad}: InvalidImageError: not an image")
+    assert second.stderr.count("\n") == 1
 
 
 def test_operator_commands_inspect_and_empty_the_store(process: ServerProcess, tmp_path: Path) -> None:
@@ -139,7 +175,9 @@ def test_operator_commands_inspect_and_empty_the_store(process: ServerProcess, t
     address = next(line.split()[1] for line in encoded.splitlines() if "address" in line)
     shown = run("encoder-service", "stats", *at).stdout
     assert address in shown
-    assert "hit rate" in shown
+    top = run("encoder-service", "top", "--once", process.http_endpoint).stdout.splitlines()
+    hit = dict(zip(top[0].split()[:8], top[1].split()[:8], strict=True))["hit"]
+    assert f"hit rate {hit}," in shown
     dropped = run("encoder-service", "evict", address, *at)
     again = run("encoder-service", "evict", address, *at)
     flushed = run("encoder-service", "flush", *at)
@@ -186,9 +224,13 @@ async def test_sigterm_finishes_running_calls_refuses_new_ones_and_exits_0(check
 
 
 @pytest.mark.parametrize("style", ["console", "json"])
-def test_serve_announces_loading_before_it_imports_torch(checkpoint: Path, style: str) -> None:
+def test_serve_announces_loading_before_it_imports_torch(
+    checkpoint: Path, style: str, tmp_path: Path
+) -> None:
     code = "import sys; sys.modules['torch'] = None; from encoder_service.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
+    # Not in /dev/shm, where a server tells which files of dead servers it removes.
+    command += ["--store-host-gib", str(STORE_GIB), "--store-segment-dir", str(tmp_path)]
     result = subprocess.run([*command, "--log-format", style], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     if style == "console":

@@ -1,12 +1,14 @@
 """Errors at the command line: one line that says what to fix, and never a traceback."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +22,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine.model import Model
 from prefill_client import EncoderClient
+from testing.certificates import HOSTS, Authority
 from testing.photos import photo
 from testing.processes import free_port
 from tests.closed_port import closed_port
@@ -27,12 +30,15 @@ from tests.processes import SCRIPTS, run
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, START_S
 
+# Not /dev/shm, where a server tells which files of dead servers it removes.
+IN_TMP = ("--store-segment-dir", tempfile.gettempdir())
 CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
 
 
 def refused(*command: str | Path, code: int) -> str:
     """Run a command that has to fail, and return the one line that it says."""
     result = run(*command)
+    assert not result.stdout
     assert result.returncode == code, result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
     assert not CORE_LOG.search(result.stderr)
@@ -95,6 +101,12 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--index", "reddis://:secret@host"], "reddis://***@host"),
         (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),
         (["--listen", "127.0.0.1:0", "--model", "/nowhere/model"], "/nowhere/model: there is no such folder"),
+        (["--listen", "127.0.0.1:0", *IN_TMP, "--store-host-gib", "1e6"], "(Docker and Compose: shm_size;"),
+        (["--listen", "127.0.0.1:0", "--store-segment-dir", "/nowhere"], "--store-segment-dir /nowhere does"),
+        (
+            ["--listen", "127.0.0.1:0", *IN_TMP, "--store-host-gib", "0.01", "--store-disk", "/proc/encoder"],
+            "--store-disk /proc/encoder cannot be used",
+        ),
     ],
 )
 def test_an_invalid_value_is_refused_before_torch_is_imported(
@@ -144,7 +156,7 @@ def test_a_misspelt_environment_variable_gets_a_suggestion(monkeypatch: pytest.M
     assert "did you mean ENCSVC_MODEL?" in refused("encoder-service", "serve", code=2)
 
 
-@pytest.mark.parametrize("setting", ["--listen", "--metrics-listen"])
+@pytest.mark.parametrize("setting", ["--listen", "--metrics-listen", "--rows-listen"])
 def test_a_taken_port_is_reported_before_reading_the_model(tmp_path: Path, taken: str, setting: str) -> None:
     other = "--metrics-listen" if setting == "--listen" else "--listen"
     said = refused(
@@ -176,7 +188,9 @@ def test_a_port_of_another_kind_is_reported_in_one_line(tmp_path: Path) -> None:
     encode = ("prefill-client", "encode", tmp_path / "photo.jpg", "--server")
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
-        assert "HTTP/2" in refused(*encode, f"127.0.0.1:{web.server_port}", code=1)
+        assert "the server does not speak gRPC: give the address of its --listen" in refused(
+            *encode, f"127.0.0.1:{web.server_port}", code=1
+        )
         web.shutdown()
 
 
@@ -211,13 +225,89 @@ def test_the_prefill_service_reports_a_taken_port_before_importing_torch(
     assert said == f"prefill-reference: --listen {taken}: the address is taken\n"
 
 
-def test_the_prefill_service_reports_unreadable_weights(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "cut"
-    shutil.copytree(checkpoint, folder)
+@pytest.mark.parametrize("damage", ["cut off", "a pointer of Git LFS", "missing"])
+@pytest.mark.parametrize("command", ["encoder-service serve", "prefill-reference"])
+def test_weights_that_are_not_there_are_reported_before_importing_torch(
+    checkpoint: Path, tmp_path: Path, command: str, damage: str, without_torch: None
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
     weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    said = refused("prefill-reference", "--model", folder, "--listen", "127.0.0.1:0", code=2)
-    assert "its weights cannot be read" in said
+    if damage == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "missing":
+        named = {"weight_map": {"model.visual.merger.norm.bias": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(named))
+    else:
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9000\n")
+    said = refused(*command.split(), "--model", folder, "--listen", "127.0.0.1:0", code=2)
+    assert damage in said
+    assert ("00002-of-00002" if damage == "missing" else str(weights)) in said
+    assert ("git lfs pull" if "LFS" in damage else "download the model again") in said
+
+
+async def test_a_port_of_another_protocol_is_told_with_what_to_change(
+    config: Config, model: Model, tmp_path: Path
+) -> None:
+    """The client of a TLS port, of a plain one, of one that wants a certificate, and of the metrics port."""
+    authority = Authority()
+    ca, issued = authority.write(tmp_path / "ca.pem"), authority.issue(tmp_path, "server", HOSTS)
+    (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
+    tls = {"tls_cert": issued.cert, "tls_key": issued.key}
+    async with (
+        server_of(config, model) as plain,
+        server_of(config, model, **tls) as secure,
+        server_of(config, model, **tls, tls_client_ca=ca) as mutual,
+    ):
+        for address, flags, says in (
+            (plain.endpoint, ["--tls-ca", ca], "does not use TLS: leave out the authority (ca)"),
+            (secure.endpoint, [], "set the authority of its certificate (ca)"),
+            (secure.endpoint, ["--tls-ca", "public"], "set the authority (ca) that issued the server's"),
+            (secure.endpoint, ["--tls-ca", ca, "--tls-name", "other"], "set the name (server_name)"),
+            (mutual.endpoint, ["--tls-ca", ca], "set one and its key (cert, key)"),
+            (plain.watch.endpoint, [], "does not speak gRPC: give the address of its --listen"),
+        ):
+            for command in (
+                ["prefill-client", "encode", tmp_path / "photo.jpg"],
+                ["encoder-service", "stats"],
+            ):
+                said = await asyncio.to_thread(refused, *command, "--server", address, *flags, code=1)
+                assert f"{address}: no server answers (" in said
+                assert says in said
+
+
+def test_a_url_is_no_image_file() -> None:
+    said = refused("prefill-client", "encode", "https://host/photo.jpg", code=2)
+    assert "https://host/photo.jpg is a URL: this command reads files, so download it first" in said
+
+
+def test_top_writes_its_errors_to_standard_error(free: str, tmp_path: Path) -> None:
+    (tmp_path / "no.pem").write_text("no certificate")
+    top = ("encoder-service", "top", "--once")
+    for arguments, code, says in (
+        ([free], 1, f"encoder-service: {free}: Connection refused: nothing listens there"),
+        (["nowhere"], 2, "nowhere must be host:port"),
+        (["unix:/encoder.sock"], 2, "unix:/encoder.sock must be host:port"),
+        (["https://localhost:1", "--tls-ca", "/nowhere/ca.pem"], 2, "--tls-ca /nowhere/ca.pem: No such file"),
+        (
+            ["https://localhost:1", "--tls-ca", tmp_path / "no.pem"],
+            2,
+            "no.pem: not a PEM file of certificates",
+        ),
+    ):
+        assert says in refused(*top, *arguments, code=code)
+
+
+async def test_no_proxy_is_asked_for_this_host(
+    server: Server, free: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
+        monkeypatch.setenv(name, f"http://{free}")
+    port = server.watch.endpoint.rpartition(":")[2]
+    top = ("encoder-service", "top", "--once", server.watch.endpoint, f"http://localhost:{port}")
+    shown = await asyncio.to_thread(run, *top)
+    assert (shown.returncode, shown.stdout.count("serving"), shown.stderr) == (0, 2, "")
+    # In a pipe, no line is cut: one table has all columns.
+    assert shown.stdout.splitlines()[0].split()[-2:] == ["loop", "p99"]
 
 
 @pytest.mark.parametrize(("command", "module"), [("serve", "torch"), ("top --once", "rich")])

@@ -47,6 +47,7 @@ def from_peer(peer: str, token: str = "") -> Caller:
         ("ipv6:%5B2001:db8:1:2:bbbb:cccc::9%5D:1", "ipv6:2001:db8:1:2::/64"),
         ("ipv6:[2001:db8:1:3::1]:50051", "ipv6:2001:db8:1:3::/64"),
         ("ipv6:[::ffff:10.0.0.7]:50051", "ipv4:10.0.0.7"),
+        ("ipv6:[::1]:50051", "ipv6:::1"),
         ("ipv6:%5Bfe80::1%25eth0%5D:1", "ipv6:fe80::/64"),
         ("unix:", "unix:"),
         ("ipv6:[nonsense]:1", "ipv6:[nonsense]"),

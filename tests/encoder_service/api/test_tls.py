@@ -3,7 +3,10 @@
 import asyncio
 import os
 import re
+import shlex
 import ssl
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -109,8 +112,8 @@ async def test_with_a_client_authority_only_its_certificates_are_accepted(
     elsewhere.mkdir()
     foreign = Authority("other").issue(elsewhere, "client")
     async with serving(tls_client_ca=ca) as server:
-        await refused(server, Credentials(ca))
-        await refused(server, Credentials(ca, *foreign))
+        assert "set one and its key (cert, key)" in await refused(server, Credentials(ca))
+        assert "may refuse the client certificate" in await refused(server, Credentials(ca, *foreign))
         async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca, *ours)) as client:
             assert await encoded(client, 3) == "inline"
 
@@ -233,7 +236,32 @@ async def test_top_and_admin_calls_work_over_tls(serving: Serving, ca: str, caps
         shown = await asyncio.to_thread(top, server.watch.url)
         assert (shown.returncode, "serving" in shown.stdout) == (0, True)
         shown = await asyncio.to_thread(top, server.watch.endpoint)
-        assert (shown.returncode, "it uses TLS (write https://)" in shown.stdout) == (1, True)
+        assert (shown.returncode, "it uses TLS (write https://)" in shown.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("has_tenants", [False, True])
+async def test_the_commands_that_make_certs_prints_work(
+    config: Config, model: Model, has_tenants: bool, tmp_path: Path
+) -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "testing.certificates", tmp_path], capture_output=True, text=True, check=True
+    ).stdout
+    block = printed.split("\n\n")[1 + has_tenants]
+    serve, encode, *top = (shlex.split(line)[2:] for line in block.splitlines()[1:])
+    given = dict(zip(serve[1::2], serve[2::2], strict=True))
+    settings = {flag.removeprefix("--").replace("-", "_"): value for flag, value in given.items()}
+    assert settings.setdefault("metrics_listen", "0.0.0.0:9464") == "0.0.0.0:9464"
+    (tmp_path / "photo.jpg").write_bytes(photo(64, 64, 1))
+    async with server_of(config, model, **{**settings, "metrics_listen": "0.0.0.0:0"}) as server:
+        at = [tmp_path / "photo.jpg", "--server", server.endpoint]
+        shown = await asyncio.to_thread(run, "prefill-client", "encode", *at, *encode[1:])
+        assert (shown.returncode, "tokens" in shown.stdout) == (0, True), shown.stderr
+        port = server.watch.endpoint.rpartition(":")[2]
+        for url, *flags in top:
+            address = url.replace("9464", port)
+            shown = await asyncio.to_thread(run, "encoder-service", "top", "--once", address, *flags)
+            assert (shown.returncode, "serving" in shown.stdout) == (0, True), shown.stderr
+    assert len(top) == has_tenants
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:50051", "encoder.example:50051"])

@@ -3,16 +3,23 @@
 Needs only the client, without torch. Start the server with `encoder-service serve --model FOLDER`.
 """
 
-import sys
+import argparse
 
-from prefill_client import BlockingClient, RowRequest
+from prefill_client import BlockingClient, EncoderError, RowRequest
 
-path, server = [*sys.argv[1:], "127.0.0.1:50051"][:2]
-with BlockingClient.connect(server) as client:
-    (image,) = client.submit([path])
-    with client.fetch([RowRequest(image.digest)]) as outcomes:
-        for rows in outcomes:
-            numbers = rows.float32()
-            print(
-                f"{path}: {image.tokens} tokens, rows {numbers.shape} {rows.dtype}, mean {numbers.mean():.6f}"
-            )
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("image")
+parser.add_argument("server", nargs="?", default="127.0.0.1:50051", metavar="HOST:PORT")
+given = parser.parse_args()
+try:
+    with BlockingClient.connect(given.server) as client:
+        (image,) = client.submit([given.image])
+        if image.error:  # an image that cannot be encoded fails alone: the call itself succeeds
+            raise SystemExit(f"{given.image}: {image.error}")
+        with client.fetch([RowRequest(image.digest)]) as outcomes:
+            for rows in outcomes:
+                numbers = rows.float32()  # raises `rows.error`, if there is one
+                shape, mean = numbers.shape, numbers.mean()
+                print(f"{given.image}: {image.tokens} tokens, rows {shape} {rows.dtype}, mean {mean:.6f}")
+except (EncoderError, OSError, ValueError) as error:
+    raise SystemExit(str(error)) from None

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from prefill_client import Chunk, EncoderClient, FetchedRows, PrefetchSession, RowRequest, expand_prompt, plan
+from prefill_client import (
+    Chunk,
+    EncoderClient,
+    EncoderError,
+    FetchedRows,
+    PrefetchSession,
+    RowRequest,
+    expand_prompt,
+    plan,
+)
 from prefill_reference.engine import Embedded, Engine
 from prefill_reference.language_model import load_language_model
 
@@ -62,7 +71,10 @@ def main() -> None:
     parser.add_argument("--server", default="127.0.0.1:50051")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     arguments = parser.parse_args()
-    asyncio.run(prefill(arguments.model, arguments.server, arguments.files, arguments.chunk_tokens))
+    try:
+        asyncio.run(prefill(arguments.model, arguments.server, arguments.files, arguments.chunk_tokens))
+    except (EncoderError, OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

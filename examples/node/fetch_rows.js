@@ -13,6 +13,9 @@ import {blake3, xxhash3} from "hash-wasm";
 
 const PROTO = fileURLToPath(new URL("../../proto/encoder_contract/v1/encoder.proto", import.meta.url));
 const [path, server = "127.0.0.1:50051"] = process.argv.slice(2);
+const end = (why) => (console.error(why), process.exit(1));
+process.on("uncaughtException", (error) => end(`${path}: ${error.message}`));
+if (!path) end("usage: node examples/node/fetch_rows.js photo.jpg [HOST:PORT]");
 
 const definition = protoLoader.loadSync(PROTO, {keepCase: true, longs: String, enums: String, defaults: true, oneofs: true});
 const {EncoderService} = grpc.loadPackageDefinition(definition).encoder_contract.v1;

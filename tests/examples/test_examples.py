@@ -66,6 +66,27 @@ def test_fetch_rows_prints_the_rows_without_torch(server: ServerProcess, photos:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "usage: "),
+        (["nowhere.jpg"], "No such file or directory: 'nowhere.jpg'"),
+        ([__file__], f"{__file__}: not an image of a supported format"),
+    ],
+)
+def test_fetch_rows_says_what_is_wrong(server: ServerProcess, arguments: list[str], says: str) -> None:
+    example = [
+        sys.executable,
+        EXAMPLES / "fetch_rows.py",
+        *arguments,
+        *([server.endpoint] if arguments else []),
+    ]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (1 if arguments else 2, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_prefill_runs_every_chunk_with_its_rows(
     server: ServerProcess,
     checkpoint: Path,

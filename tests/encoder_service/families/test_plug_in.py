@@ -1,8 +1,8 @@
 """The plug-in in docs/models.md, installed beside the server as a third party would do it."""
 
-import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from encoder_service.families import check
 from prefill_client import BlockingClient, RowRequest
@@ -21,11 +21,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 MAX_LINES = 60
 
 
-def block(language: str) -> str:
+def block(language: str, number: int = 0) -> str:
     """Return a code block of the page."""
-    found = re.search(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert found
-    return found[1]
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[number]
 
 
 @pytest.fixture
@@ -46,15 +44,10 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def plain(tmp_path):
-    """Return a checkpoint for the plug-in, and its weights."""
+    """Run the page's code that writes a checkpoint; return the folder, and the weights."""
+    subprocess.run([sys.executable, "-c", block("python", 1)], cwd=tmp_path, check=True)
     folder = tmp_path / "model"
-    folder.mkdir()
-    weight = torch.randn(24, 768, generator=torch.Generator().manual_seed(0)) / 28
-    save_file({"projector.weight": weight}, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "plain_vl", "hidden_size": 24, "dtype": "float32"})
-    )
-    return folder, weight
+    return folder, load_file(folder / "model.safetensors")["projector.weight"]
 
 
 def test_the_page_shows_a_plug_in_of_one_short_file():

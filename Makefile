@@ -55,7 +55,7 @@ endef
 $(VENV)/.done-$(GPU): pyproject.toml constraints.txt
 	$(call environment,$(VENV))
 	@date +%s > $(VENV)/.began
-	@echo "installing encoder-service[$(EXTRAS)] into $(VENV): $(if $(filter 1,$(GPU)),7,2) GB, minutes in which pip says nothing ..."
+	@echo "installing encoder-service[$(EXTRAS)] into $(VENV): $(if $(filter 1,$(GPU)),several,3.3) GB, minutes in which pip says nothing ..."
 ifeq ($(GPU),1)
 	@! $(PY) -m pip show torch 2>/dev/null | grep -q '^Version:.*+cpu' || $(PIP) uninstall --yes torch
 	@$(PIP) install -e '.[$(EXTRAS)]' $(QUIETLY)

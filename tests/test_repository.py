@@ -1,8 +1,11 @@
 """The repository's own services: CI, dependency updates, hooks and forms are valid, and run commands that exist."""
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -49,3 +52,46 @@ def test_hooks_run_commands_of_make_check() -> None:
     for hook in config["repos"][0]["hooks"]:
         command = re.sub(r" --(fix|force-exclude)\b", "", hook["entry"])
         assert f"@{command}" in checks, hook["id"]
+
+
+def python_that_says(version: tuple[int, int, int], path: Path) -> Path:
+    """Write a command that runs this Python, with another version in `sys`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / "sitecustomize.py").write_text(f"import sys; sys.version_info = {version}")
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={path.parent} exec {shlex.quote(sys.executable)} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the Makefile in a folder that has nothing else of the repository."""
+    shutil.copy(ROOT / "Makefile", folder)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (folder / name).touch()
+    return subprocess.run(["make", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("target", ["demo", "setup", "wheel", "test-vllm", "test-sglang"])
+def test_a_python_that_is_too_old_is_told_in_one_line_before_anything_else(
+    target: str, tmp_path: Path
+) -> None:
+    old = python_that_says((3, 10, 13), tmp_path / "old/python3.10")
+    done = make(tmp_path, target, f"PYTHON={old}")
+    first, *rest = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(rest)) == (2, "", 1), done.stderr
+    assert first.startswith(f"make: Python 3.11 or newer is needed, {old} is: Python 3")
+    assert first.endswith(f"Install one, then: make {target} PYTHON=python3.11")
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_an_environment_of_an_old_python_is_built_anew(tmp_path: Path) -> None:
+    """It stops at the first package, because this folder has none."""
+    python_that_says((3, 10, 13), tmp_path / ".venv/bin/python")
+    done = make(tmp_path, "wheel", f"PYTHON={sys.executable}")
+    assert not (tmp_path / ".venv/bin/sitecustomize.py").exists(), done.stderr
+    asked = [tmp_path / ".venv/bin/python", "-c", "import sys, pip; print(*sys.version_info[:2])"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert found.split() == [str(number) for number in sys.version_info[:2]]
+    (tmp_path / ".venv/kept").touch()
+    make(tmp_path, "wheel", f"PYTHON={tmp_path / 'nowhere'}")  # a fitting environment needs no other Python
+    assert (tmp_path / ".venv/kept").exists()

@@ -13,7 +13,7 @@ from encoder_contract.errors import DeadlineError, EncoderError, ModelMismatchEr
 from prefill_client.fleet.routing import Router
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.channels import Channels
-from prefill_client.transport.connection import Connection, Description
+from prefill_client.transport.connection import WHY_S, Connection, Description
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Pool:
                 self._retire(endpoint, task.result())
             task = self._connections[endpoint] = asyncio.create_task(self._connect(endpoint))
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s + (WHY_S if self._wait else 0.0)):
                 return await asyncio.shield(task)
         except TimeoutError as error:
             raise UnavailableError(f"{endpoint}: no connection within {self._timeout_s:g} s") from error

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import grpc
 
+from encoder_contract.credentials import why_unconnected
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry
@@ -27,6 +28,7 @@ from prefill_client.transport.submit_stream import SubmitStream
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # How long an estimate of the server's clock is used. Two synchronized clocks drift by less than 0.1 ms in this time.
 CLOCK_S = 60.0
+WHY_S = 1.0  # how much longer than its timeout an attempt to connect may take, to learn why it has failed
 
 # The W3C trace context that the calls of this task carry, for servers to log. Empty means none.
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
@@ -151,10 +153,15 @@ class Connection:
             # Estimate the clock by a second call, because the first one includes the time to connect.
             clock = await _estimate_clock(channel, timeout_s, metadata)
         except grpc.aio.AioRpcError as error:
-            await channel.close()
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise UnavailableError(f"{endpoint}: no server answered within {timeout_s:g} s") from error
-            raise from_rpc(error, endpoint, channels.credentials) from error
+            try:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    why = await _why_unconnected(channel, channels, metadata) if wait else ""
+                    raise UnavailableError(
+                        f"{endpoint}: no server answered within {timeout_s:g} s{why}"
+                    ) from error
+                raise from_rpc(error, endpoint, channels.credentials) from error
+            finally:
+                await channel.close()
         except BaseException:  # also when cancelled: the caller gets no connection to close
             await channel.close()
             raise
@@ -234,6 +241,18 @@ def _end_with(call: Any, span: CallSpan | None) -> None:
     """End the span when the call ends."""
     if span is not None:
         call.add_done_callback(lambda ended: span.end("CANCELLED" if ended.cancelled() else "OK"))
+
+
+async def _why_unconnected(
+    channel: grpc.aio.Channel, channels: Channels, metadata: tuple[tuple[str, str], ...]
+) -> str:
+    """Return why a channel does not connect. gRPC tells that only to calls that do not wait for the connection."""
+    try:
+        await EncoderServiceStub(channel).Describe(pb.DescribeRequest(), timeout=WHY_S, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return f": {why_unconnected(error.details() or '', channels.credentials)}"
+    return ""
 
 
 async def _estimate_clock(

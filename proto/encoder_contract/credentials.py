@@ -117,7 +117,7 @@ def why_unconnected(details: str, credentials: Credentials | None = None) -> str
         )
     if "Socket closed" in details or "recvmsg:Connection reset" in details:
         return f"the server closed the connection{_missing(credentials)}"
-    return details.rpartition(": ")[2].removesuffix("])")
+    return re.sub(r"\]+\)*$", "", details.rpartition(": ")[2])
 
 
 def _remedy(reason: str) -> str:

@@ -28,7 +28,7 @@ from testing.processes import free_port
 from tests.closed_port import closed_port
 from tests.processes import SCRIPTS, run
 from tests.servers import server_of
-from tests.waiting import PATIENCE_S, START_S
+from tests.waiting import PATIENCE_S, START_S, within_some_limit
 
 # Not /dev/shm, where a server tells which files of dead servers it removes.
 IN_TMP = ("--store-segment-dir", tempfile.gettempdir())
@@ -359,6 +359,17 @@ async def test_closed_and_full_outputs_print_no_traceback(server: Server, tmp_pa
             assert (told.returncode, told.stderr) == (1, b"standard output: No space left on device\n")
 
     await asyncio.to_thread(lose_outputs)
+
+
+async def test_a_client_that_waited_in_vain_says_why(free: str) -> None:
+    async def attempt(limit_s: float) -> bool:
+        with pytest.raises(
+            UnavailableError, match=f"{free}: no server answered within {limit_s:g} s"
+        ) as told:
+            await EncoderClient.connect(free, timeout_s=limit_s)
+        return str(told.value).endswith(": Connection refused")
+
+    await within_some_limit(attempt)
 
 
 async def test_a_client_waits_for_a_server_that_is_starting(config: Config, model: Model) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import wraps
 from math import inf
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeVar, cast
 
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.errors import EncoderError
@@ -122,22 +122,21 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-Main: TypeAlias = Callable[[Sequence[str] | None], int]
-"""The function of a command: arguments -> exit code. `None` means those of the process."""
+Main = TypeVar("Main", bound=Callable[..., int])
+"""The function of a command: arguments -> exit code. Without arguments, those of the process."""
 
 
 def command(main: Main) -> Main:
-    """Make `main(None)` a whole process, from the handling of signals to its end."""
+    """Make `main()` a whole process, from the handling of signals to its end."""
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
         if arguments is not None:
             return main(arguments)
         _begin()
-        code = main(None)
-        _end(code)
+        _end(main())
 
-    return run
+    return cast(Main, run)
 
 
 def _begin() -> None:

@@ -47,7 +47,7 @@ from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import VideoInfo
 from encoder_service.image.decoder import DEATHS
 from encoder_service.image.decoder_process import MESSAGE_BYTES, MESSAGE_CHARACTERS, VIDEO
-from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL, Pixels, is_shortage
+from encoder_service.image.pillow import MAX_SIDE, PILLOW_BYTES_PER_PIXEL, Pixels, is_shortage
 from encoder_service.image.source import Source, VideoFile
 
 log = logging.getLogger(__name__)
@@ -511,7 +511,6 @@ def decoding_bytes(header: Header) -> int:
 # The answer of a process: None if the pixels are in the buffer, a header, what a container says of its video, or the
 # text of an error and whether memory was short.
 Answer = Header | VideoInfo | tuple[str, bool] | None
-_MAX_SIDE = (1 << 31) - 1
 
 
 def parse_reply(reply: bytes) -> Answer:
@@ -525,7 +524,7 @@ def parse_reply(reply: bytes) -> Answer:
         case [str(text), bool(is_memory_short)]:
             return printable(text)[:MESSAGE_CHARACTERS], is_memory_short
         case {"format": str(name), "width": int(width), "height": int(height), "channels": int(channels)}:
-            if 1 <= width <= _MAX_SIDE and 1 <= height <= _MAX_SIDE:
+            if 1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE:
                 return Header(name, width, height, UPRIGHT, channels)
         case {
             "frames": int(frames),
@@ -535,8 +534,8 @@ def parse_reply(reply: bytes) -> Answer:
             "height": int(height),
             "rotation": int(rotation),
         }:
-            sizes = 1 <= width <= _MAX_SIDE and 1 <= height <= _MAX_SIDE
-            if sizes and 1 <= readable <= frames <= _MAX_SIDE and 0 <= fps < math.inf and 0 <= rotation < 360:
+            sizes = 1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE
+            if sizes and 1 <= readable <= frames <= MAX_SIDE and 0 <= fps < math.inf and 0 <= rotation < 360:
                 return VideoInfo(frames, readable, fps, width, height, rotation)
     raise ValueError("the reply is neither a header nor an error")
 

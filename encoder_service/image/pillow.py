@@ -8,6 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +40,17 @@ PILLOW_BYTES_PER_PIXEL = 28
 _BAND_PIXELS = 1 << 18
 # The chunks of a PNG that determine its pixels. Pillow would also inflate every profile and text chunk.
 _PNG_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT")
+# As many as Pillow passes to its readers.
+_MAGIC_BYTES = 16
 # Markers that make Pillow parse a JPEG's metadata in Python -> replacements of the same length that it ignores.
 _JPEG_METADATA = ((b"Exif\0\0", b"Past\0\0"), (b"Photoshop 3.0\0", b"Past here    \0"))
 # Those of Pillow's decoders that are written in Python take seconds for larger files.
 _MAX_PYTHON_BYTES = 1 << 20
+# No binary format has longer sides. The server compares sides with its limits, so that they need only be short enough
+# to print.
+MAX_SIDE = (1 << 64) - 1
+# LAB has a band "A" too, which is a colour.
+_ALPHA_MODES = ("LA", "PA", "RGBA")
 # Memory is short only while other images are being decoded.
 _SHORT_RETRY_MS = 500
 _SWAPPED = range(FIRST_SWAPPED, 9)
@@ -60,7 +68,9 @@ def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderErr
             width, height = picture.size
             if _swaps_sides(picture):
                 width, height = height, width
-            if picture.format is None or min(width, height) < 1:
+            # The reader of IM also accepts sizes that are no integers.
+            is_size = all(isinstance(side, int) and 1 <= side <= MAX_SIDE for side in (width, height))
+            if picture.format is None or not is_size:
                 return InvalidImageError(f"damaged {picture.format}: {width}x{height} pixels")
             if len(file) > _MAX_PYTHON_BYTES and any(tile[0] in Image.DECODERS for tile in picture.tile):
                 return InvalidImageError(
@@ -70,11 +80,28 @@ def read_rare_header(file: bytes, formats: Sequence[str]) -> Header | EncoderErr
             # A few readers do not write their format's name in capitals.
             return Header(picture.format.upper(), width, height, UPRIGHT, len(picture.getbands()))
     except UnidentifiedImageError:
-        return unknown(file, (*FORMATS, *formats))
+        kind = _format_by_magic(file, formats)
+        if kind is None:
+            return unknown(file, (*FORMATS, *formats))
+        return _unreadable(kind, "Pillow does not read it; convert it to PNG")
     except Exception as error:  # noqa: BLE001 - on damaged data Pillow's readers raise any type
         if is_shortage(error):
             return _shortage("reading the header of an image")
-        return InvalidImageError(f"damaged or truncated: {error}")
+        return _unreadable(_format_by_magic(file, formats) or "image", error)
+
+
+def _unreadable(kind: str, reason: object) -> InvalidImageError:
+    return InvalidImageError(f"unsupported, damaged or truncated {kind}: {reason}")
+
+
+def _format_by_magic(file: bytes, formats: Sequence[str]) -> str | None:
+    """Return the one of these formats whose first bytes a file has; None if no format says so."""
+    for name in formats:
+        _, accepts = Image.OPEN[name]
+        with suppress(Exception):  # they raise errors for a file that is shorter than they expect
+            if accepts is not None and accepts(file[:_MAGIC_BYTES]):
+                return name
+    return None
 
 
 def _swaps_sides(picture: ImageFile) -> bool:
@@ -87,27 +114,35 @@ def _swaps_sides(picture: ImageFile) -> bool:
 def decode_file(source: Source, out: Pixels | None = None) -> Pixels | EncoderError:
     """Return the upright pixels of an image, uint8 [H, W, 3], in `out` if given; or the error of the image."""
     header = source.header
-    is_rare = header.format not in READERS
     try:
-        with _open(source) as picture:
-            # Pillow applies the orientation of a TIFF while loading it. Before that, `size` is mostly the upright size.
-            if not is_rare and picture.size != (header.width, header.height):
-                return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-            picture.load()
-            if is_rare:
-                ImageOps.exif_transpose(picture, in_place=True)
-            if picture.size != (header.width, header.height):
-                return InvalidImageError(f"damaged {header.format}: its parts differ in size")
-            if header.orientation == UPRIGHT:
-                return _fill(_empty(picture.size) if out is None else out, picture)
-            pixels = _fill(_empty(picture.size), picture)
-        return upright(pixels, header.orientation, out)
+        return _decode(source, out)
     # On damaged data Pillow's readers raise exceptions of any type.
-    except Exception as error:
-        if is_shortage(error) or not _has_memory(header):
-            log.warning("short of memory or files while decoding %s", header, exc_info=error)
-            return _shortage(f"decoding {header.pixels} pixels")
-        return InvalidImageError(f"damaged or truncated {header.format}: {error}")
+    except Exception as error:  # noqa: BLE001
+        is_short, failure = is_shortage(error), str(error)
+    # The exception is gone, and with it the picture, whose memory must not count as taken.
+    if is_short or not _has_memory(header):
+        log.warning("short of memory or files while decoding %s: %s", header, failure)
+        return _shortage(f"decoding {header.pixels} pixels")
+    return _unreadable(header.format, failure)
+
+
+def _decode(source: Source, out: Pixels | None) -> Pixels | EncoderError:
+    """See `decode_file`; raises the errors of Pillow's readers."""
+    header = source.header
+    is_rare = header.format not in READERS
+    with _open(source) as picture:
+        # Pillow applies the orientation of a TIFF while loading it. Before that, `size` is mostly the upright size.
+        if not is_rare and picture.size != (header.width, header.height):
+            return InvalidImageError(f"damaged {header.format}: its parts differ in size")
+        picture.load()
+        if is_rare:
+            ImageOps.exif_transpose(picture, in_place=True)
+        if picture.size != (header.width, header.height):
+            return InvalidImageError(f"damaged {header.format}: its parts differ in size")
+        if header.orientation == UPRIGHT:
+            return _fill(_empty(picture.size) if out is None else out, picture)
+        pixels = _fill(_empty(picture.size), picture)
+    return upright(pixels, header.orientation, out)
 
 
 def _open(source: Source) -> ImageFile:
@@ -190,7 +225,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
     """
     if picture.mode == "RGB":
         return picture
-    if "A" not in picture.getbands() and "transparency" not in picture.info:
+    if picture.mode not in _ALPHA_MODES and "transparency" not in picture.info:
         return picture.convert("RGB")
     picture = picture.convert("RGBA")
     white = Image.new("RGB", picture.size, "white")

@@ -159,6 +159,7 @@ _OTHERS = (
         # The brands mif1 and msf1 are AVIF's too, which then has a brand of its own beside them.
         re.compile(rb"....ftyp(?:hei|hev|(?:mif1|msf1)(?!.{0,64}avi[fs]))", re.DOTALL),
     ),
+    ("a PAM or colour PFM of Netpbm: convert it to PNG or PPM", re.compile(rb"P7\s(?!332)|PF\s")),
     ("PDF", re.compile(rb"%PDF-")),
     ("SVG", re.compile(rb"\s*(?:<\?xml[^>]{0,200}>\s*)?(?:<!--[^>]{0,500}-->\s*)?(?:<!DOCTYPE svg|<svg)")),
     ("JPEG XL", re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ")),

@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from encoder_contract.errors import EncoderError, OverloadedError, UndecodableImageError
+from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError, UndecodableImageError
 from encoder_contract.header import Header
 from encoder_service.engine.job_queue import FailureCache
 from encoder_service.image import decoder_pool
@@ -191,6 +191,29 @@ def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: py
         assert deaths(pool) == {"memory": 1}
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("JPEG", "RGB"), ("PNG", "RGBA"), ("WEBP", "RGB"), ("GIF", "P"), ("BMP", "P"), ("TIFF", "L")],
+)
+def test_a_damaged_image_is_not_called_too_large(
+    kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture alone takes more than a process may have beside the formula, as with 64 megapixels."""
+    monkeypatch.setattr(decoder_pool, "_BASE_BYTES", 32 << 20)
+    options = {"compression": "tiff_lzw"} if kind == "TIFF" else {}
+    file = bytearray(encoded(Image.linear_gradient("L").resize((4000, 3000)).convert(mode), kind, **options))
+    half = len(file) // 2
+    file[half : half + 1000] = bytes(1000)
+    if kind not in ("WEBP", "TIFF"):  # without their ends, these are refused at once
+        del file[len(file) * 2 // 3 :]
+    source = source_of(bytes(file))
+    with decoding() as pool:
+        outcome = pool.decode(source)
+        assert type(outcome) is InvalidImageError
+        assert f"damaged or truncated {kind}" in outcome.message
+        assert deaths(pool) == {}
+
+
 def test_close_ends_every_process_and_a_further_use_starts_them_again() -> None:
     others = {each.pid for each in psutil.Process().children(recursive=True)}
 
@@ -308,7 +331,7 @@ def test_an_invalid_decoder_answer_is_rejected() -> None:
     assert parse_reply(b'["bad\\nfile", false]') == ("bad?file", False)
     header = {"format": "TIFF", "width": 3, "height": 4, "orientation": 1, "channels": 3}
     assert parse_reply(json.dumps(header).encode()) == Header("TIFF", 3, 4, 1, 3)
-    wrong = ({"width": "3"}, {"height": 0}, {"width": 1 << 31}, {"format": None}, {"channels": 1.5})
+    wrong = ({"width": "3"}, {"height": 0}, {"width": 1 << 64}, {"format": None}, {"channels": 1.5})
     replies = (
         b"",
         b"{}",

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from encoder_contract.errors import ImageLimitError, InvalidImageError, UndecodableImageError
-from encoder_contract.header import RARE_FORMATS, Header, check_limits
+from encoder_contract.header import RARE_FORMATS, Header, check_limits, format_of
 from encoder_service.app import Server
 from encoder_service.image import decoder_pool
 from encoder_service.image.decoder import PillowDecoder
@@ -89,6 +89,25 @@ def test_a_tiff_in_cie_lab_is_accepted(pool: DecoderPool) -> None:
     check(pool, encoded(Image.frombytes("LAB", (30, 20), lab.tobytes()), "TIFF"), "TIFF")
 
 
+def psd(planes: list[np.ndarray], colours: int, depth: int = 8, version: int = 1) -> bytes:
+    """Return a Photoshop file of these planes, one for each channel."""
+    height, width = planes[0].shape
+    head = b"8BPS" + struct.pack(">H6xHLLHH", version, len(planes), height, width, depth, colours)
+    return head + bytes(14) + b"".join(plane.tobytes() for plane in planes)
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_a_psd_in_cie_lab_has_its_colours(pool: DecoderPool, channels: int) -> None:
+    lightness = np.add.outer(np.arange(20) * 5, np.arange(30)).astype(np.uint8)
+    image = psd([lightness, *(np.full_like(lightness, value) for value in (150, 90, 255)[: channels - 1])], 9)
+    header = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(header, Header), header
+    found = pool.decode(Source(b"", image, header))
+    with Image.open(io.BytesIO(image)) as opened:
+        assert opened.mode == "LAB"
+        assert np.array_equal(found, np.asarray(opened.convert("RGB")))
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}])
 def test_the_orientation_of_a_page_is_applied_once(
@@ -134,6 +153,33 @@ def test_tiles_are_assembled(pool: DecoderPool, order: str) -> None:
     assert found[:32, 32:, 0].tobytes() == tiles[1].tobytes()
 
 
+GREYS = np.full((8, 8), 128, np.uint8)
+# Sound files of kinds that Pillow does not read, by the beginning of their error.
+UNREAD = {
+    "TIFF": tiff({**GREY, 256: (8,), 257: (8,), 258: (14,), 273: (8,), 278: (8,), 279: (112,)}, bytes(112)),
+    "PSD": psd([GREYS.astype(">u2")] * 3, 3, depth=16),
+    "large PSD": psd([GREYS] * 3, 3, version=2),
+    "DDS": b"DDS " + struct.pack("<7L", 124, 0x1007, 8, 8, 0, 0, 0) + bytes(44) + struct.pack("<L", 32) + bytes(48),
+}  # fmt: skip
+NETPBM = {
+    "PAM": b"P7\nWIDTH 2\nHEIGHT 2\nDEPTH 3\nMAXVAL 255\nTUPLTYPE RGB\nENDHDR\n" + bytes(12),
+    "colour PFM": b"PF\n1 1\n-1.0\n" + bytes(12),
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_a_kind_that_pillow_does_not_read_is_not_called_another_format(pool: DecoderPool, kind: str) -> None:
+    refused = pool.read_header(UNREAD[kind], RARE_FORMATS)
+    assert isinstance(refused, InvalidImageError)
+    assert refused.message.startswith(f"unsupported, damaged or truncated {kind[-4:].strip()}: ")
+
+
+@pytest.mark.parametrize("kind", NETPBM)
+def test_formats_of_netpbm_that_pillow_lacks_are_named(kind: str) -> None:
+    with pytest.raises(InvalidImageError, match=rf"this looks like a .*{kind}.*convert it to PNG"):
+        format_of(NETPBM[kind])
+
+
 def replaced(image: bytes, kind: bytes, offset: int, content: bytes) -> bytes:
     at = image.index(kind) + 4 + offset
     return image[:at] + content + image[at + len(content) :]
@@ -155,6 +201,55 @@ def test_a_huge_size_in_a_header_is_refused_before_memory_is_taken(pool: Decoder
     assert isinstance(header, Header)
     with pytest.raises(ImageLimitError, match="max_image_pixels 100000000"):
         check_limits(header, len(image), max_image_bytes=1 << 25, max_image_pixels=100_000_000)
+
+
+SIDE = 1 << 31
+# Headers with a side that no limit allows, and a size that is no number of pixels.
+SIDES = {
+    "PPM": b"P6\n10 %d\n255\n" % SIDE,
+    "PFM": b"Pf\n%d 1\n1.0\n" % SIDE,
+    "QOI": b"qoif" + struct.pack(">LLBB", SIDE, 1, 3, 0) + bytes(16),
+    "XBM": b"#define a_width %d\n#define a_height 1\nstatic char a_bits[] = {\n0x00};\n" % SIDE,
+    "XPM": b'/* XPM */\nstatic char *a[] = {\n"%d 1 1 1",\n"a c #000000",\n"a"};\n' % SIDE,
+    "TIFF": tiff({**STRIPS, 257: (SIDE,), 278: (SIDE,)}),
+    "PSD": b"8BPS" + struct.pack(">H6xHLLHH", 1, 3, 1, SIDE, 8, 3) + bytes(14),
+    "JPEG2000": bytes.fromhex("ff4fff5100290000") + struct.pack(">8L", SIDE, 1, 0, 0, SIDE, 1, 0, 0) + b"\0\1\7\1\1",
+    "DIB": struct.pack("<LllHHLLllLL", 40, SIDE - 1, 1 - SIDE, 1, 24, 0, 0, 0, 0, 0, 0),
+    "FITS": b"".join(
+        line.ljust(80)
+        for line in (
+            b"SIMPLE  =                    T",
+            b"BITPIX  =                    8",
+            b"NAXIS   =                    2",
+            b"NAXIS1  = %20d" % 10**18,
+            b"NAXIS2  =                    1",
+            b"END",
+        )
+    ).ljust(5760, b"\0"),
+}  # fmt: skip
+NO_SIDES = {
+    "beyond 64 bits": SIDES["XBM"].replace(b"%d" % SIDE, b"%d" % (1 << 64)),
+    "with a fraction": b"Image type: L image\r\nImage size (x*y): 5.5*3\r\n".ljust(511, b"\0") + b"\x1a" + bytes(99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("image", SIDES.values(), ids=SIDES)
+def test_a_huge_side_is_refused_by_the_limits_and_costs_no_process(pool: DecoderPool, image: bytes) -> None:
+    before = dict(pool.deaths)
+    header = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(header, Header), header
+    with pytest.raises(ImageLimitError, match="max_image_pixels"):
+        check_limits(header, len(image), max_image_bytes=1 << 25, max_image_pixels=1 << 30)
+    assert pool.deaths == before
+
+
+@pytest.mark.parametrize("image", NO_SIDES.values(), ids=NO_SIDES)
+def test_a_side_that_is_no_number_of_pixels_costs_no_process(pool: DecoderPool, image: bytes) -> None:
+    before = dict(pool.deaths)
+    refused = pool.read_header(image, RARE_FORMATS)
+    assert isinstance(refused, InvalidImageError)
+    assert refused.message.startswith("damaged")
+    assert pool.deaths == before
 
 
 def icon(png: bytes) -> bytes:

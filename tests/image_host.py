@@ -17,6 +17,8 @@ class Host:
         self.status = "200 OK"
         self.headers = "Cache-Control: max-age=3600"
         self.body = BODY
+        self.before = b""
+        """What precedes each answer that is no redirect."""
         self.moved: dict[str, str] = {}
         """Redirected paths and their targets; these answers have `moved_headers`."""
         self.moved_headers = "Cache-Control: max-age=3600"
@@ -43,7 +45,7 @@ class Host:
                 await writer.drain()
                 return
             head = f"HTTP/1.1 {self.status}\r\n{self.headers}\r\nContent-Length: {len(self.body)}\r\n\r\n"
-            writer.write(head.encode() + self.body)
+            writer.write(self.before + head.encode() + self.body)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
+import idna
+
 from encoder_contract.errors import ForbiddenError, InvalidImageError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -15,6 +17,9 @@ MAX_CHARACTERS = 8192
 _BARE_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{64}")
 # Characters that a request line may contain; all others are percent-encoded.
 _TARGET_CHARACTERS = "/?:@!$&'()*+,;=-._~%[]"
+# A percent sign that begins no escape stands for itself.
+_BARE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_NAME = re.compile(r"(?!.{254})[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +60,18 @@ class ImageUrl:
         if not port:
             raise InvalidImageError("not a URL: port 0 is not valid")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return cls(
-            parts.scheme, host_name(parts.hostname or ""), port, quote(target, safe=_TARGET_CHARACTERS)
-        )
+        target = _BARE_PERCENT.sub("%25", quote(target, safe=_TARGET_CHARACTERS))
+        return cls(parts.scheme, host_name(parts.hostname or ""), port, target)
 
     def joined(self, location: str) -> "ImageUrl":
-        """Return the URL that a redirect leads to; it may contain spaces. Raises the errors of `parse`."""
+        """Return the URL that a redirect leads to. Raises the errors of `parse`.
+
+        It may contain spaces and backslashes, which are characters like others, as in aiohttp. Browsers read a
+        backslash as a slash.
+        """
+        location = location.strip(" ").replace(" ", "%20").replace("\\", "%5C")
         try:
-            return ImageUrl.parse(urljoin(str(self), location.strip(" ").replace(" ", "%20")))
+            return ImageUrl.parse(urljoin(str(self), location))
         except ValueError as error:
             raise InvalidImageError(f"redirected to an invalid URL: {error}") from error
 
@@ -82,8 +91,14 @@ def host_name(text: str) -> str:
         if "%" in text:
             raise ValueError("a zone names an interface of this host")
         return str(ipaddress.IPv6Address(text))
-    name = text.lower().encode("idna").decode().removesuffix(".")
-    if not name or "%" in name:
+    # IDNA 2008, as browsers map and encode names: in that of 2003, ß is ss.
+    mapped = text.lower() if text.isascii() else idna.uts46_remap(text, std3_rules=False)
+    labels = [
+        label if label.isascii() else f"xn--{label.encode('punycode').decode()}"
+        for label in mapped.removesuffix(".").split(".")
+    ]
+    name = ".".join(labels)
+    if not _NAME.fullmatch(name):
         raise ValueError("it names no host")
     return name
 

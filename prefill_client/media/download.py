@@ -2,12 +2,16 @@
 
 import asyncio
 import ipaddress
+import re
 import socket
 import ssl
+from calendar import timegm
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate
+from time import time
 from typing import Any
 
 import h11
@@ -24,14 +28,20 @@ THREADS = 32
 MAX_FRESH_S = 7 * 24 * 3600.0
 # Bytes per read: few enough to parse within a few milliseconds, even if all of them are headers.
 _PIECE_BYTES = 16 << 10
+# A response may have headers of so many bytes and lines. h11 takes a few milliseconds for so many lines.
+_HEAD_BYTES, _HEAD_LINES = 128 << 10, 1000
 # Events parsed before the event loop runs other tasks: about 0.3 ms.
 _EVENTS_AT_A_TIME = 16
 # A host may send this many events for one image, and one more for each 256 bytes. Network packets are larger than that.
 _EVENTS, _BYTES_PER_EVENT = 1000, 256
 _INTERIM_RESPONSES = 8
-# "Non-Authoritative" is an answer that a proxy has changed. "Partial" answers no request for a part: some hosts send it
-# for whole files.
-SUCCESS = frozenset({200, 203, 206})
+# "Partial" answers no request for a part: some hosts send it for whole files.
+SUCCESS = range(200, 300)
+# Headers that are lists, so that a response may have several of each.
+_LISTS = frozenset({"cache-control", "content-encoding", "vary"})
+# The end of a head, as h11 recognises it, and a header that says that a body is not encoded. HTTP/1.1 no longer has it.
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_IDENTITY = re.compile(rb"\nTransfer-Encoding:[ \t]*identity[ \t]*\r?(?=\n)", re.IGNORECASE)
 # Other tokens of Content-Encoding change no byte, for example S3's `aws-chunked`, or `utf-8`, `binary`, `none`.
 _COMPRESSIONS = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd", "dcb", "dcz"})
 # When to try a host's next address beside those that have not answered yet, and how many addresses to try.
@@ -98,17 +108,30 @@ def _is_address(host: str) -> bool:
 
 
 def fresh_s(headers: Mapping[str, str], default_s: float) -> float:
-    """Return for how many seconds a response may be reused, by its Cache-Control; 0 if not at all.
+    """Return for how many seconds a response may be reused; 0 if not at all. These are the rules of RFC 9111, 4.2.
 
     `headers` has lower-case names. `default_s` applies to responses without a lifetime.
     """
     control = _directives(headers.get("cache-control", ""))
-    if control.keys() & {"no-store", "private", "no-cache"} or headers.get("vary", "").strip() == "*":
+    if control.keys() & {"no-store", "private", "no-cache"} or "*" in headers.get("vary", ""):
         return 0.0
     for name in ("s-maxage", "max-age"):
         if name in control:
-            return min(_seconds(control[name]), MAX_FRESH_S)
-    return default_s
+            lifetime_s = _seconds(control[name])
+            break
+    else:
+        if "expires" not in headers:
+            return default_s
+        lifetime_s = _date_s(headers["expires"], 0.0) - _date_s(headers.get("date", ""), time())
+    return min(max(lifetime_s - _seconds(headers.get("age", "")), 0.0), MAX_FRESH_S)
+
+
+def _date_s(text: str, otherwise: float) -> float:
+    """Return the seconds since 1970 of a header's date, which is in GMT; `otherwise` if it is invalid."""
+    with suppress(ValueError, OverflowError):  # the parser accepts any number of hours
+        if parsed := parsedate(text):
+            return float(timegm(parsed))
+    return otherwise
 
 
 def _directives(header: str) -> dict[str, str]:
@@ -152,32 +175,65 @@ async def get(
     `OSError` if no address answers, and `h11.RemoteProtocolError` for invalid HTTP.
     """
     http = h11.Connection(h11.CLIENT)
-    sent = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "image/*")]
+    sent = [("Host", url.authority), ("User-Agent", USER_AGENT), ("Accept", "*/*")]
     sent += [("Accept-Encoding", "identity"), ("Connection", "close")]
     target = url.target
     if proxy is not None and url.scheme == "http":  # the proxy answers; for https it only passes bytes on
         target, sent = str(url), [*sent, *proxy.credentials]
     head = h11.Request(method="GET", target=target.encode(), headers=sent)
-    data, response = bytearray(), Response(0, {}, b"")
+    data = bytearray()
     async with _connection(url, addresses, tls, proxy) as (reader, writer):
         writer.write((http.send(head) or b"") + (http.send(h11.EndOfMessage()) or b""))
-        async for event in _events(url, http, reader):
-            if isinstance(event, h11.Response):
-                response = _check_head(url, event, max_bytes)
-                if response.status not in SUCCESS:
-                    return response
-            elif isinstance(event, h11.Data):
-                data += event.data
+        response = _check_head(url, await _final_head(url, http, reader), max_bytes)
+        if response.status in SUCCESS:
+            async for piece in _body(url, http, reader):
+                data += piece
                 if len(data) > max_bytes:
                     raise _too_large(url, max_bytes)
     return Response(response.status, response.headers, bytes(data))
 
 
-async def _events(
-    url: ImageUrl, http: h11.Connection, reader: asyncio.StreamReader
-) -> AsyncIterator[h11.Response | h11.Data]:
-    """Yield the events of a response, bounded in number. Let the event loop run other tasks after every few."""
-    events = size = interim = 0
+async def _final_head(url: ImageUrl, http: h11.Connection, reader: asyncio.StreamReader) -> h11.Response:
+    """Pass a response up to the end of its headers to h11; return them."""
+    rest = b""
+    for _ in range(1 + _INTERIM_RESPONSES):
+        head, rest = await _read_head(url, reader, rest)
+        http.receive_data(head)
+        event = http.next_event()
+        if isinstance(event, h11.Response):
+            if rest:
+                http.receive_data(rest)
+            return event
+    raise ImageHostError(f"{url}: its host sent more than {_INTERIM_RESPONSES} interim responses")
+
+
+async def _read_head(url: ImageUrl, reader: asyncio.StreamReader, rest: bytes) -> tuple[bytes, bytes]:
+    """Return the next head of a response, and what follows it; `rest` followed the head before it.
+
+    The head lacks what h11 refuses and other clients accept: empty lines before it, and the coding `identity`.
+    """
+    data, size, end = bytearray(), 0, None
+    piece = rest or await reader.read(_PIECE_BYTES)
+    while end is None:
+        if not piece:
+            raise ImageHostError(f"{url}: its host closed the connection before the end of the headers")
+        if size > _HEAD_BYTES:
+            raise ImageHostError(f"{url}: its host sent headers of more than {_HEAD_BYTES} bytes")
+        size += len(piece)
+        seen = max(0, len(data) - 2)
+        data += piece if data else piece.lstrip(b"\r\n")
+        end = _BLANK_LINE.search(data, seen)
+        if end is None:
+            piece = await reader.read(_PIECE_BYTES)
+    head = bytes(data[: end.end()])
+    if head.count(b"\n") > _HEAD_LINES:
+        raise ImageHostError(f"{url}: its host sent headers of more than {_HEAD_LINES} lines")
+    return _IDENTITY.sub(b"", head), bytes(data[end.end() :])
+
+
+async def _body(url: ImageUrl, http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body, bounded in number. Let the event loop run other tasks after every few."""
+    events = size = 0
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
         events += 1
         if events > _EVENTS + size // _BYTES_PER_EVENT:
@@ -188,17 +244,16 @@ async def _events(
             await asyncio.sleep(0)  # `read` does not yield while data is buffered
         if event is h11.NEED_DATA:
             http.receive_data(await reader.read(_PIECE_BYTES))
-        elif isinstance(event, h11.InformationalResponse):
-            interim += 1
-            if interim > _INTERIM_RESPONSES:
-                raise ImageHostError(f"{url}: its host sent more than {_INTERIM_RESPONSES} interim responses")
-        elif isinstance(event, h11.Response | h11.Data):
-            size += len(event.data) if isinstance(event, h11.Data) else 0
-            yield event
+        elif isinstance(event, h11.Data):
+            size += len(event.data)
+            yield event.data
 
 
 def _check_head(url: ImageUrl, event: h11.Response, max_bytes: int) -> Response:
-    headers = {name.decode("latin-1").lower(): _text(value) for name, value in event.headers}
+    found: dict[str, list[str]] = {}
+    for name, value in event.headers:
+        found.setdefault(name.decode("latin-1").lower(), []).append(_text(value))
+    headers = {name: ", ".join(each) if name in _LISTS else each[0] for name, each in found.items()}
     if event.status_code in SUCCESS:
         if _COMPRESSIONS & {each.strip() for each in headers.get("content-encoding", "").lower().split(",")}:
             raise ImageHostError(f"{url} answered with a compressed body, which the client did not request")

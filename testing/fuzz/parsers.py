@@ -91,6 +91,7 @@ def urls(_seed: int, draw: random.Random) -> None:
             "http://user@cdn.example.org:8080/a/b.jpg?size=3#top",
             "https://[2001:db8::1]:1/",
             "http://127.0.0.1/%20",
+            "https://faß.例え。テスト:8/50%?%zz",
         )
     )
     text = mutated(draw, sound.encode()).decode("utf-8", draw.choice(("replace", "ignore")))
@@ -100,7 +101,13 @@ def urls(_seed: int, draw: random.Random) -> None:
         return
     assert ImageUrl.parse(str(url)) == url, text
     control = draw.choice(("max-age=3, no-cache", "s-maxage=9, private", "max-age=100000000000"))
-    headers = {"cache-control": mutated(draw, control.encode()).decode("latin-1")}
+    date, age = "Sun, 06 Nov 1994 08:49:37 GMT", "60"
+    sound_headers = {"cache-control": control, "expires": date, "date": date, "age": age, "vary": "*"}
+    headers = {
+        name: mutated(draw, value.encode()).decode("latin-1")
+        for name, value in sound_headers.items()
+        if draw.random() < 0.5
+    }
     assert 0 <= fresh_s(headers, 60.0) <= MAX_FRESH_S, headers
 
 

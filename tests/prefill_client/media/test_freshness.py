@@ -4,6 +4,9 @@ import pytest
 
 from prefill_client.media.download import MAX_FRESH_S, fresh_s
 
+PAST, LATER = "Sun, 06 Nov 1994 08:49:37 GMT", "Sun, 06 Nov 1994 08:51:07 GMT"
+FUTURE = "Fri, 06 Nov 9994 08:49:37 GMT"
+
 
 @pytest.mark.parametrize(
     ("headers", "seconds"),
@@ -19,6 +22,20 @@ from prefill_client.media.download import MAX_FRESH_S, fresh_s
         ({"cache-control": "no-store, max-age=300"}, 0.0),
         ({"cache-control": "private, max-age=300"}, 0.0),
         ({"vary": "*"}, 0.0),
+        ({"vary": "Accept, *"}, 0.0),
+        ({"expires": PAST}, 0.0),
+        ({"expires": "0"}, 0.0),
+        ({"expires": "Sun, 06 Nov 1994 %s:49:37 GMT" % ("9" * 400)}, 0.0),
+        ({"expires": FUTURE}, MAX_FRESH_S),
+        ({"expires": LATER, "date": PAST}, 90.0),
+        ({"expires": "Sunday, 06-Nov-94 08:51:07 GMT", "date": "Sun Nov  6 08:49:37 1994"}, 90.0),
+        ({"expires": PAST, "date": "a day"}, 0.0),
+        ({"expires": PAST, "cache-control": "max-age=300"}, 300.0),
+        ({"expires": FUTURE, "cache-control": "no-store"}, 0.0),
+        ({"cache-control": "max-age=300", "age": "100"}, 200.0),
+        ({"cache-control": "max-age=300", "age": "400"}, 0.0),
+        ({"cache-control": "max-age=300", "age": "old"}, 300.0),
+        ({"expires": LATER, "date": PAST, "age": "60"}, 30.0),
         ({"vary": "Accept-Encoding"}, 60.0),
     ],
 )

@@ -22,6 +22,9 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {
     "one-byte chunks": (CHUNKED, b"1\r\nx\r\n"),
     "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "empty lines": (b"", b"\r\n"),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n"),
+    "short headers at once": (b"HTTP/1.1 200 OK\r\n" + b"X:\r\n" * 1000 + b"\r\n", b"x"),
 }
 
 
@@ -68,10 +71,23 @@ async def test_a_host_that_floods_tiny_pieces_is_refused_early(
     with flooding_host(*FLOODS[flood]) as host:
         loader = ImageLoader(Destinations([host]), max_bytes=32 << 20, timeout_s=PATIENCE_S)
         async with parsing.watched():
-            with pytest.raises(InvalidImageError, match=r"pieces|interim"):
+            with pytest.raises(InvalidImageError, match=r"pieces|interim|sent headers of more than"):
                 await loader.load(f"http://{host}/")
     assert parsing.most <= 32, "events between two passes of the event loop"
     assert parsing.events <= 2000
+
+
+async def test_a_host_that_hangs_up_inside_its_headers_is_named() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nX-")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        loader = ImageLoader(Destinations([name]), max_bytes=1 << 20, timeout_s=PATIENCE_S)
+        with pytest.raises(InvalidImageError, match="closed the connection before the end of the headers"):
+            await loader.load(f"http://{name}/")
 
 
 async def test_an_image_in_chunks_of_usual_sizes_is_loaded() -> None:

@@ -68,6 +68,17 @@ async def test_an_image_that_may_not_be_reused_is_downloaded_again(host: Host) -
     assert await loader.load(f"http://{host.name}/a") == b"another"
 
 
+@pytest.mark.parametrize(
+    "says",
+    ["Expires: Sun, 06 Nov 1994 08:49:37 GMT", "Cache-Control: no-store\r\nCache-Control: max-age=3600"],
+)
+async def test_a_response_that_is_stale_is_not_reused(host: Host, says: str) -> None:
+    host.headers, loader = says, host.loader()
+    for _ in range(2):
+        assert await loader.load(f"http://{host.name}/a") == BODY
+    assert len(host.requests) == 2
+
+
 async def test_a_response_without_lifetime_is_fresh_for_the_default(host: Host) -> None:
     host.headers = "X-Says: nothing"
     for seconds, requests in ((3600.0, 1), (0.0, 3)):

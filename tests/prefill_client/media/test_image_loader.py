@@ -105,20 +105,62 @@ async def test_a_content_encoding_that_is_no_compression_is_ignored(encoding: st
         assert await host.loader().load(f"http://{host.name}/a") == BODY
 
 
-@pytest.mark.parametrize("status", ["203 Non-Authoritative Information", "206 Partial Content"])
+@pytest.mark.parametrize(
+    "status", ["201 Created", "203 Non-Authoritative Information", "206 Partial Content"]
+)
 async def test_other_successes_are_images_too(status: str) -> None:
     async with image_host() as host:
         host.status = status
         assert await host.loader().load(f"http://{host.name}/a") == BODY
 
 
-@pytest.mark.parametrize("location", ["/a b.png", " /a b.png ", "/é.png", "/%C3%A9.png", "b#part"])
-async def test_a_redirect_may_have_spaces_and_utf_8(location: str) -> None:
+@pytest.mark.parametrize(
+    "location", ["/a b.png", " /a b.png ", "/é.png", "/%C3%A9.png", "b#part", "\\b", "/50%.png"]
+)
+async def test_a_redirect_may_have_characters_that_a_url_has_not(location: str) -> None:
     async with image_host() as host:
         host.moved["/a"] = location
         assert await host.loader().load(f"http://{host.name}/a") == BODY
         target = host.requests[-1].split()[1].decode()
-        assert target == {"/a b.png": "/a%20b.png", "b#part": "/b"}.get(location.strip(), "/%C3%A9.png")
+        expected = {"/a b.png": "/a%20b.png", "b#part": "/b", "\\b": "/%5Cb", "/50%.png": "/50%25.png"}
+        assert target == expected.get(location.strip(), "/%C3%A9.png")
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [("/50%.png", "/50%25.png"), ("/%zz?%", "/%25zz?%25"), ("/%5a%2", "/%5a%252"), ("/%25", "/%25")],
+)
+async def test_a_percent_sign_that_begins_no_escape_is_escaped(path: str, target: str) -> None:
+    async with image_host() as host:
+        assert await host.loader().load(f"http://{host.name}{path}") == BODY
+        assert host.requests[0].split()[1].decode() == target
+
+
+@pytest.mark.parametrize("what", ["image", "video"])
+async def test_a_host_is_asked_for_any_type(what: str) -> None:
+    """Some hosts answer 406 if they know a file by another type than the request names."""
+    async with image_host() as host:
+        await ImageLoader(Destinations([host.name]), max_bytes=1 << 20, timeout_s=30, what=what).load(
+            f"http://{host.name}/a"
+        )
+        assert b"\r\nAccept: */*\r\n" in host.requests[0]
+
+
+@pytest.mark.parametrize("before", [b"", b"\r\n", b"\n\r\n", b"HTTP/1.1 103 Early Hints\r\n\r\n\r\n"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "X: 1",
+        "Transfer-Encoding: identity",
+        "transfer-encoding:IDENTITY ",
+        "\r\n".join(["X: " + "1" * 4000] * 30),
+    ],
+    ids=["usual", "identity", "IDENTITY", "120 KB"],
+)
+async def test_odd_heads_that_other_clients_accept_are_accepted(before: bytes, headers: str) -> None:
+    async with image_host() as host:
+        host.before, host.headers = before, headers
+        assert await host.loader().load(f"http://{host.name}/a") == BODY
 
 
 async def test_ten_redirects_are_followed_and_no_more() -> None:

@@ -141,6 +141,51 @@ async def test_an_internal_address_is_refused_in_every_notation(written: str, in
     assert inside.reached == []
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("faß.de", "xn--fa-hia.de"),
+        ("FAẞ.de", "xn--fa-hia.de"),
+        ("xn--fa-hia.de.", "xn--fa-hia.de"),
+        ("i❤.ws", "xn--i-7iq.ws"),
+        ("Bücher.example", "xn--bcher-kva.example"),
+        ("例え。テスト", "xn--r8jz45g.xn--zckzah"),
+        ("a_b.example", "a_b.example"),
+    ],
+)
+def test_an_international_name_is_the_one_of_browsers(written: str, name: str) -> None:
+    """Those of IDNA 2003 belong to others: `faß.de` and `fass.de` are two hosts."""
+    assert ImageUrl.parse(f"http://{written}/a.jpg").host == name
+    rules = Destinations([written])
+    rules.check(ImageUrl.parse(f"http://{name}/a.jpg"))
+    with pytest.raises(ForbiddenError):
+        rules.check(ImageUrl.parse("http://fass.de/a.jpg"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "a..b",
+        ".a",
+        "a!b",
+        "a／b",
+        "％41.com",
+        "＠a",
+        "a" * 64,
+        "ü" * 60,
+        "a." * 127 + "a",
+        "ü" * 9000,
+    ],
+)
+def test_a_text_that_names_no_host_is_refused(name: str) -> None:
+    with pytest.raises(InvalidImageError):
+        ImageUrl.parse(f"http://{name}/a.jpg")
+    with pytest.raises(ValueError):
+        Destinations([name])
+
+
 @pytest.mark.parametrize("zone", ["lo", "25lo", "25a;b"])
 def test_a_zone_is_refused_at_a_public_address(zone: str) -> None:
     assert ImageUrl.parse("http://[2606:4700::1111]/a.jpg")
@@ -246,6 +291,10 @@ REDIRECTS = [
     "http://169.254.169.254/",
     "ftp://{outside}/photo",
     "http://[",
+    "http://{outside}\\@127.0.0.1:{port}/",
+    "http://127.0.0.1:{port}\\@{outside}/",
+    "\\\\127.0.0.1:{port}\\",
+    "http:\\\\127.0.0.1:{port}\\",
     "http://0.0.0.0:{port}/",
 ]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import math
 import re
 import socket
 import ssl
@@ -11,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate
-from time import time
 from typing import Any
 
 import h11
@@ -110,7 +110,8 @@ def _is_address(host: str) -> bool:
 def fresh_s(headers: Mapping[str, str], default_s: float) -> float:
     """Return for how many seconds a response may be reused; 0 if not at all. These are the rules of RFC 9111, 4.2.
 
-    `headers` has lower-case names. `default_s` applies to responses without a lifetime.
+    `headers` has lower-case names. `default_s` applies to responses without a lifetime. Without a `Date`, `Expires`
+    counts as past: the clocks of the two hosts may differ.
     """
     control = _directives(headers.get("cache-control", ""))
     if control.keys() & {"no-store", "private", "no-cache"} or "*" in headers.get("vary", ""):
@@ -122,7 +123,7 @@ def fresh_s(headers: Mapping[str, str], default_s: float) -> float:
     else:
         if "expires" not in headers:
             return default_s
-        lifetime_s = _date_s(headers["expires"], 0.0) - _date_s(headers.get("date", ""), time())
+        lifetime_s = _date_s(headers["expires"], 0.0) - _date_s(headers.get("date", ""), math.inf)
     return min(max(lifetime_s - _seconds(headers.get("age", "")), 0.0), MAX_FRESH_S)
 
 

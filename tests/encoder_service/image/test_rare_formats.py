@@ -229,7 +229,7 @@ SIDES = {
 }  # fmt: skip
 NO_SIDES = {
     "beyond 64 bits": SIDES["XBM"].replace(b"%d" % SIDE, b"%d" % (1 << 64)),
-    "with a fraction": b"Image type: Greyscale image\r\nImage size (x*y): 5.5*3\r\n".ljust(511, b"\0") + b"\x1a" + bytes(99),
+    "with a fraction": b"Image type: Greyscale image\r\nImage size (x*y): 5.5*3\r\n\x1a" + bytes(600),
 }  # fmt: skip
 
 

@@ -200,21 +200,13 @@ class EqualShares:
         return False
 
 
-class _Rows(Item):
-    __slots__ = ("key",)
-
-    def __init__(self, key: Any, size: int) -> None:
-        super().__init__(size)
-        self.key = key
-
-
 class Ours:
     """The order of the store: `encoder_service.store.eviction`."""
 
     def __init__(self, size: int, _trace: Trace) -> None:
         self._free = size
-        self._order: EvictionOrder[_Rows] = EvictionOrder(size)
-        self._held: dict[Any, _Rows] = {}
+        self._order: EvictionOrder[Item] = EvictionOrder(size)
+        self._held: dict[Any, Item] = {}
 
     def access(self, _number: int, access: Access) -> bool:
         """See `Cache`."""
@@ -226,14 +218,14 @@ class Ours:
             return True
         size, _ = ROWS[access.size]
         while self._free < size:
-            victim = order.victim(access.at_s, access.holder, size)
+            victim = order.victim(access.at_s, access.holder, size, key=access.key)
             assert victim is not None
             order.remove(victim)
             order.dropped(victim)
             order.release(victim)
             del self._held[victim.key]
             self._free += victim.amounts[0]
-        self._held[access.key] = rows = _Rows(access.key, size)
+        self._held[access.key] = rows = Item(access.key, size)
         self._free -= size
         order.admit(rows, access.holder)
         order.use(rows, access.at_s)

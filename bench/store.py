@@ -177,7 +177,7 @@ def fragmentation_figures(store_gib: int, images: int) -> Figures:
         address = number.to_bytes(4, "little")
         tokens = int(math.exp(draw.uniform(math.log(64), math.log(3600))))
         while (slot := tier.reserve(address, tokens, GRID)) is None:
-            next(tier.make_room(tokens))
+            next(tier.make_room(address, tokens))
         tier.commit(slot)
         tier.unpin(slot)
         recent = [*recent[-2000:], address]

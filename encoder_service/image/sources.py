@@ -298,7 +298,7 @@ class _File(Item):
         self.file = source.file() if source.file else None
         self.source = source
         self.used_s = used_s
-        super().__init__(len(source.data) if self.file is None else self.file.size, 1)
+        super().__init__(source.key, len(source.data) if self.file is None else self.file.size, 1)
 
 
 _BYTES, _FILES = 0, 1  # the limits of a cache, and the amounts of a file
@@ -356,9 +356,9 @@ class SourceCache:
             if size > self.max_bytes:
                 return
             while self._held_bytes + size > self.max_bytes:
-                self._evict(holder, size, _BYTES)
+                self._evict(source.key, holder, size, _BYTES)
             while len(self._files) + 1 > self._max_files:
-                self._evict(holder, 1, _FILES)
+                self._evict(source.key, holder, 1, _FILES)
             self._files[source.key] = file
             self._held_bytes += size
             self._order.admit(file, holder)
@@ -392,9 +392,9 @@ class SourceCache:
         self._order.add(file)
         return file
 
-    def _evict(self, holder: str, new: int, limit: int) -> None:
-        """Drop the file that is next, so that `holder` can have `new` more of a limit."""
-        victim = self._order.victim(self._clock(), holder, new, limit)
+    def _evict(self, key: bytes, holder: str, new: int, limit: int) -> None:
+        """Drop the file that is next, so that `holder` can keep file `key`, which has `new` of a limit."""
+        victim = self._order.victim(self._clock(), holder, new, limit, key)
         assert victim is not None, "a cache that is full has files, and none is pinned"
         self._order.dropped(victim)
         self._remove(victim)

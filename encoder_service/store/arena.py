@@ -147,7 +147,7 @@ class Entry(Item):
         self.address = address
         self.tokens = tokens
         self.pages = tier.layout.pages(tokens)
-        super().__init__(self.pages)
+        super().__init__(address, self.pages)
         self.grid = grid
         self.runs = runs
         self.pins = 1
@@ -228,14 +228,14 @@ class Tier:
         self.order.admit(entry, holder)
         return entry
 
-    def make_room(self, tokens: int, holder: str = "") -> Iterator[Entry]:
+    def make_room(self, address: bytes, tokens: int, holder: str = "") -> Iterator[Entry]:
         """Drop embeddings one by one, in the eviction order, for a new one of `holder`; yield each.
 
         Drops nothing if even dropping everything unpinned would not free enough pages.
         """
         pages, now = self.layout.pages(tokens), time.monotonic()
         while self.arena.free_pages + self.evictable_pages >= pages:
-            victim = self.order.victim(now, holder, pages)
+            victim = self.order.victim(now, holder, pages, key=address)
             if victim is None:
                 return
             self.order.dropped(victim)

@@ -558,7 +558,7 @@ class Store:
         self._low_host_pages = max(
             self._low_host_pages, min(self.layout.pages(tokens), host.arena.pages // 4)
         )
-        for victim in host.make_room(tokens, holder):
+        for victim in host.make_room(address, tokens, holder):
             dropped.append(victim)
             if (entry := host.reserve(address, tokens, grid, holder)) is not None:
                 return entry
@@ -652,9 +652,11 @@ class Store:
             self.abandon(entry)
             return None
         with self._lock:
-            entry.uses = 1  # before it went to the disk: this is another use
+            now = time.monotonic()
+            if not self._host.order.recall(entry, now):
+                entry.uses = 1  # before it went to the disk: this is another use
             self._commit(entry)
-            self._host.order.use(entry, time.monotonic())
+            self._host.order.use(entry, now)
             self._wake()
         return Pin(self, entry)
 

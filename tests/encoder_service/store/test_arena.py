@@ -93,7 +93,7 @@ def test_random_sizes_leave_the_arena_usable_and_most_embeddings_whole():
         tokens = int(math.exp(rng.uniform(math.log(64), math.log(3600))))
         address = number.to_bytes(4, "little")
         while (slot := tier.reserve(address, tokens, (1, 1, 1))) is None:
-            next(tier.make_room(tokens))
+            next(tier.make_room(address, tokens))
         tier.commit(slot)
         tier.unpin(slot)
         if number % 3 == 0:

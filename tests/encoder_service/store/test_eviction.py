@@ -9,9 +9,11 @@ from encoder_service.store.eviction import (
     CLAIM,
     LEARNING,
     MAX_HOLDERS,
+    MAX_REMEMBERED,
     SAME_USE_S,
     SELDOM,
     UNUSED_S,
+    USES,
     EvictionOrder,
     Item,
 )
@@ -41,7 +43,7 @@ class Cache:
             return True
         for limit, new in enumerate((size, 1)):
             while sum(item.amounts[limit] for item in self.items.values()) + new > self.limits[limit]:
-                self.drop(self.order.victim(self.now, holder, new, limit))
+                self.drop(self.order.victim(self.now, holder, new, limit, name))
         item = self.items[name] = Named(name, size)
         self.order.admit(item, holder)
         self.order.use(item, self.now)
@@ -73,12 +75,12 @@ class Named(Item):
     """An item with a name."""
 
     def __init__(self, name: str, size: int) -> None:
-        super().__init__(size, 1)
+        super().__init__(name, size, 1)
         self.name = name
 
 
 def learn(cache: Cache, holder: str, times: int, *, used: bool) -> None:
-    """Teach the order about new items of a holder: each is used again, or dropped at once."""
+    """Teach the order about new items of a holder: each is used again, or dropped at once and in the end forgotten."""
     for number in range(times):
         name = f"lesson {holder} {number}"
         cache.ask(holder, name)
@@ -218,6 +220,83 @@ def test_a_holder_that_left_does_not_keep_its_share() -> None:
     for number in range(100, 120):
         cache.ask("here", f"here {number}")
     assert cache.held("gone") == 0
+
+
+@pytest.mark.parametrize("pages", [20, 90])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_holder_that_only_scanned_gets_its_share_back(pages: int, stale: bool) -> None:
+    """Its pages were never used again; now it requests fewer pages than its share, each once a minute."""
+    cache = Cache(200)
+    if stale:  # so were those that it had used often before
+        for _ in range(USES + 1):
+            for number in range(SURE):
+                cache.ask("alice", f"old {number}", 0)
+        for number in range(SURE):
+            cache.drop(cache.items[f"old {number}"])
+    learn(cache, "alice", SURE, used=False)
+    hits, ticks = [0] * 30, 90  # minutes, and in each
+    for tick in range(len(hits) * ticks):
+        cache.now += 60 / ticks
+        if tick * pages % ticks < pages:
+            hits[tick // ticks] += cache.ask_at_once("alice", f"page {tick % ticks * pages // ticks}")
+        for age in range(0, 200, 40):  # mallory uses all of her items again
+            cache.ask_at_once("mallory", f"new {tick - age}")
+    assert hits[0] == 0
+    assert hits[10:] == [pages] * 20, "all, after ten minutes"
+
+
+def test_a_request_for_a_dropped_item_is_another_use() -> None:
+    cache = Cache(4)
+    cache.ask("one", "a")
+    cache.ask("one", "a")
+    for name in "bcde":
+        cache.ask("one", name)
+    assert cache.dropped == ["a"]
+    chances = [cache.chance("one", uses) for uses in range(1, USES + 1)]
+    assert chances == [0.5 + LEARNING / 2, 0.5, 0.5, 0.5], "what became of it is not known yet"
+    cache.ask("one", "a")
+    assert cache.items["a"].uses == 3
+    assert cache.chance("one", 2) == 0.5 + LEARNING / 2
+    for name in "fghi":
+        cache.ask("one", name)
+    cache.now += UNUSED_S
+    cache.ask("one", "a")
+    assert cache.items["a"].uses == 1, "too late, as for the guarantee"
+    assert cache.chance("one", 3) == 0.5 - LEARNING / 2
+
+
+def test_a_dropped_item_that_the_same_request_names_again_was_not_used_twice() -> None:
+    cache = Cache(2)
+    for name in "abca":
+        cache.ask_at_once("one", name)
+    assert cache.dropped == ["a", "b"]
+    assert (cache.items["a"].uses, cache.chance("one", 1)) == (1, 0.5)
+
+
+def test_dropped_items_are_forgotten_after_an_even_share_more() -> None:
+    cache = Cache(100, files=10)
+    cache.ask("other", "x", 10)
+    for number in range(30):
+        cache.ask("one", f"item {number}", 10)
+    past = cache.order.shares["one"].past
+    assert list(past) == [f"item {number}" for number in range(16, 21)], "half of 100, and of 10 files"
+    assert cache.chance("one", 1) == pytest.approx(0.5 * (1 - LEARNING) ** 16)
+
+
+def test_the_number_of_remembered_items_is_bounded() -> None:
+    order: EvictionOrder[Named] = EvictionOrder(math.inf, math.inf)
+    for holder in range(4):
+        for number in range(MAX_REMEMBERED):
+            item = Named(f"{number}", 1)
+            order.admit(item, f"holder {holder}")
+            order.use(item, 0.0)
+            order.add(item)
+            order.remove(item)
+            order.dropped(item)
+            if number:
+                order.release(item)
+    assert sum(len(share.past) for share in order.shares.values()) <= MAX_REMEMBERED * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert len(order.shares["holder 3"].past) == MAX_REMEMBERED // 4
 
 
 def test_shares_are_of_the_limit_that_is_reached() -> None:

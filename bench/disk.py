@@ -72,7 +72,7 @@ def read_figures(folder: Path, files: int, rounds: int) -> Figures:
     for _ in range(rounds):
         for each in disk.files():
             tier_s.append(seconds(partial(disk.read, each, [into])))
-            dd_s.append(dd_seconds(folder / each.name[:2] / each.name))
+            dd_s.append(dd_seconds(folder / each.name))
     disk.clear()
     disk.close()
     return {

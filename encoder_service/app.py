@@ -238,6 +238,7 @@ class Server:
                 prefault=True,
                 disk_folder=Path(config.store_disk) if config.store_disk else None,
                 disk_bytes=int(config.store_disk_gib * GIB),
+                disk_key=self._fleet_key,
             )
         except (StoreSizeError, DiskError) as error:
             raise ConfigError(str(error)) from error

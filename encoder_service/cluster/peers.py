@@ -194,7 +194,7 @@ class Peers:
             raise InternalError("the peer's rows do not match their checksum")
         if self._key is not None:
             rows, signature = buffer.numpy().data, ready.signature
-            if not await asyncio.to_thread(self._key.verify_rows, signature, address, grid, rows):
+            if not await asyncio.to_thread(self._key.verify_rows, signature, address, grid, [rows]):
                 self.foreign += 1
                 log.warning("rows from a peer were ignored: they are not signed with the fleet's key")
                 raise ForbiddenError("the peer's rows are not signed with the fleet's key")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_contract.fleet_key import FleetKey
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
 from encoder_service.store import segment
@@ -125,13 +126,15 @@ class Store:
         prefault: bool = False,
         disk_folder: Path | None = None,
         disk_bytes: int = 0,
+        disk_key: FleetKey | None = None,
     ) -> None:
         """Allocate all memory. Raises `StoreSizeError`, which names the setting to change, if that fails; `DiskError`.
 
         A row has `width` elements of `dtype`. A writer waits for up to `wait_s` while everything is pinned. The thread
         that drops an embedding from a tier calls `on_evict(address, tier)`, without the lock. By then another tier
         may hold the address, or the same tier may hold it again: ask `contains`. `prefault` touches the host tier's
-        pages in the background. With `disk_folder`, embeddings leave the host for files of `disk_bytes` in all.
+        pages in the background. With `disk_folder`, embeddings leave the host for files of `disk_bytes` in all,
+        signed with `disk_key`.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
@@ -176,7 +179,7 @@ class Store:
         self._disk: Disk | None = None
         if disk_folder is not None:
             try:
-                self._disk = Disk(disk_folder, disk_bytes, row_bytes, on_drop=self._left_disk)
+                self._disk = Disk(disk_folder, disk_bytes, row_bytes, key=disk_key, on_drop=self._left_disk)
             except BaseException:
                 self.segment.close()
                 raise
@@ -615,7 +618,7 @@ class Store:
             rows = self._rows(victim)
             if victim.checksum is None:
                 victim.checksum = checksum(rows)
-            disk.write(victim.address, victim.tokens, victim.grid, rows, victim.checksum)
+            disk.write(victim.address, victim.tokens, victim.grid, rows, victim.checksum, victim.holder)
         return self._drop_demoted(victim)
 
     @property

@@ -3,14 +3,15 @@
 import struct
 from collections.abc import Iterable
 from hmac import compare_digest
-from pathlib import Path
 from typing import Self
 
 from blake3 import blake3
 
 from encoder_contract.geometry import Grid
+from encoder_contract.trusted import read_trusted
 
 MIN_SECRET_CHARACTERS = 32
+SIGNATURE_BYTES = 32
 SIGNATURE_METADATA = "fleet-signature-bin"
 """The metadata key of the signature of a replica's request."""
 
@@ -35,7 +36,7 @@ class FleetKey:
     def read(cls, path: str) -> Self:
         """Read a file of secrets, one per line. Raises `ValueError`, which names the file but not its content."""
         try:
-            return cls(line.strip() for line in Path(path).read_bytes().splitlines() if line.strip())
+            return cls(line.strip() for line in read_trusted(path).splitlines() if line.strip())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from error
         except ValueError as error:
@@ -60,9 +61,9 @@ class FleetKey:
         """Sign all rows of an image, given as their bytes in order. Takes milliseconds for tens of megabytes."""
         return self._sign(self._secrets[0], "rows", [address, _GRID.pack(*grid)], rows)
 
-    def verify_rows(self, signature: bytes, address: bytes, grid: Grid, rows: memoryview) -> bool:
-        """Whether a replica signed these rows."""
-        return self._verify(signature, "rows", [address, _GRID.pack(*grid)], [rows])
+    def verify_rows(self, signature: bytes, address: bytes, grid: Grid, rows: Iterable[memoryview]) -> bool:
+        """Whether a replica signed these rows, given as for `sign_rows`."""
+        return self._verify(signature, "rows", [address, _GRID.pack(*grid)], rows)
 
     def salt(self, tenant: str, tenant_salt: bytes) -> bytes:
         """Return the salt of a tenant's addresses, derived from the salt that the tenant sent and unique to it.

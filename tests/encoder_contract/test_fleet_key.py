@@ -21,7 +21,7 @@ def pieces(rows: bytes = ROWS, length: int = 10) -> list[memoryview]:
 def test_signed_rows_verify_in_any_pieces_and_only_unchanged() -> None:
     signature = KEY.sign_rows(ADDRESS, GRID, pieces())
     assert len(signature) == 32
-    assert KEY.verify_rows(signature, ADDRESS, GRID, memoryview(ROWS))
+    assert KEY.verify_rows(signature, ADDRESS, GRID, [memoryview(ROWS)])
     flipped = bytes([ROWS[0] ^ 1]) + ROWS[1:]
     for address, grid, rows in (
         (b"b" * 32, GRID, ROWS),
@@ -29,9 +29,9 @@ def test_signed_rows_verify_in_any_pieces_and_only_unchanged() -> None:
         (ADDRESS, GRID, flipped),
         (ADDRESS, GRID, ROWS[:-1]),
     ):
-        assert not KEY.verify_rows(signature, address, grid, memoryview(rows))
+        assert not KEY.verify_rows(signature, address, grid, [memoryview(rows)])
     for forged in (b"", signature[:-1], bytes(32), FleetKey([NEW]).sign_rows(ADDRESS, GRID, pieces())):
-        assert not KEY.verify_rows(forged, ADDRESS, GRID, memoryview(ROWS))
+        assert not KEY.verify_rows(forged, ADDRESS, GRID, [memoryview(ROWS)])
 
 
 def test_a_request_is_for_one_replica_and_for_one_purpose() -> None:
@@ -56,9 +56,9 @@ def test_replicas_accept_each_other_at_every_step_of_a_key_change() -> None:
     for before, after in itertools.pairwise(steps):
         for one, other in ((before, after), (after, before)):
             signature = FleetKey(one).sign_rows(ADDRESS, GRID, pieces())
-            assert FleetKey(other).verify_rows(signature, ADDRESS, GRID, memoryview(ROWS))
+            assert FleetKey(other).verify_rows(signature, ADDRESS, GRID, [memoryview(ROWS)])
     signature = FleetKey([OLD]).sign_rows(ADDRESS, GRID, pieces())
-    assert not FleetKey([NEW]).verify_rows(signature, ADDRESS, GRID, memoryview(ROWS))
+    assert not FleetKey([NEW]).verify_rows(signature, ADDRESS, GRID, [memoryview(ROWS)])
 
 
 def test_a_file_of_secrets_has_one_per_line_and_errors_hide_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from encoder_contract.fleet_key import FleetKey
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
 from encoder_service.store import DiskError, Store
@@ -54,7 +56,7 @@ def read(disk: Disk, number: int) -> bytes | None:
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("??/*") if path.is_file()]
+    return [path for path in folder.iterdir() if path.is_file() and path.name[64:65] == "-"]
 
 
 @pytest.mark.parametrize("at", [0, 8], ids=["aligned", "unaligned"])
@@ -68,7 +70,8 @@ def test_rows_come_back_after_a_restart(folder: Path, row_bytes: int, at: int) -
     disk.close()
     disk = Disk(folder, MIB * 8, row_bytes)
     file = disk.find(address(1))
-    assert file == DiskFile(address(1), 300, GRID, row_bytes)
+    assert file is not None
+    assert file.name == DiskFile(address(1), 300, GRID, row_bytes).name
     into = bytearray(len(rows))
     assert disk.read(
         file, [memoryview(into)[: 7 * row_bytes], memoryview(into)[7 * row_bytes :]]
@@ -200,6 +203,171 @@ def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, kind:
             folder.rmdir()
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o700])
+def test_a_folder_that_other_users_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    folder.chmod(mode)
+    if mode == 0o700:  # then the owner is another user
+        if os.geteuid():
+            folder = Path("/usr")
+        else:
+            os.chown(folder, 1000, 1000)
+    with pytest.raises(DiskError, match="could put wrong rows there"):
+        Disk(folder, MIB, ROW_BYTES)
+    if os.access(folder, os.W_OK):
+        Disk(folder / "new", MIB, ROW_BYTES).close()
+
+
+ODD = (
+    "link",
+    "dangling link",
+    "pipe",
+    "folder",
+    "full folder",
+    "socket",
+    "writable",
+    "unreadable",
+    "another's",
+)
+
+
+def make_odd(path: Path, how: str) -> None:
+    """Replace a file by what the server must not open."""
+    if how in ("writable", "unreadable", "another's"):
+        path.chmod({"writable": 0o602, "unreadable": 0, "another's": 0o600}[how])
+        if how == "another's" and not os.geteuid():
+            os.chown(path, 1000, 1000)
+        return
+    data = path.read_bytes()
+    path.unlink()
+    match how:
+        case "link":
+            elsewhere = path.parent.with_name("elsewhere")
+            elsewhere.write_bytes(data)
+            path.symlink_to(elsewhere)
+        case "dangling link":
+            path.symlink_to(path.parent.with_name("nothing"))
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(f"/proc/self/fd/{(opened := os.open(path.parent, os.O_PATH))}/{path.name[:16]}")
+                os.close(opened)
+            path.with_name(path.name[:16]).rename(path)
+        case _:
+            path.mkdir()
+            if how == "full folder":
+                (path / "x").write_text("mine")
+
+
+@pytest.mark.parametrize("before_start", [True, False])
+@pytest.mark.parametrize("how", ODD)
+def test_what_is_no_file_of_ours_is_a_miss_and_nothing_else_fails(
+    folder: Path, how: str, before_start: bool
+) -> None:
+    disk = Disk(folder, MIB, ROW_BYTES)
+    for number in (1, 2):
+        write(disk, number)
+    path = next(path for path in files(folder) if path.name.startswith(address(1).hex()))
+    make_odd(path, how)
+    if before_start:
+        disk.close()
+        disk = Disk(folder, MIB, ROW_BYTES)
+    # root may read any file, and others cannot give one away
+    is_sound = not os.geteuid() if how == "unreadable" else os.geteuid() and how == "another's"
+    assert read(disk, 1) == (rows_of(1, 40) if is_sound else None)
+    assert read(disk, 2) == rows_of(2, 40)
+    write(disk, 1)
+    assert read(disk, 1) == (None if "folder" in how else rows_of(1, 40))
+    assert (disk.is_off, read(disk, 2)) == (False, rows_of(2, 40))
+    disk.close()
+
+
+def test_rows_are_bound_to_the_key(folder: Path) -> None:
+    keys = [FleetKey([bytes([65 + number]) * 32]) for number in range(2)]
+    rotated = FleetKey([b"B" * 32, b"A" * 32])
+    disk = Disk(folder, MIB, ROW_BYTES, key=keys[0])
+    write(disk, 1)
+    disk.close()
+    for key, found in ((keys[0], True), (rotated, True), (None, True), (keys[1], False)):
+        disk = Disk(folder, MIB, ROW_BYTES, key=key)
+        assert (read(disk, 1) == rows_of(1, 40)) == found
+        assert disk.damaged == (not found)
+        disk.close()
+    disk = Disk(folder, MIB, ROW_BYTES)
+    write(disk, 1)
+    disk.close()
+    disk = Disk(folder, MIB, ROW_BYTES, key=keys[0])
+    assert read(disk, 1) is None, "it has no signature"
+    disk.close()
+
+
+def test_a_forger_without_the_key_cannot_change_rows(folder: Path) -> None:
+    key = FleetKey([b"A" * 32])
+    disk = Disk(folder, MIB, ROW_BYTES, key=key)
+    write(disk, 1)
+    (path,) = files(folder)
+    data = path.read_bytes()
+    forged = rows_of(2, 40)
+    file = disk.find(address(1))
+    assert file is not None
+    header = file.header(checksum([memoryview(forged)]), data[72:104])
+    path.write_bytes(header + data[len(header) : HEADER_BYTES] + forged)
+    assert read(disk, 1) is None
+    assert disk.damaged == 1
+    disk.close()
+
+
+def test_rows_of_another_size_are_neither_torn_nor_removed(folder: Path) -> None:
+    disk = Disk(folder, MIB, ROW_BYTES)
+    for number in range(3):
+        write(disk, number)
+    disk.close()
+    other = Disk(folder, MIB, ROW_BYTES // 2)
+    assert (other.damaged, len(files(folder)), other.files(), address(0) in other) == (0, 3, [], False)
+    other.close()
+    disk = Disk(folder, MIB, ROW_BYTES)
+    assert [read(disk, number) for number in range(3)] == [rows_of(number, 40) for number in range(3)]
+    used_bytes = disk.used_bytes
+    disk.close()
+    other = Disk(folder, used_bytes, ROW_BYTES // 2)
+    views = [memoryview(rows_of(7, 20))]
+    other.write(address(7), 40, GRID, views, checksum(views))
+    assert (len(other), read(other, 7)) == (3, rows_of(7, 20)), "they make room"
+    other.close()
+
+
+def test_a_flood_takes_only_the_room_of_its_holders_share(folder: Path) -> None:
+    def write_of(disk: Disk, holder: str, numbers: range) -> None:
+        for number in numbers:
+            views = [memoryview(rows_of(number, 40))]
+            disk.write(address(number), 40, GRID, views, checksum(views), holder)
+
+    size = 20 * (HEADER_BYTES + 40 * ROW_BYTES)
+    disk = Disk(folder, size, ROW_BYTES)
+    write_of(disk, "alice", range(12))
+    write_of(disk, "mallory", range(100, 150))
+    assert sum(address(number) in disk for number in range(12)) == 10
+    disk.close()
+    disk = Disk(folder, size, ROW_BYTES)
+    write_of(disk, "mallory", range(200, 250))
+    assert sum(address(number) in disk for number in range(12)) == 10, "nor after a restart"
+    assert sum(address(number) in disk for number in range(200, 250)) == 10
+    disk.close()
+
+
+def test_a_folder_in_place_of_the_open_one_is_not_used(folder: Path) -> None:
+    disk = Disk(folder, MIB, ROW_BYTES)
+    write(disk, 1)
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+    write(disk, 2)
+    assert [read(disk, number) for number in (1, 2)] == [rows_of(1, 40), rows_of(2, 40)]
+    assert not list(folder.iterdir())
+    disk.close()
+
+
 @pytest.mark.parametrize(("does", "number"), [("write", errno.ENOSPC), ("read", errno.EIO)])
 def test_a_disk_that_fails_turns_the_tier_off_with_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, does: str, number: int
@@ -255,7 +423,7 @@ def test_killed_writers_leave_right_rows_or_none(folder: Path) -> None:
                 pass
             writer.send_signal(signal.SIGKILL)
         disk = Disk(folder, 2 * MIB, ROW_BYTES)
-        assert not list(folder.glob("??/*.tmp"))
+        assert not list(folder.glob("*.tmp"))
         for file in disk.files():
             found = int.from_bytes(file.address, "big")
             assert read(disk, found) == rows_of(found, 1 + found % 200)

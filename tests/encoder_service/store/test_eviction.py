@@ -295,7 +295,9 @@ def test_the_number_of_remembered_items_is_bounded() -> None:
             order.dropped(item)
             if number:
                 order.release(item)
-    assert sum(len(share.past) for share in order.shares.values()) <= MAX_REMEMBERED * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert sum(len(share.past) for share in order.shares.values()) <= MAX_REMEMBERED * (
+        1 + 1 / 2 + 1 / 3 + 1 / 4
+    )
     assert len(order.shares["holder 3"].past) == MAX_REMEMBERED // 4
 
 

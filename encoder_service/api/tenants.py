@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hmac import compare_digest
-from pathlib import Path
 from typing import Any, Literal, get_args
 
+from encoder_contract.trusted import read_trusted
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.scheduler.policy import MAX_PRIORITY, MIN_PRIORITY
 
@@ -108,7 +108,7 @@ class Tenants:
 
     def _read(self) -> _Entries:
         try:
-            tables = tomllib.loads(Path(self._path).read_text())
+            tables = tomllib.loads(read_trusted(self._path).decode())
             entries = _entries(tables)
         except OSError as error:
             raise ValueError(f"{self._path}: {error.strerror}") from error

@@ -20,6 +20,7 @@ import torch
 from encoder_contract.device_memory import open_memory
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
+from encoder_contract.segment_file import open_segment
 from encoder_contract.settings import ConfigError, flag
 from encoder_service.config import Config
 from encoder_service.engine import messages
@@ -115,8 +116,9 @@ def run(
 
 def _memory(begin: messages.Begin, device: Device) -> Memory:
     """Map the store's memory."""
-    with begin.segment.open("r+b") as file:
-        segment = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    file = open_segment(begin.segment, writes=True)
+    segment = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)  # keeps a descriptor of its own
+    os.close(file)
     memory = {"host": segment[begin.data_offset :]}
     if device.kind == "cuda":  # copies to registered memory run at full speed, beside the tower
         register_memory(segment, device.name)

@@ -13,6 +13,8 @@ from pathlib import Path
 import blake3
 from vllm import envs
 
+from encoder_contract.trusted import read_trusted
+
 VARIABLE = "ENCODER_SERVICE_NAME_KEY"
 _MIN_CHARACTERS = 32  # 128 bits as hexadecimal digits
 
@@ -28,7 +30,7 @@ def read_name_key(file: str) -> bytes:
         path = Path(file) if file else own_key_file()
         where = str(path)
         try:
-            text = path.read_text() if file else _own_key(path)
+            text = read_trusted(path).decode() if file else _own_key(path)
         except (OSError, UnicodeError) as error:
             raise ValueError(
                 f"the key of image names cannot be read: {error}. Give all engines one key: `openssl rand -hex 32` "

@@ -9,7 +9,8 @@ from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+
+from encoder_contract.trusted import read_trusted
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,10 @@ class Certificates:
 
     def _read(self, version: int) -> Pem:
         cert, _, ca = self._files
+        try:
+            pem = Pem(version, *(read_trusted(path) if path else b"" for path in self._files))
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}") from error
         if cert:
             self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         if ca:
@@ -115,10 +120,7 @@ class Certificates:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca)
             except OSError as error:
                 raise ValueError(f"{ca}: {_reason(error)}") from error
-        try:
-            return Pem(version, *(Path(path).read_bytes() if path else b"" for path in self._files))
-        except OSError as error:
-            raise ValueError(f"{error.filename}: {error.strerror}") from error
+        return pem
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [_stamp(path) for path in self._files]

@@ -5,10 +5,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from encoder_contract.certificates import Certificates
+from encoder_contract.trusted import read_trusted
 
 PUBLIC_CA = "public"
 
@@ -84,7 +84,7 @@ class Token:
             try:
                 found = os.stat(self._path)
                 if (stamp := (found.st_ino, found.st_mtime_ns)) != self._stamp:
-                    token = Path(self._path).read_text().strip()
+                    token = read_trusted(self._path).decode().strip()
                     if not token.isascii() or not token.isprintable() or not token:
                         raise ValueError(
                             f"{self._path}: a token must be one line of printable ASCII characters"

@@ -56,14 +56,15 @@ def _remove_ownerless(path: Path) -> bool:
         os.close(file)
 
 
-def open_segment(path: str) -> int:
-    """Open a segment of this user for reading; return the file descriptor.
+def open_segment(path: str | Path, *, writes: bool = False) -> int:
+    """Open a segment of this user for reading, or also for writing; return the file descriptor.
 
     Does not follow links and does not block. Raises `OSError` if the file cannot be opened, and `InternalError` if it
     is not a segment of this user.
     """
     # Without O_NONBLOCK, opening a FIFO blocks until another process opens it for writing.
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    access = os.O_RDWR if writes else os.O_RDONLY
+    file = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(file)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()

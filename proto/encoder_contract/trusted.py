@@ -14,16 +14,13 @@ def read_trusted(path: str | Path) -> bytes:
 
     Raises `OSError`, also for a file that is not regular, or that every user may write.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as content:
-        mode = os.fstat(file).st_mode
-        if stat.S_ISDIR(mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if mode & stat.S_IWOTH:
             raise OSError(errno.EPERM, "every user may write it: run `chmod o-w`", str(path))
-        return content.read()
+        return file.read()
 
 
 def is_own_file(status: os.stat_result) -> bool:

@@ -43,8 +43,9 @@ def files(tmp_path, store):
 @pytest.mark.parametrize("what", ["fifo", "link", "other", "folder", "gone"])
 def test_only_segments_are_opened_without_blocking(files, what):
     assert segment_proof("127.0.0.1:1", files[what]) == b""
-    with pytest.raises((OSError, InternalError)):
-        open_segment(files[what])
+    for writes in (False, True):
+        with pytest.raises((OSError, InternalError)):
+            open_segment(files[what], writes=writes)
 
 
 def test_a_segment_of_another_user_is_refused(store, monkeypatch):

@@ -15,6 +15,7 @@ from encoder_contract.errors import (
 )
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
+from encoder_service.api import tenants as tenants_module
 from encoder_service.api.tenants import MAX_TOKENS, Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
@@ -118,17 +119,17 @@ def test_an_unreadable_file_is_read_once_it_becomes_readable(
     """As when another user replaces the file and then makes it readable: only its permissions change."""
     path = tmp_path / "tenants.toml"
     path.write_text(table("chat", TOKENS["chat"], rights=["fetch"]))
-    tenants, read_text = Tenants(str(path)), Path.read_text
+    tenants = Tenants(str(path))
 
-    def refused(self: Path) -> str:
+    def refused(_path: str) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     time.sleep(TICK_S)
     path.write_text(table("chat", "another-token", rights=["fetch"]))
     path.chmod(0o000)
-    monkeypatch.setattr(Path, "read_text", refused)
-    assert tenants.by_token(TOKENS["chat"]) is not None, "the previous tenants stay in force"
-    monkeypatch.setattr(Path, "read_text", read_text)
+    with monkeypatch.context() as patched:
+        patched.setattr(tenants_module, "read_trusted", refused)
+        assert tenants.by_token(TOKENS["chat"]) is not None, "the previous tenants stay in force"
     time.sleep(TICK_S)
     path.chmod(0o600)
     assert tenants.by_token(TOKENS["chat"]) is None

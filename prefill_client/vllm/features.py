@@ -36,6 +36,7 @@ class VllmRequest(Protocol):
     """The fields of vLLM's `VllmRequest` that we read."""
 
     request_id: str
+    num_prompt_tokens: int
     mm_features: Sequence[Feature]
     ec_transfer_params: dict[str, Any] | None
     cache_salt: str | None

@@ -66,6 +66,7 @@ class PromptImages:
     """The named images of a request, in the order of its prompt."""
 
     features: int  # number of multimodal features when the request was read
+    tokens: int
     info: RequestInfo
     tenant_salt: str
     spans: list[ImageSpan] = field(default_factory=list)
@@ -108,11 +109,13 @@ class PrefillGate:
     def __init__(
         self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
         tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
+        in_one_step: bool = False,
     ) -> None:  # fmt: skip
         """Make a gate without requests.
 
         `description` returns the service's, None before it is joined. `tower` describes the input of the engine's own
         tower, `window_tokens` is the most that one step prefills, and `capacity_rows` is the size of host memory.
+        `in_one_step`: no wait for an image divides a prompt that one step can prefill.
         """
         self._table = table
         self._signer = signer
@@ -122,6 +125,7 @@ class PrefillGate:
         self._tenant_salt = tenant_salt
         self._window_tokens = window_tokens
         self._gating = gating
+        self._in_one_step = in_one_step
         self._free_rows = self._capacity_rows = capacity_rows
         self._prompts: dict[str, PromptImages] = {}
         self._failed: dict[str, EncoderError] = {}
@@ -189,6 +193,7 @@ class PrefillGate:
         proofs = frozenset(info.proofs)
         prompt = PromptImages(
             features=len(request.mm_features),
+            tokens=request.num_prompt_tokens,
             info=info,
             tenant_salt=salt,
             stored=set(info.stored),
@@ -263,7 +268,7 @@ class PrefillGate:
         if self._gating == "request":
             return prompt.remaining(computed)
         images = self._window(prompt, computed)
-        if not self.exact:
+        if not self.exact or (self._in_one_step and prompt.tokens - computed <= self._window_tokens):
             return images
         soon = prompt.stored if not prompt.parked_s or monotonic() - prompt.parked_s < SOON_S else set()
         return [

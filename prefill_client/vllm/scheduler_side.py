@@ -92,6 +92,8 @@ class SchedulerSide:
             capacity_rows=self._memory.size_bytes // size,
             gating=settings.gating,
             tower=TowerInput.of(config),
+            # Some connectors of KV blocks, such as vLLM's example, store the first step as the whole prompt.
+            in_one_step=config.kv_transfer_config is not None,
         )
         self._step = 0
         self._empty_steps = 0  # in a row

@@ -62,6 +62,7 @@ class FakeRequest:
     """A replacement for vLLM's `Request`."""
 
     request_id: str
+    num_prompt_tokens: int = 0
     mm_features: list[FakeFeature] = field(default_factory=list)
     ec_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
@@ -101,6 +102,7 @@ class Prefill:
                 request.mm_features.append(FakeFeature(name, {"image_grid_thw": grid}, FakePosition(tokens)))
             tokens += TEXT.get(part, ROWS)
         request.ec_transfer_params = {RequestInfo.KEY: {"proofs": proofs}}
+        request.num_prompt_tokens = tokens
         return request, tokens
 
     async def run(self, request: FakeRequest, begin: int, end: int) -> None:

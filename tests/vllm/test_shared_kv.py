@@ -35,12 +35,14 @@ def matches(engine: VllmEngine) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["by step", "by image"])
 def test_two_engines_share_the_kv_blocks_of_an_image(
-    checkpoint: Path, service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
-    """By vLLM's own example connector, which stores only what one step prefills: no cache manager cuts the step.
+    """By vLLM's own example connector, which stores what the first step prefills as the whole prompt.
 
-    The second engine has another id and another key, as an engine on another host or after a restart.
+    The second engine would end if the wait for a new image had divided the prompt of the first. It has another id and
+    another key, as an engine on another host or after a restart.
     """
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # as everybody who shares blocks: hashes begin with it
     storage = {"shared_storage_path": str(tmp_path / "kv")}
@@ -49,13 +51,17 @@ def test_two_engines_share_the_kv_blocks_of_an_image(
         "kv_role": "kv_both",
         "kv_connector_extra_config": storage,
     }
-    image, other = photo(250, 250, 77, "PNG"), photo(250, 250, 78, "PNG")
+    image, other = (photo(250, 250, 77 + 2 * exact + number, "PNG") for number in range(2))
     parts: list[Part] = ["a shared document ", image, " and words after it " * 20]
     answers, found, ids = [], [], set()
     for host in ("one", "another"):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / host))
         engine = VllmEngine(
-            checkpoint, service.endpoint, kv_transfer_config=transfer, max_num_batched_tokens=2048
+            checkpoint,
+            service.endpoint,
+            exact=exact,
+            kv_transfer_config=transfer,
+            max_num_batched_tokens=2048,
         )
         try:
             ids.add(engine.config.ec_transfer_config.engine_id)

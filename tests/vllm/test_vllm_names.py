@@ -49,7 +49,7 @@ NAMES: list[Names] = [
     ("v1/core/encoder_cache_manager.py", "EncoderCacheManager", "", "cached"),
     ("v1/core/sched/output.py", "SchedulerOutput", "", "total_num_scheduled_tokens"),
     ("v1/outputs.py", "ECConnectorOutput", "", "ec_connector_worker_meta"),
-    ("v1/request.py", "Request", "", "request_id mm_features ec_transfer_params cache_salt"),
+    ("v1/request.py", "Request", "", "request_id num_prompt_tokens mm_features ec_transfer_params cache_salt"),
     (
         "entrypoints/openai/chat_completion/protocol.py", "ChatCompletionRequest", "",
         "messages ec_transfer_params cache_salt priority mm_processor_kwargs media_io_kwargs",
@@ -77,6 +77,7 @@ NAMES: list[Names] = [
     ("config/scheduler.py", "SchedulerConfig", "", "max_num_batched_tokens"),
     ("config/parallel.py", "ParallelConfig", "", "nnodes pipeline_parallel_size"),
     ("config/lora.py", "LoRAConfig", "", "enable_tower_connector_lora"),
+    ("config/vllm.py", "VllmConfig", "", "ec_transfer_config kv_transfer_config"),
     ("config/speculative.py", "SpeculativeConfig", "", "num_speculative_tokens"),
     ("config/device.py", "DeviceConfig", "", "device"),
     ("multimodal/video.py", "Qwen3VLVideoBackend", "", "_MAX_FRAMES _MAX_FPS"),

@@ -32,6 +32,12 @@ METRICS = {
     WAITED: ("vllm:encoder_service_waits_total", "", "Prefill steps that waited for rows."),
     WAITED_S: ("vllm:encoder_service_wait_seconds_total", "", "Seconds that prefill steps waited for rows."),
 }
+# Of each API server. Its labels are the HTTP status, and the gRPC status of the error or `image_host`.
+ANSWERS = (
+    "vllm:encoder_service_answers_total",
+    "Requests that the middleware answered itself; vLLM's http_requests_total does not count them.",
+    ("status", "reason"),
+)
 
 
 class Counts:

@@ -188,13 +188,22 @@ def _longer(start: Message, added: int) -> Message:
     return {**start, "headers": headers}
 
 
-async def send_error(send: Send, error: EncoderError) -> None:
+def http_status(error: EncoderError) -> tuple[int, str]:
+    """Return the HTTP status of an error, and vLLM's name for it."""
+    return _IMAGE_HOST if isinstance(error, ImageHostError) else _HTTP.get(error.status, _DOWN)
+
+
+async def send_error(send: Send, error: EncoderError, request_id: str) -> None:
     """Answer with the error's text, in the form of vLLM's own errors."""
-    code, kind = _IMAGE_HOST if isinstance(error, ImageHostError) else _HTTP.get(error.status, _DOWN)
+    code, kind = http_status(error)
     body = json.dumps(
         {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
     ).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", request_id.encode("latin-1")),
+    ]
     if code == _DOWN[0]:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000))).encode()))
     await send({"type": "http.response.start", "status": code, "headers": headers})

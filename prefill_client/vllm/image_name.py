@@ -20,7 +20,8 @@ from encoder_contract.traceparent import trace_id
 from encoder_contract.video import Frames
 from prefill_client.transport.connection import Description
 
-_PREFIX = "encsvc1-"
+NAME_PREFIX = "encsvc1-"
+"""How every name begins."""
 _IDENTIFIER = re.compile(
     r"(encsvc1-([0-9a-f]{64})(?:-f(\d{1,8})-(\d{1,8}))?-(\d{1,6})x(\d{1,6})-([0-9a-f]{32}))(?:-([0-9a-f]{32}))?"
 )
@@ -45,7 +46,7 @@ class ImageName:
 def identifier_of(name: ImageName) -> str:
     """Return the identifier of a name, for vLLM's `uuid`."""
     frames = f"-f{name.frames.first}-{name.frames.second}" if name.frames else ""
-    return f"{_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
+    return f"{NAME_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
 
 
 class NameSigner:
@@ -83,7 +84,7 @@ class NameSigner:
 
 def is_image_name(identifier: str) -> bool:
     """Whether an identifier has the form of a name of ours; only `NameSigner.name` checks its proof."""
-    return identifier.startswith(_PREFIX)
+    return identifier.startswith(NAME_PREFIX)
 
 
 def salt_of(tenant_salt: str, cache_salt: str | None) -> str:

@@ -12,15 +12,18 @@ fails. When it ends, the servers drop the images that they have not encoded.
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, MutableMapping, Sequence
+import re
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from hmac import compare_digest
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from cachetools import LRUCache
+from prometheus_client import Counter
 from vllm import envs
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -35,6 +38,7 @@ from prefill_client.media.image_loader import ImageLoader
 from prefill_client.plugin.service import WatchedClient, connect
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.video import Video, read_videos
+from prefill_client.vllm.counts import ANSWERS
 from prefill_client.vllm.guarded_request import (
     App,
     FindFailed,
@@ -42,6 +46,7 @@ from prefill_client.vllm.guarded_request import (
     Receive,
     Send,
     failed_image,
+    http_status,
     read_body,
     replay,
     send_error,
@@ -49,6 +54,7 @@ from prefill_client.vllm.guarded_request import (
 )
 from prefill_client.vllm.image_name import (
     MAX_PRIORITY,
+    NAME_PREFIX,
     ImageName,
     NameSigner,
     RequestInfo,
@@ -81,6 +87,7 @@ from prefill_client.vllm.videos import (
 from prefill_client.vllm.vllm_settings import VllmSettings
 
 _log = logging.getLogger("vllm.encoder_service")
+Result = TypeVar("Result")
 FORMS = {
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": BATCH,
@@ -99,6 +106,15 @@ OTHER_ROUTES = frozenset(
 """The routes that take images for the engine's own tower, or for no tower."""
 WEIGHT_ROUTES = frozenset(("/update_weights", "/finish_weight_update"))
 """The routes that change the weights of a running engine."""
+# A body without these has no media, embeddings or names. Escapes of ASCII could hide them, and so could UTF-16.
+_MARKS = (
+    NAME_PREFIX.encode(),
+    b"embeds",
+    b"image",
+    b"video",
+    b"\0",
+    *(b"\\u00%d" % row for row in range(2, 8)),
+)
 # Bytes of a body that the event loop parses within a millisecond. Bodies with images in them have megabytes.
 _SHORT = 1 << 16
 # Bytes of the files of stored responses, which are kept in case the service loses them. The least recently used are
@@ -115,6 +131,7 @@ class EncoderServiceMiddleware:
     """One for each API server. The `ec_connector_extra_config` of its engine configures it."""
 
     def __init__(self, app: App) -> None:
+        _answers()  # vLLM shows it from the start
         self._app = app
         self._service: _Service | None = None
 
@@ -145,11 +162,13 @@ class EncoderServiceMiddleware:
         body = await read_body(receive)
         if body is None:  # the caller has left
             return
-        try:
-            check_other_route(await _parsed(body), route, has_tower=self._service_of(scope).has_tower)
-        except EncoderError as error:
-            await send_error(send, error)
-            return
+        if any(mark in body for mark in _MARKS):
+            check = partial(check_other_route, route=route, has_tower=self._service_of(scope).has_tower)
+            try:
+                await _parsed(body, check)
+            except EncoderError as error:
+                await _answer(send, error, _request_id(scope))
+                return
         await self._app(scope, replay(body, receive), send)
 
     def _noting_weights(self, scope: MutableMapping[str, Any], send: Send) -> Send:
@@ -169,9 +188,10 @@ class EncoderServiceMiddleware:
         error: EncoderError | None = None
         images: RequestImages | None = None
         submitted: _Submitted | None = None
+        request_id = _request_id(scope)
         try:
             images = await self._images(form, scope, body)
-            submitted = await self._submit(scope, images) if images is not None else None
+            submitted = await self._submit(scope, images, request_id) if images is not None else None
         except EncoderError as raised:
             error = raised
         if submitted is not None:
@@ -189,7 +209,7 @@ class EncoderServiceMiddleware:
                 return
         if error is not None:
             if _is_of_the_image(error) or not self._service_of(scope).leave_to_own_tower(images, error):
-                await send_error(send, error)
+                await _answer(send, error, request_id)
                 return
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
         await self._app(with_length(scope, len(body)), replay(body, receive), send)
@@ -198,16 +218,20 @@ class EncoderServiceMiddleware:
         self, form: ApiShape, scope: MutableMapping[str, Any], body: bytes
     ) -> RequestImages | None:
         """Return a request that has images, or continues a response with images; else None."""
-        images = RequestImages(await _parsed(body), form)
+        images = await _parsed(body, partial(RequestImages, form=form))
         if images.in_background:
             return None  # vLLM answers at once, and the end of the request would withdraw its images
         if len(images) or (images.previous_response and self._service_of(scope).earlier(images).digests):
             return images
         return None
 
-    async def _submit(self, scope: MutableMapping[str, Any], images: RequestImages) -> "_Submitted":
+    async def _submit(
+        self, scope: MutableMapping[str, Any], images: RequestImages, request_id: str
+    ) -> "_Submitted":
         """Submit the images and replace them by names."""
-        kept, find_failed, videos = await self._service_of(scope).submit(images, _headers(scope))
+        trace = valid_traceparent(_headers(scope).get("traceparent"))
+        info = RequestInfo(request_id, _priority(images.body), traceparent=trace)
+        kept, find_failed, videos = await self._service_of(scope).submit(images, info)
         try:
             body = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
             return _Submitted(body, kept, find_failed, videos)
@@ -299,6 +323,7 @@ class _Service:
         self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
         self._local_folder: str = getattr(args, "allowed_local_media_path", "") or ""
         self._content_format = getattr(args, "chat_template_content_format", "auto")
+        self._chat_template = _text_of(getattr(args, "chat_template", ""))
         self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
         self._shows_tokens = getattr(args, "enable_prompt_tokens_details", False)
         self._client = WatchedClient(self._open, _log)
@@ -324,13 +349,13 @@ class _Service:
         return self._responses.conversation(images.previous_response)
 
     async def submit(
-        self, images: RequestImages, headers: dict[str, str]
+        self, images: RequestImages, info: RequestInfo
     ) -> tuple[KeptImages, FindFailed, VideoTokenCounts | None]:
         """Submit a request's images and replace them by names; raise the error of the first that failed.
 
-        Also submits the images of the response that the request continues, if their files are still kept.
+        `info` has the caller's fields for the service. Also submits the images of the response that the request
+        continues, if their files are still kept.
         """
-        info = _info(images.body, headers)
         salt = _salt(self.settings, images.body)
         earlier = self.earlier(images)
         self._check(images, earlier, salt)
@@ -435,6 +460,7 @@ class _Service:
         stills = await self._stills(images.references(), client.description, salt)
         if not (urls := images.video_urls()):
             return stills
+        await asyncio.to_thread(self._check_fields, images)
         check_limits(self._config, images=len(stills), videos=len(urls))
         videos = await self._videos(urls, images.sampling, client, request_id)
         pairs = sum(len(video.files) for video in videos)
@@ -487,6 +513,18 @@ class _Service:
             _Medium(name, video.images, clip=video.clip) for name, video in zip(names, videos, strict=True)
         ]
 
+    def _check_fields(self, images: RequestImages) -> None:
+        """Raise `UnsupportedVideoError` if the chat template reads a field of a video, since it is not shown videos."""
+        if not (fields := images.video_fields()):
+            return
+        template = images.body.get("chat_template") or self._chat_template
+        if not template:
+            template = cached_tokenizer_from_config(self._config.model_config).chat_template
+        if read := [field for field in fields if re.search(rf"\b{re.escape(field)}\b", str(template))]:
+            raise UnsupportedVideoError(
+                f"the chat template reads {min(read)} of a video, which it is not shown"
+            )
+
     def _video_tokens(self, clips: list[Clip]) -> VideoTokenCounts | None:
         """Count the tokens of a request's videos, if vLLM's answers show the tokens of each modality."""
         if not clips or not self._shows_tokens:
@@ -528,6 +566,12 @@ class _Service:
         return [*named] if medium.clip is None else prompt_parts(medium.clip, named)
 
 
+def _text_of(chat_template: str | None) -> str:
+    """Return the template that `--chat-template` gives, as the path of a file or as text."""
+    path = Path(chat_template or "")
+    return path.read_text() if "\n" not in str(path) and path.is_file() else chat_template or ""
+
+
 def _is_path(url: str) -> bool:
     return url[:7].lower() == "file://"
 
@@ -565,14 +609,10 @@ def _answers_of_prompt(
     ]
 
 
-def _info(body: dict[str, Any], headers: dict[str, str]) -> RequestInfo:
-    """Return the caller's fields for the service. vLLM puts small priorities first, the service large ones."""
+def _priority(body: dict[str, Any]) -> int:
+    """Return the priority of a request for the service. vLLM puts small priorities first, the service large ones."""
     priority = body.get("priority")
-    return RequestInfo(
-        request_id=(headers.get("x-request-id") or uuid4().hex)[:128],
-        priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, -priority)) if isinstance(priority, int) else 0,
-        traceparent=valid_traceparent(headers.get("traceparent")),
-    )
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, -priority)) if isinstance(priority, int) else 0
 
 
 def _salt(settings: VllmSettings, body: dict[str, Any]) -> str:
@@ -580,12 +620,33 @@ def _salt(settings: VllmSettings, body: dict[str, Any]) -> str:
     return salt_of(settings.tenant_salt, cache_salt if isinstance(cache_salt, str) else None)
 
 
-async def _parsed(body: bytes) -> Any:
-    """Return the JSON of a body; None if it is invalid, which vLLM answers."""
-    try:
-        return json.loads(body) if len(body) <= _SHORT else await asyncio.to_thread(json.loads, body)
-    except (ValueError, RecursionError):
-        return None
+async def _parsed(body: bytes, use: Callable[[Any], Result]) -> Result:
+    """Return `use` of the JSON of a body, of None if it is invalid, which vLLM answers. A long body takes a thread."""
+
+    def parse() -> Result:
+        try:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError):
+            parsed = None
+        return use(parsed)
+
+    return parse() if len(body) <= _SHORT else await asyncio.to_thread(parse)
+
+
+@cache
+def _answers() -> Counter:
+    return Counter(*ANSWERS)
+
+
+async def _answer(send: Send, error: EncoderError, request_id: str) -> None:
+    """Answer a request instead of vLLM, whose own counters and middleware do not see it."""
+    reason = "image_host" if isinstance(error, ImageHostError) else error.status.name.lower()
+    _answers().labels(str(http_status(error)[0]), reason).inc()
+    await send_error(send, error, request_id)
+
+
+def _request_id(scope: MutableMapping[str, Any]) -> str:
+    return (_headers(scope).get("x-request-id") or uuid4().hex)[:128]
 
 
 def _route(scope: MutableMapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from uuid import uuid4
 from encoder_contract.errors import ForbiddenError, InvalidImageError, InvalidRequestError
 from encoder_contract.header import FORMATS, format_of, read_header
 from prefill_client.vllm.image_name import RequestInfo, is_image_name
+from prefill_client.vllm.parts import EMBEDDED, IMAGES, VIDEO, extra_fields, kind_of, reference_of
 from prefill_client.vllm.videos import (
     IMAGE_PLACEHOLDER,
     OPTIONS,
@@ -31,12 +32,10 @@ from prefill_client.vllm.videos import (
 
 Item = TypeVar("Item")
 
-_IMAGES = {"image_url", "input_image", "image_pil"}
-_VIDEO = "video_url"
 _FRAMES = "data:video/jpeg"  # a list of frames, which vLLM accepts as a video
-_OTHER_MEDIA = {*_IMAGES, _VIDEO, "image"}  # Anthropic's type is `image`
+_OTHER_MEDIA = {*IMAGES, VIDEO, "image"}  # Anthropic's type is `image`
 _URLS = ("images", "videos")  # of vLLM's structured decisions
-_EMBEDDED = {"image_embeds", "video_embeds", "audio_embeds"}
+_NESTED = frozenset((dict, list, str))  # the types of JSON that can be a name or contain one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +76,9 @@ class RequestImages:
         if isinstance(body, dict) and not isinstance(body.get("ec_transfer_params") or {}, dict):
             raise InvalidRequestError("ec_transfer_params must be an object")
         parts = [part for parts in _part_lists(body, form) for part in parts if isinstance(part, dict)]
-        for part in parts:
-            if embedded := _kinds(part) & _EMBEDDED:
-                raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
-        self._images = [part for part in parts if _kinds(part) & _IMAGES]
-        self._videos = [part for part in parts if _VIDEO in _kinds(part)]
-        if any(_kinds(part) & _IMAGES for part in self._videos):
-            raise InvalidRequestError("a part is an image or a video, not both")
+        kinds = [*map(_allowed_kind, parts)]
+        self._images = [part for part, kind in zip(parts, kinds, strict=True) if kind in IMAGES]
+        self._videos = [part for part, kind in zip(parts, kinds, strict=True) if kind == VIDEO]
         if self._videos:
             self._check_videos()
             self._place_videos()
@@ -111,16 +106,16 @@ class RequestImages:
 
         def placed(part: Any) -> Iterator[Any]:
             if id(part) in own:
-                pieces = [VIDEO_BEGIN, VIDEO_END]
+                pieces, text = [VIDEO_BEGIN, VIDEO_END], _text("")
             elif id(part) in written and VIDEO_PLACEHOLDER in part["text"]:
-                pieces = part["text"].split(VIDEO_PLACEHOLDER)
+                pieces, text = part["text"].split(VIDEO_PLACEHOLDER), part
             else:
                 yield part
                 return
-            yield _text(pieces[0])
+            yield {**text, "text": pieces[0]}
             for piece in pieces[1:]:
-                yield waiting.popleft() if waiting else _text(VIDEO_PLACEHOLDER)
-                yield _text(piece)
+                yield waiting.popleft() if waiting else {**text, "text": VIDEO_PLACEHOLDER}
+                yield {**text, "text": piece}
 
         for parts in _part_lists(self.body, self._form):
             parts[:] = [new for part in parts for new in placed(part)]
@@ -138,8 +133,9 @@ class RequestImages:
                     raise UnsupportedVideoError(
                         f"beside a video, only the text of users may contain {VIDEO_PLACEHOLDER}"
                     )
-            elif isinstance(value, dict) and id(value) not in media:
-                remaining += [(value, each) for each in value.values()]
+            elif isinstance(value, dict):
+                fields = extra_fields(value) if id(value) in media else value
+                remaining += [(value, each) for each in fields.values()]
             elif isinstance(value, list):
                 remaining += [(value, each) for each in value]
 
@@ -175,24 +171,23 @@ class RequestImages:
         return any(self.body.get(option) for option in OPTIONS)
 
     def references(self) -> list[tuple[str, str]]:
-        """Return the URL of each image and its `uuid`, in the order of the request.
-
-        As in vLLM, an image that a caller has sent with its `uuid` needs no URL.
-        """
-        uuids = [part.get("uuid") for part in self._images]
-        return [
-            ("" if uuid and part.get("image_url") in (None, {}) else _url(part, "image_url"), str(uuid or ""))
-            for part, uuid in zip(self._images, uuids, strict=True)
-        ]
+        """Return the URL of each image and its `uuid`, in the order of the request; either may be empty."""
+        return [*map(reference_of, self._images)]
 
     def video_urls(self) -> list[str]:
         """Return the URL of each video, in the order of the request."""
-        urls = [_url(part, _VIDEO) for part in self._videos]
+        urls = [url for url, _ in map(reference_of, self._videos)]
+        if not all(urls):
+            raise UnsupportedVideoError("a video needs its video_url, also with a uuid")
         if any(url[: len(_FRAMES)].lower() == _FRAMES for url in urls):
             raise UnsupportedVideoError(
                 "single frames (data:video/jpeg) are not supported: send a video file"
             )
         return urls
+
+    def video_fields(self) -> set[str]:
+        """Return the fields of videos that reach the chat template in vLLM."""
+        return {field for video in self._videos for field in extra_fields(video)}
 
     def in_order(self, images: Sequence[Item], videos: Sequence[Item]) -> list[Item]:
         """Merge one item for each image and one for each video into the order of the request."""
@@ -206,28 +201,34 @@ class RequestImages:
 
         Named parts have no pixels, or a stand-in. The body also gets `info` for the connector.
         """
-        replaced, remaining = {id(part) for part in (*self._images, *self._videos)}, iter(replacements)
+        images, videos = ({id(part) for part in parts} for parts in (self._images, self._videos))
+        remaining = iter(replacements)
+
+        def replaced(part: Any) -> Iterator[Any]:
+            if id(part) not in images | videos:
+                yield part
+                return
+            fields = extra_fields(part) if id(part) in images else {}
+            yield from (self._part(new, fields) for new in next(remaining))
+
         for parts in _part_lists(self.body, self._form):
-            parts[:] = [
-                new
-                for part in parts
-                for new in (map(self._part, next(remaining)) if id(part) in replaced else [part])
-            ]
+            parts[:] = [new for part in parts for new in replaced(part)]
         for option in OPTIONS:  # vLLM would hash them into the names
             self.body.pop(option, None)
         info.write(self.body)
 
-    def _part(self, replacement: str | NamedImage) -> dict[str, Any]:
+    def _part(self, replacement: str | NamedImage, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a part for vLLM, with the `fields` of the image that it replaces."""
         if isinstance(replacement, str):
             return _text(replacement)
-        named = dict(self._form.named)
+        named = {key: fields.get(key) or value for key, value in self._form.named}
         if not replacement.stand_in:
             part = {**named, "image_embeds": {"image_grid_thw": replacement.grid}}
         elif self._form is RESPONSES:
             part = {**named, "image_url": replacement.stand_in}
         else:
             part = {"type": "image_url", "image_url": {"url": replacement.stand_in}}
-        return {**part, "uuid": replacement.identifier}
+        return {**fields, **part, "uuid": replacement.identifier}
 
     def _response_field(self, key: str) -> object:
         return self.body.get(key) if self._form is RESPONSES and isinstance(self.body, dict) else None
@@ -259,25 +260,19 @@ def _users_texts(body: dict[str, Any]) -> set[int]:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return isinstance(part, dict) and kind_of(part) == "text" and isinstance(part.get("text"), str)
 
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _kinds(part: dict[str, Any]) -> set[str]:
-    """Return every kind that vLLM may recognise a part as: by its type, or by its keys."""
-    kind = part.get("type")
-    return {*part, kind} if isinstance(kind, str) else {*part}
-
-
-def _url(part: dict[str, Any], key: str) -> str:
-    value = part.get(key)
-    url = value.get("url") if isinstance(value, dict) else value
-    if not isinstance(url, str):
-        raise InvalidRequestError(f"a part of the message has no {key}")
-    return url
+def _allowed_kind(part: dict[str, Any]) -> str:
+    """Return the kind of a part. Raises `ForbiddenError` for embeddings."""
+    kind = kind_of(part)
+    if kind in EMBEDDED:
+        raise ForbiddenError(f"{kind}: callers cannot send embeddings: send images")
+    return kind
 
 
 def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
@@ -286,7 +281,7 @@ def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
     Raises `ForbiddenError` for embeddings and for names of ours, which callers could give another image, and
     `InvalidRequestError` for an image that no tower can encode.
     """
-    has_urls = isinstance(body, dict) and any(isinstance(body.get(key), list) for key in _URLS)
+    has_urls = isinstance(body, dict) and any(isinstance(body.get(key), list) and body[key] for key in _URLS)
     if has_urls and not has_tower:
         raise _no_tower(route)
     remaining = [body]
@@ -294,12 +289,13 @@ def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
         value = remaining.pop()
         if isinstance(value, str) and is_image_name(value):
             raise ForbiddenError("callers cannot use names of the encoder service: send images")
-        if isinstance(value, dict):
-            if embedded := _kinds(value) & _EMBEDDED:
-                raise ForbiddenError(f"{min(embedded)}: callers cannot send embeddings: send images")
-            if not has_tower and _is_medium(value):
-                raise _no_tower(route)
-        remaining += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if isinstance(value, dict) and _is_medium(value, _allowed_kind(value)) and not has_tower:
+            raise _no_tower(route)
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not _NESTED.isdisjoint(
+            map(type, inner)
+        ):  # else numbers, of which a prompt of tokens has a million
+            remaining += inner
 
 
 def _no_tower(route: str) -> InvalidRequestError:
@@ -309,12 +305,11 @@ def _no_tower(route: str) -> InvalidRequestError:
     )
 
 
-def _is_medium(value: dict[str, Any]) -> bool:
+def _is_medium(value: dict[str, Any], kind: str) -> bool:
     """Whether an object is an image or a video of any API; a schema may have a property with such a name."""
-    kind, urls = value.get("type"), [value.get("image_url"), value.get(_VIDEO)]
-    if isinstance(kind, str) and kind in _OTHER_MEDIA:
-        return True
-    return any(isinstance(url, str) or (isinstance(url, dict) and "url" in url) for url in urls)
+    url = value.get(kind)
+    has_url = isinstance(url, str) or (isinstance(url, dict) and "url" in url)
+    return kind in _OTHER_MEDIA and (kind == value.get("type") or has_url)
 
 
 def size_of(image: bytes) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The images and videos in a request's JSON, and which requests are refused."""
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,12 +26,72 @@ def request(form: ApiShape, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])
 @pytest.mark.parametrize(("form", "key"), [(CHAT, "content"), (RESPONSES, "content"), (RESPONSES, "output")])
-@pytest.mark.parametrize("by", ["type", "key", "null"])
+@pytest.mark.parametrize("by", ["type", "key", "null key"])
 def test_embeddings_of_every_modality_are_refused(modality: str, form: ApiShape, key: str, by: str) -> None:
     kind = f"{modality}_embeds"
-    part = {"type": {"type": kind}, "key": {kind: {}, "uuid": "x"}, "null": {"type": "text", kind: None}}[by]
+    parts: dict[str, dict[str, Any]] = {
+        "type": {"type": kind},
+        "key": {kind: {}, "uuid": "x"},
+        "null key": {"type": "text", kind: None, "uuid": "x"},
+    }
     with pytest.raises(ForbiddenError, match=kind):
-        RequestImages(request(form, key, {"type": "text", "text": "x"}, part), form)
+        RequestImages(request(form, key, {"type": "text", "text": "x"}, parts[by]), form)
+
+
+# As clients write them that have one class for all parts.
+NULLS = dict.fromkeys(
+    (
+        "text",
+        "image_url",
+        "video_url",
+        "audio_url",
+        "input_audio",
+        "image_pil",
+        "image_embeds",
+        "file",
+        "uuid",
+    )
+)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize(("form", "kind"), [(CHAT, "text"), (RESPONSES, "input_text")])
+def test_null_fields_change_no_part(form: ApiShape, kind: str, role: str) -> None:
+    text = {**NULLS, "type": kind, "text": "x"}
+    body = {form.messages: [{"role": role, "content": [text]}]}
+    assert len(RequestImages(body, form)) == 0
+    check_other_route(body, "/tokenize", has_tower=False)
+    parts = [text, {**NULLS, **image("a")}, {**NULLS, **image("b"), "uuid": "u"}]
+    assert RequestImages(request(form, "content", *parts), form).references() == [("a", ""), ("b", "u")]
+    if form is CHAT:
+        assert RequestImages(request(form, "content", {**NULLS, **video("c")}), form).video_urls() == ["c"]
+
+
+def test_the_type_decides_what_a_part_with_several_keys_is() -> None:
+    parts = [{**image("a"), **video("b"), "type": kind} for kind in ("text", "image_url", "video_url")]
+    images = RequestImages(request(CHAT, "content", *parts), CHAT)
+    assert (images.references(), images.video_urls()) == ([("a", "")], ["b"])
+
+
+def test_other_fields_of_an_image_stay() -> None:
+    """The chat template may read them."""
+    fields = {"label": "seven", "cache_control": {"type": "ephemeral"}, "detail": "high"}
+    for form, stand_in in product((CHAT, RESPONSES), ("", "data:x")):
+        body = request(form, "content", {**image("a"), **fields, "text": None, "uuid": "mine"})
+        images = RequestImages(body, form)
+        images.replace([[NamedImage("name", [1, 4, 4], stand_in)]], RequestInfo())
+        (part,) = body[form.messages][0]["content"]
+        assert part.items() >= fields.items()
+        assert part["uuid"] == "name"
+        assert "text" not in part
+        assert ("image_url" in part) == bool(stand_in)
+
+
+def test_other_fields_of_a_text_stay_where_a_video_divides_it() -> None:
+    text = {"type": "text", "text": "1<|video_pad|>2", "label": "seven"}
+    body = request(CHAT, "content", text, video("b"))
+    RequestImages(body, CHAT)
+    assert [part.get("label") for part in body["messages"][0]["content"][:3]] == ["seven", None, "seven"]
 
 
 def test_images_are_found_among_other_parts() -> None:
@@ -107,6 +168,7 @@ def test_videos_take_the_first_placeholders_of_the_prompt() -> None:
         },
         {"messages": [{"role": "user", "content": ["<|image_pad|>", video("b")]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}, video("b")]}]},
+        {"messages": [{"role": "user", "content": [{**image("a"), "label": "<|image_pad|>"}, video("b")]}]},
     ],
 )
 def test_placeholders_where_no_video_can_be_shown_are_refused(changes: dict[str, Any]) -> None:
@@ -141,9 +203,9 @@ def test_the_conversations_of_a_batch_are_replaced() -> None:
         RequestImages({"messages": [[{"role": "user", "content": [video("b")]}]]}, BATCH)
 
 
-@pytest.mark.parametrize("url", [None, {}])
+@pytest.mark.parametrize("url", [None, {}, {"url": None}, ""])
 def test_an_image_that_was_sent_with_a_uuid_needs_no_url(url: object) -> None:
-    parts = ({"type": "image_url", "image_url": url, "uuid": "x"}, {"type": "image_url", "uuid": "y"})
+    parts = ({"type": "image_url", "image_url": url, "uuid": "x"}, {"image_pil": None, "uuid": "y"})
     body = request(CHAT, "content", *parts, {**image("a"), "uuid": "z"})
     assert RequestImages(body, CHAT).references() == [("", "x"), ("", "y"), ("a", "z")]
     with pytest.raises(InvalidRequestError, match="no image_url"):
@@ -190,8 +252,7 @@ def test_a_video_is_found_by_its_type_or_its_key(part: dict[str, Any]) -> None:
         (RESPONSES, video("b"), {}, "/v1/chat/completions"),
         (CHAT, video("data:video/jpeg;base64,AA,BB"), {}, "send a video file"),
         (CHAT, video("b"), {"chat_template_kwargs": {"add_vision_id": True}}, "add_vision_id"),
-        (CHAT, video("b") | image("a"), {}, "not both"),
-        (CHAT, {"type": "video_url", "uuid": "x"}, {}, "no video_url"),
+        (CHAT, {"type": "video_url", "video_url": None, "uuid": "x"}, {}, "needs its video_url"),
     ],
 )
 def test_unsupported_videos_are_refused(

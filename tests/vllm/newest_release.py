@@ -37,9 +37,11 @@ from encoder_contract.digest import content_digest
 from prefill_client import BlockingClient, Image, RowRequest, read_images
 from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
 from prefill_client.vllm.name_key import read_name_key
+from prefill_client.vllm.parts import KNOWN_FIELDS
 from prefill_client.vllm.row_fetcher import Outcome
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, CONNECTOR, MANAGER
+from tests.vllm import part_kinds
 
 BLOCKS, BLOCK_TOKENS = 64, 32
 Cache = dict[str, torch.Tensor]
@@ -194,6 +196,8 @@ def main() -> None:
         "first_runner": prefilled(parts, cache, first_runner, 9000),
         "second_runner": prefilled(parts, cache, lambda planned: second_runner(cache, config, planned), 9010),
         "hostile": refused(parts, first_runner),
+        "parts": part_kinds.disagreements(2000, 1),
+        "same_fields": KNOWN_FIELDS == part_kinds.KNOWN_FIELDS,
         "held": len(parts.scheduler.ec_connector._scheduler.table),
     }
     parts.scheduler.shutdown()

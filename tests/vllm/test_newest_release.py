@@ -68,5 +68,10 @@ def test_a_request_without_rows_fails_alone_and_holds_nothing(report: dict[str, 
     assert report["held"] == 0
 
 
+def test_parts_are_what_its_parser_takes_them_for(report: dict[str, Any]) -> None:
+    assert not report["parts"]["count"], report["parts"]
+    assert report["same_fields"]
+
+
 def test_the_wheel_is_the_newest_release_in_pyproject(report: dict[str, Any]) -> None:
     assert report["version"].startswith("0.33.")

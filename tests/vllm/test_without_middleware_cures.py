@@ -14,7 +14,7 @@ from testing.vllm_engine import VllmEngine, raw
 def test_without_the_check_embeddings_reach_vllm(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}
     assert through_middleware(engine, part) == (403, None)
-    monkeypatch.setattr(request_images, "_EMBEDDED", set())
+    monkeypatch.setattr(request_images, "EMBEDDED", set())
     assert through_middleware(engine, part) == (200, part)
 
 

@@ -1,9 +1,9 @@
-"""The supported part of the OpenAI chat-completions schema. Unknown fields are refused by name."""
+"""The supported part of the OpenAI chat-completions schema. Unknown fields are refused by name; null means absent."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MESSAGES = 1024  # a long conversation; the model bounds the prompt's tokens
 MAX_PARTS = 1024
@@ -12,6 +12,14 @@ DEFAULT_ANSWER_TOKENS = 256
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: object) -> object:
+        """Drop null fields, known or not: clients that use one class for all parts send every field."""
+        if not isinstance(fields, Mapping):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class _Url(_Strict):

@@ -62,6 +62,7 @@ FENCES = {
         "prefill_client/sglang/",
         "prefill_client/sglang_gateway/http_service",
         "prefill_client/sglang_gateway/metrics",
+        "prefill_client/vllm/counts",
     },
     "nvidia": {"encoder_service/image/dali"},
     "PIL": {"encoder_service/image/decoder", "encoder_service/image/pillow", "prefill_client/sglang/"},

@@ -1,8 +1,16 @@
-"""Counters of the engine: images by where their rows were found, bytes by transport, waits, failures."""
+"""Counters of the engine: images by where their rows were found, bytes by transport, waits, failures; and answers.
+
+vLLM passes those of the engine to its own metrics. The answers are those of an API server's middleware.
+"""
 
 from collections import defaultdict
+from functools import cache
+from typing import TYPE_CHECKING
 
 from prefill_client.vllm.row_fetcher import Outcome
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 IMAGES, BYTES, FETCH_S, FAILED = "images", "bytes", "fetch_seconds", "images_failed"
 WAITED_S, WAITED = "wait_seconds", "waits"
@@ -32,12 +40,6 @@ METRICS = {
     WAITED: ("vllm:encoder_service_waits_total", "", "Prefill steps that waited for rows."),
     WAITED_S: ("vllm:encoder_service_wait_seconds_total", "", "Seconds that prefill steps waited for rows."),
 }
-# Of each API server. Its labels are the HTTP status, and the gRPC status of the error or `image_host`.
-ANSWERS = (
-    "vllm:encoder_service_answers_total",
-    "Requests that the middleware answered itself; vLLM's http_requests_total does not count them.",
-    ("status", "reason"),
-)
 
 
 class Counts:
@@ -67,3 +69,16 @@ class Counts:
             counts.setdefault(name, {})[label] = value
         self._counted.clear()
         return counts
+
+
+@cache
+def answers() -> "Counter":
+    """Return the counter of the middleware's own answers."""
+    # Import late: vLLM first configures where its processes write their metrics.
+    from prometheus_client import Counter
+
+    return Counter(
+        "vllm:encoder_service_answers_total",
+        "Requests that the middleware answered itself; vLLM's http_requests_total does not count them.",
+        ("status", "reason"),
+    )

@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from hmac import compare_digest
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from cachetools import LRUCache
-from prometheus_client import Counter
 from vllm import envs
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -38,7 +37,7 @@ from prefill_client.media.image_loader import ImageLoader
 from prefill_client.plugin.service import WatchedClient, connect
 from prefill_client.transport.connection import Description, traceparent
 from prefill_client.video import Video, read_videos
-from prefill_client.vllm.counts import ANSWERS
+from prefill_client.vllm.counts import answers
 from prefill_client.vllm.guarded_request import (
     App,
     FindFailed,
@@ -131,7 +130,7 @@ class EncoderServiceMiddleware:
     """One for each API server. The `ec_connector_extra_config` of its engine configures it."""
 
     def __init__(self, app: App) -> None:
-        _answers()  # vLLM shows it from the start
+        answers()  # vLLM shows it from the start
         self._app = app
         self._service: _Service | None = None
 
@@ -633,15 +632,10 @@ async def _parsed(body: bytes, use: Callable[[Any], Result]) -> Result:
     return parse() if len(body) <= _SHORT else await asyncio.to_thread(parse)
 
 
-@cache
-def _answers() -> Counter:
-    return Counter(*ANSWERS)
-
-
 async def _answer(send: Send, error: EncoderError, request_id: str) -> None:
     """Answer a request instead of vLLM, whose own counters and middleware do not see it."""
     reason = "image_host" if isinstance(error, ImageHostError) else error.status.name.lower()
-    _answers().labels(str(http_status(error)[0]), reason).inc()
+    answers().labels(str(http_status(error)[0]), reason).inc()
     await send_error(send, error, request_id)
 
 

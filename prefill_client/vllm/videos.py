@@ -123,7 +123,7 @@ class Sampling:
 def _options(name: str, value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise InvalidRequestError(f"{name} must be an object")
-    return value or {}
+    return {key: each for key, each in (value or {}).items() if each is not None}
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> float | None:

@@ -30,6 +30,7 @@ VLLM = {
     *("--load-format", "--kv-transfer-config", "--trust-request-mm-kwargs"),
     *("--chat-template-content-format", "--video-pruning-rate", "--grpc"),
     *("--allowed-local-media-path", "--headless", "--gpu-memory-utilization"),
+    *("--disable-chunked-mm-input", "--max-num-batched-tokens"),
 }
 # Flags of SGLang on the page about it. tests/sglang starts it with them.
 SGLANG = {

@@ -1,6 +1,9 @@
 """The images and videos in a request's JSON, and which requests are refused."""
 
 import json
+import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +20,7 @@ from prefill_client.vllm.request_images import (
     RequestImages,
     check_other_route,
 )
-from prefill_client.vllm.videos import UnsupportedVideoError, VideoTokenCounts
+from prefill_client.vllm.videos import Sampling, UnsupportedVideoError, VideoTokenCounts
 
 
 def request(form: ApiShape, key: str, *parts: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +68,14 @@ def test_null_fields_change_no_part(form: ApiShape, kind: str, role: str) -> Non
     assert RequestImages(request(form, "content", *parts), form).references() == [("a", ""), ("b", "u")]
     if form is CHAT:
         assert RequestImages(request(form, "content", {**NULLS, **video("c")}), form).video_urls() == ["c"]
+
+
+def test_null_options_choose_no_frames() -> None:
+    body = {
+        "media_io_kwargs": {"video": {"fps": 1, "max_frames": None}, "image": None},
+        "mm_processor_kwargs": {"max_pixels": None, "fps": None},
+    }
+    assert Sampling.read(body) == Sampling(fps=1)
 
 
 def test_the_type_decides_what_a_part_with_several_keys_is() -> None:
@@ -239,6 +250,20 @@ def test_other_routes_take_no_embeddings_and_no_names_of_ours() -> None:
     text = {"input": "an image in words", "type": "image_is_no_type"}
     for body in (None, 3, "x", text, {"type": ["image"]}, SCHEMA):
         check_other_route(body, "/pooling", has_tower=False)
+
+
+def test_the_check_of_a_prompt_of_tokens_costs_less_than_its_json() -> None:
+    body = {"model": "m", "input": list(range(300_000))}
+    text = json.dumps(body)
+
+    def cpu_s(work: Callable[[], object]) -> float:
+        began_s = time.thread_time()
+        work()
+        return time.thread_time() - began_s
+
+    check = partial(check_other_route, body, "/v1/embeddings", has_tower=False)
+    costs = [(cpu_s(check), cpu_s(partial(json.loads, text))) for _ in range(5)]
+    assert min(ours for ours, _ in costs) < min(parsing for _, parsing in costs) / 2
 
 
 @pytest.mark.parametrize("part", [{"video_url": "b"}, {"type": "video_url", "video_url": "b"}, video("b")])

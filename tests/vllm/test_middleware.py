@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,17 @@ def right(checkpoint: Path, service: ServerProcess) -> list[list[dict[str, float
 @pytest.fixture(scope="module")
 def http(checkpoint: Path, service: ServerProcess, right: object) -> Iterator[HttpEngine]:
     """A `vllm serve` with our three flags."""
-    with serving(checkpoint, service.endpoint, "--allowed-media-domains", "127.0.0.1", "*.invalid") as engine:
+    trust = "--trust-request-chat-template"
+    with serving(
+        checkpoint, service.endpoint, trust, "--allowed-media-domains", "127.0.0.1", "*.invalid"
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> Iterator[HttpEngine]:
+    """A `vllm serve` without our flags."""
+    with serving(checkpoint, "", "--trust-request-chat-template") as engine:
         yield engine
 
 
@@ -231,7 +242,8 @@ def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
         (raw(photo(900, 4, 1, "PNG")), {}, 400, "aspect ratio"),
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, {}, 403, "not allowed"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {}, 403, "allowed-local-media-path"),
-        ({"type": "image_url", "uuid": "someone's"}, {}, 400, "has no image_url"),
+        ({"type": "image_url", "uuid": "someone's"}, {}, 400, "Missing 'type' field"),  # as vLLM alone
+        ({"type": "image_url", "image_url": None, "uuid": "someone's"}, {}, 400, "has no image_url"),
         ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}, {}, 403, "embeddings"),
         (raw(photo(90, 90, 1, "PNG")), {"mm_processor_kwargs": {"max_pixels": 1024}}, 400, "mm_processor_kwargs"),
         (raw(photo(90, 90, 1, "PNG")), {"media_io_kwargs": {"image": {"x": 1}}}, 400, "media_io_kwargs"),
@@ -243,6 +255,49 @@ def test_unservable_images_are_refused_with_their_own_error(
     response = http.chat([{"type": "text", "text": "x"}, part], **body)
     assert (response.status_code, response.json()["error"]["code"]) == (status, status)
     assert message in response.json()["error"]["message"]
+
+
+def test_the_middlewares_own_answers_are_counted_and_have_the_callers_request_id(http: HttpEngine) -> None:
+    """They are not in vLLM's `http_requests_total`."""
+    count = 'vllm:encoder_service_answers_total{reason="invalid_argument",status="400"}'
+    before = http.metrics().get(count, 0)
+    message = {"role": "user", "content": [raw(b"no image at all")]}
+    for route, headers in product(("/v1/chat/completions", "/invocations"), ({}, {"X-Request-Id": "mine"})):
+        body = {"model": "tiny", "messages": [message]}
+        response = httpx.post(http.url + route, json=body, headers=headers, timeout=120)
+        assert response.status_code == 400
+        assert response.headers["x-request-id"] == headers.get(
+            "X-Request-Id", response.headers["x-request-id"]
+        )
+    assert http.metrics()[count] == before + 4
+    assert http.chat([{**raw(b""), "type": "image_embeds", "image_embeds": {}}]).headers["x-request-id"]
+    assert http.metrics()['vllm:encoder_service_answers_total{reason="permission_denied",status="403"}'] >= 1
+
+
+NULLS = dict.fromkeys(("text", "image_url", "video_url", "audio_url", "input_audio", "image_embeds", "uuid"))
+
+
+@pytest.mark.parametrize("image", [None, photo(200, 150, 9501, "PNG")], ids=["text", "image"])
+def test_null_fields_and_other_fields_give_the_prompt_of_vllm_alone(
+    checkpoint: Path, http: HttpEngine, alone: HttpEngine, image: bytes | None
+) -> None:
+    """As clients write them that have one class for all parts; the template reads a field that vLLM does not know."""
+    template = (
+        "{% for m in messages %}{% for p in m.content %}[{{ p.label }}]"
+        "{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    parts = [{**NULLS, **part, "label": "seven"} for part in content(["hello", *([image] if image else [])])]
+    parts.append({"type": "text", "text": "and?", "image_url": {"url": data_url(photo(90, 80, 1, "PNG"))}})
+    prompts = []
+    for engine in (http, alone):
+        response = engine.chat(parts, chat_template=template, return_token_ids=True)
+        assert response.status_code == 200, response.text
+        prompts.append(response.json()["prompt_token_ids"])
+    assert prompts[0] == prompts[1]
+    labelled = [part | {"label": "another text"} for part in parts]
+    response = http.chat(labelled, chat_template=template, return_token_ids=True)
+    assert response.json()["prompt_token_ids"] != prompts[0], "the template reads the field"
 
 
 EMBEDDED = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}

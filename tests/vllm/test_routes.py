@@ -42,7 +42,10 @@ class Front:
         sent: list[Any] = []
 
         async def receive() -> Any:
-            return {"type": "http.request", "body": json.dumps(body).encode()}
+            return {
+                "type": "http.request",
+                "body": body if isinstance(body, bytes) else json.dumps(body).encode(),
+            }
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -259,6 +262,27 @@ def test_the_page_names_every_known_route() -> None:
         unversioned = route.removeprefix("/v1").removeprefix("/v2")  # `/rerank` has both, too
         by_ending = route.endswith(("render", "count_tokens"))
         assert by_ending or f"`{route}`" in table or f"`{unversioned}`" in table, route
+
+
+def test_other_routes_find_embeddings_and_names_however_they_are_written(run: Callable[..., None]) -> None:
+    name = f"encsvc1-{'0' * 64}-4x4-{'0' * 32}"
+    embeds = json.dumps({"messages": [{"content": [{"type": "image_embeds"}]}]})
+    bodies = [
+        embeds.encode(),
+        embeds.replace("image_embeds", "im\\u0061ge_emb\\u0065ds").encode(),
+        embeds.encode("utf-16"),
+        embeds.encode("utf-32-be"),
+        json.dumps({"features": [name]}).encode(),
+        json.dumps({"features": [name]}).replace("encsvc1-", "encsvc1\\u002d").encode(),
+    ]
+
+    async def scenario(front: Front) -> None:
+        for body in bodies:
+            assert (await front.post("/tokenize", body))[0] == 403, body
+        assert not front.received
+        assert (await front.post("/tokenize", {"tokens": [1, 2], "prompt": "embedding of é"}))[0] == 200
+
+    run(scenario)
 
 
 def test_other_routes_keep_their_images_and_say_when_there_is_no_tower(run: Callable[..., None]) -> None:

@@ -229,7 +229,7 @@ def test_another_salt_shares_no_pair(http: HttpEngine, service_of_videos: Server
         (video(clip("mp4", frames=20, fps=10.0, width=640, height=2)), {}, 400, "video 0: aspect ratio"),
         ({"type": "video_url", "video_url": {"url": "http://169.254.169.254/x.mp4"}}, {}, 403, "video 0: "),
         ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB"}}, {}, 400, "send a video file"),
-        ({"type": "video_url", "uuid": "someone's"}, {}, 400, "has no video_url"),
+        ({"type": "video_url", "video_url": None, "uuid": "someone's"}, {}, 400, "needs its video_url"),
         (video(CLIP), processing(max_pixels=1024), 400, "mm_processor_kwargs.max_pixels is not supported"),
         (video(CLIP), loading(max_frames=8), 400, "media_io_kwargs.video.max_frames is not supported"),
         (video(CLIP), {"chat_template_kwargs": {"add_vision_id": True}}, 400, "add_vision_id"),
@@ -325,6 +325,14 @@ def test_limit_mm_per_prompt_counts_videos_and_their_pairs(counting: VllmEngine)
 def test_video_options_need_trust_request_mm_kwargs(counting: VllmEngine) -> None:
     assert refusal(counting, video(SHORT))[0] == 200
     assert refusal(counting, video(SHORT), **loading(fps=1)) == (400, None), "as vLLM"
+
+
+def test_a_field_of_a_video_that_the_chat_template_reads_is_refused(counting: VllmEngine) -> None:
+    """The template is shown pictures and no video, and would write another prompt."""
+    labelled = {**video(SHORT), "label": "seven", "cache_control": {"type": "ephemeral"}}
+    assert refusal(counting, labelled)[0] == 200
+    assert refusal(counting, labelled, chat_template="{{ part['label'] }}") == (400, None)
+    assert refusal(counting, video(SHORT), chat_template="{{ part['label'] }}")[0] == 200
 
 
 @pytest.mark.parametrize("without_service", ["refuse", "own_tower"])

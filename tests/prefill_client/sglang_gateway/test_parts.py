@@ -28,11 +28,13 @@ def test_urls_base64_and_harmless_options_are_accepted() -> None:
         "/9j/4AAQ",  # base64 of a JPEG begins like a path
         "https://example.org/a.jpg",
         {"url": DATA, "content_hash": "sha256:00", "detail": "high", "max_dynamic_patch": 4},
+        {"url": DATA, "preprocess_kwargs": None, "not_known_yet": None},
     ]
-    assert part(*items).urls(4) == [
+    assert part(*items).urls(5) == [
         DATA,
         "data:;base64,/9j/4AAQ",
         "https://example.org/a.jpg",
+        DATA,
         DATA,
     ]
 

@@ -36,13 +36,16 @@ VALUES: dict[str, list[Any]] = {
     "cache_control": [{"type": "ephemeral"}],
     "detail": ["auto", None],
     "name": ["f"],
-} | {
-    key: [None]
-    for key in (
-        "image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "audio_url", "input_audio",
-        "file", "tool_reference",
-    )
-}  # fmt: skip
+    "image_pil": [None],
+    "image_embeds": [None],
+    "audio_embeds": [None],
+    "video_embeds": [None],
+    "prompt_embeds": [None],
+    "audio_url": [None],
+    "input_audio": [None],
+    "file": [None],
+    "tool_reference": [None],
+}
 TYPES = [*VALUES, "input_image", "input_text", "image", None, 5, *["text", "image_url", "video_url"] * 6]
 WHOLE = {"text": "hello", "image_url": {"url": IMAGE}, "video_url": {"url": VIDEO}}
 """What a part of this type usually has."""

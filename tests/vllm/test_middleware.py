@@ -39,17 +39,7 @@ def right(checkpoint: Path, service: ServerProcess) -> list[list[dict[str, float
 @pytest.fixture(scope="module")
 def http(checkpoint: Path, service: ServerProcess, right: object) -> Iterator[HttpEngine]:
     """A `vllm serve` with our three flags."""
-    trust = "--trust-request-chat-template"
-    with serving(
-        checkpoint, service.endpoint, trust, "--allowed-media-domains", "127.0.0.1", "*.invalid"
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def alone(checkpoint: Path) -> Iterator[HttpEngine]:
-    """A `vllm serve` without our flags."""
-    with serving(checkpoint, "", "--trust-request-chat-template") as engine:
+    with serving(checkpoint, service.endpoint, "--allowed-media-domains", "127.0.0.1", "*.invalid") as engine:
         yield engine
 
 
@@ -272,32 +262,6 @@ def test_the_middlewares_own_answers_are_counted_and_have_the_callers_request_id
     assert http.metrics()[count] == before + 4
     assert http.chat([{**raw(b""), "type": "image_embeds", "image_embeds": {}}]).headers["x-request-id"]
     assert http.metrics()['vllm:encoder_service_answers_total{reason="permission_denied",status="403"}'] >= 1
-
-
-NULLS = dict.fromkeys(("text", "image_url", "video_url", "audio_url", "input_audio", "image_embeds", "uuid"))
-
-
-@pytest.mark.parametrize("image", [None, photo(200, 150, 9501, "PNG")], ids=["text", "image"])
-def test_null_fields_and_other_fields_give_the_prompt_of_vllm_alone(
-    checkpoint: Path, http: HttpEngine, alone: HttpEngine, image: bytes | None
-) -> None:
-    """As clients write them that have one class for all parts; the template reads a field that vLLM does not know."""
-    template = (
-        "{% for m in messages %}{% for p in m.content %}[{{ p.label }}]"
-        "{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
-        "{% endfor %}{% endfor %}"
-    )
-    parts = [{**NULLS, **part, "label": "seven"} for part in content(["hello", *([image] if image else [])])]
-    parts.append({"type": "text", "text": "and?", "image_url": {"url": data_url(photo(90, 80, 1, "PNG"))}})
-    prompts = []
-    for engine in (http, alone):
-        response = engine.chat(parts, chat_template=template, return_token_ids=True)
-        assert response.status_code == 200, response.text
-        prompts.append(response.json()["prompt_token_ids"])
-    assert prompts[0] == prompts[1]
-    labelled = [part | {"label": "another text"} for part in parts]
-    response = http.chat(labelled, chat_template=template, return_token_ids=True)
-    assert response.json()["prompt_token_ids"] != prompts[0], "the template reads the field"
 
 
 EMBEDDED = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "x"}

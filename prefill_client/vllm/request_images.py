@@ -201,15 +201,16 @@ class RequestImages:
 
         Named parts have no pixels, or a stand-in. The body also gets `info` for the connector.
         """
-        images, videos = ({id(part) for part in parts} for parts in (self._images, self._videos))
+        # The fields of an image stay with it. A picture of a video gets none.
+        fields = {id(part): extra_fields(part) for part in self._images}
+        fields |= {id(part): {} for part in self._videos}
         remaining = iter(replacements)
 
         def replaced(part: Any) -> Iterator[Any]:
-            if id(part) not in images | videos:
+            if id(part) in fields:
+                yield from (self._part(new, fields[id(part)]) for new in next(remaining))
+            else:
                 yield part
-                return
-            fields = extra_fields(part) if id(part) in images else {}
-            yield from (self._part(new, fields) for new in next(remaining))
 
         for parts in _part_lists(self.body, self._form):
             parts[:] = [new for part in parts for new in replaced(part)]
@@ -292,9 +293,7 @@ def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
         if isinstance(value, dict) and _is_medium(value, _allowed_kind(value)) and not has_tower:
             raise _no_tower(route)
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if not _NESTED.isdisjoint(
-            map(type, inner)
-        ):  # else numbers, of which a prompt of tokens has a million
+        if not _NESTED.isdisjoint(map(type, inner)):  # a prompt of tokens has a million numbers
             remaining += inner
 
 

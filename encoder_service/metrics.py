@@ -91,7 +91,7 @@ STORED = ("device", "host", "peer")  # the outcomes of a Fetch that are hits
 FETCHED = (*STORED, "encoded", "failed")
 STAGES = ("upload", "hash", "decode", "preprocess", "vit", "copy_out")
 TRIED = ("ok", "failed")
-DECODERS = ("dali", "pillow", "opencv")
+DECODERS = ("dali", "pillow", "ffmpeg")
 DEMAND = {True: "demanded", False: "speculative"}
 CLASSES = {"class": tuple(DEMAND.values())}
 

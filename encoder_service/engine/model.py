@@ -17,15 +17,16 @@ from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.engine.device import Device, MemoryUse
 from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel
+from encoder_service.image import ffmpeg
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import (
     DECODE_PIXELS,
     Decoder,
     FileDecoder,
     PillowDecoder,
-    installed_opencv,
 )
 from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
+from encoder_service.image.known_video import check_videos
 from encoder_service.image.pillow import missing_formats
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
@@ -79,11 +80,12 @@ def load_model(config: Config, processes: int = 1) -> Model:
         raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
     try:
         settings = _video_settings(config, tower)
-    except (OSError, ValueError) as error:
+        check_videos(decoder)
+    except (OSError, ValueError, DecoderStartError) as error:
         if config.video == "yes":
             raise ConfigError(f"{flag('video')} yes: {error}") from error
         return Model(tower, tower.recipe, decoder, Device(device), no_videos=str(error))
-    videos = installed_opencv()
+    videos = ffmpeg.installed().name
     recipe = replace(tower.recipe, video=videos.encode() + settings.canonical())
     return Model(tower, recipe, decoder, Device(device), videos)
 
@@ -98,8 +100,7 @@ def _video_settings(config: Config, tower: VisionModel) -> VideoSettings:
         raise ValueError(
             f"{flag('decoder_process')} is no, and videos are decoded in separate processes only"
         )
-    if not installed_opencv():
-        raise ValueError("OpenCV is not installed: pip install 'encoder-service[video]'")
+    ffmpeg.installed()
     videos, images = VideoSettings.from_folder(config.model), ProcessorSettings.from_folder(config.model)
     for name in ("mean", "std", "rescale_factor"):
         of_video, of_image = getattr(videos, name), getattr(images, name)

@@ -184,7 +184,7 @@ class Prepare:
             image.pixels = key.of_pixels(pixels.cpu().numpy())
         good = [(image, pixels)]
         del pixels  # see `_cut`
-        decoder = "opencv" if frames else "pillow"
+        decoder = "ffmpeg" if frames else "pillow"
         self._cut(good, stream, Timing(decoder, began, ended, image.source.header.pixels))
 
     def _cut(self, good: list[tuple[DeviceImage, Tensor]], stream: CudaStream, timing: "Timing") -> None:

@@ -6,8 +6,6 @@ image fails alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import PIL
@@ -32,21 +30,6 @@ DECODE_PIXELS = 50_000_000
 # Images in a batch. nvJPEG is much faster on several. A more urgent image waits for the whole batch, a few
 # milliseconds.
 BATCH_IMAGES = 32
-
-
-# The packages that contain OpenCV. The first one that is installed counts.
-_OPENCV_PACKAGES = ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless")
-
-
-def installed_opencv() -> str:
-    """Return name and version of the package that decodes videos; empty if none is installed.
-
-    The package includes FFmpeg, so its version decides pixels. It is not imported: only decoder processes do that.
-    """
-    for name in _OPENCV_PACKAGES:
-        with suppress(PackageNotFoundError):
-            return f"{name} {version(name)}"
-    return ""
 
 
 class FileDecoder(Protocol):

@@ -43,7 +43,7 @@ from encoder_service.image.source import Source
 from encoder_service.signals import leave_to_the_server
 
 if TYPE_CHECKING:
-    from encoder_service.image.opencv import OpenVideo
+    from encoder_service.image.open_video import OpenVideo
 
 MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error
@@ -61,7 +61,7 @@ def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = Fals
     with socket.socket(fileno=descriptor) as server, suppress(ConnectionError):
         _load()
         if videos:
-            import encoder_service.image.opencv  # noqa: F401
+            import encoder_service.image.open_video  # noqa: F401
         gc.freeze()  # the imported modules never become garbage
         statm = os.open("/proc/self/statm", os.O_RDONLY)
         bound_resources(memory_bytes)
@@ -108,14 +108,13 @@ _MMAP_ARGUMENTS = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), (mmap.MAP
 
 def _open_video(content: mmap.mmap) -> "tuple[OpenVideo | None, Any]":
     """Open a video; return it and what its container says of it, or None and its error."""
-    from encoder_service.image.opencv import OpenVideo
+    from encoder_service.image.open_video import OpenVideo
 
     try:
         clip = OpenVideo(content)
-        info = clip.info()
-    except InvalidImageError as error:
+        return clip, asdict(clip.info())
+    except EncoderError as error:
         return None, _error(error)
-    return (None, _error(info)) if isinstance(info, EncoderError) else (clip, asdict(info))
 
 
 def _read_frames(clip: "OpenVideo | None", buffer: mmap.mmap, request: dict[str, Any]) -> Any:
@@ -124,8 +123,11 @@ def _read_frames(clip: "OpenVideo | None", buffer: mmap.mmap, request: dict[str,
     first, second = request["frames"]
     height, width = request["shape"]
     out = np.frombuffer(buffer, np.uint8, 2 * height * width * 3).reshape(2, height, width, 3)
-    error = clip.read(first, second, out)
-    return None if error is None else _error(error)
+    try:
+        clip.read(first, second, out)
+    except EncoderError as error:
+        return _error(error)
+    return None
 
 
 def _error(error: EncoderError) -> list[Any]:

@@ -111,6 +111,49 @@ def recorded(mkv: bytes, times_ms: Sequence[int]) -> bytes:
     return _ebml(mkv, change)
 
 
+def beginning_at(mkv: bytes, seconds: int) -> bytes:
+    """Return an MKV or WebM whose first frame is shown so many seconds after 0, as recorders of streams write it."""
+
+    def change(kind: bytes, content: bytes) -> tuple[bytes, bytes]:
+        if kind == b"\x44\x89":  # duration: the time of its end
+            (duration,) = struct.unpack(">d" if len(content) == 8 else ">f", content)
+            return kind, struct.pack(">d", duration + 1000 * seconds)
+        if kind == b"\xe7":  # time of a cluster
+            return kind, struct.pack(">Q", int.from_bytes(content, "big") + 1000 * seconds)
+        return kind, content
+
+    return _ebml(mkv, change)
+
+
+def with_sound(mkv: bytes, packets: int) -> bytes:
+    """Return an MKV or WebM with a second track, of sound: so many packets before the frames of each cluster."""
+    rate_and_channel = (
+        _element("b5", struct.pack(">f", 8000.0)) + _element("9f", b"\1") + _element("6264", b"\x08")
+    )
+    names = (
+        _element("d7", b"\2")
+        + _element("73c5", b"\2")
+        + _element("83", b"\2")
+        + _element("86", b"A_PCM/INT/LIT")
+    )
+    track = _element("ae", names + _element("e1", rate_and_channel))
+    sound = _element("a3", b"\x82\0\0\x80\0") * packets
+
+    def change(kind: bytes, content: bytes) -> tuple[bytes, bytes]:
+        if kind == b"\x16\x54\xae\x6b":  # tracks
+            return kind, content + track
+        if kind == b"\x1f\x43\xb6\x75":  # cluster
+            first = content.index(b"\xa3\1\0")  # its first frame
+            return kind, content[:first] + sound + content[first:]
+        return kind, content
+
+    return _ebml(mkv, change)
+
+
+def _element(kind: str, content: bytes) -> bytes:
+    return bytes.fromhex(kind) + (1 << 56 | len(content)).to_bytes(8, "big") + content
+
+
 def _ebml(data: bytes, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> bytes:
     """Return EBML elements, each changed; of those that contain others, these are."""
     out, at = b"", 0
@@ -131,7 +174,7 @@ def _ebml(data: bytes, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) ->
         elif kind.hex() in ("114d9b74", "1c53bb6b"):  # places of other elements, which move
             continue
         kind, content = change(kind, content)
-        out += kind + (1 << 56 | len(content)).to_bytes(8, "big") + content
+        out += _element(kind.hex(), content)
     return out
 
 
@@ -140,6 +183,28 @@ def _number(data: bytes, at: int, *, keep_marker: bool = False) -> tuple[bytes, 
     length = 9 - data[at].bit_length()
     marker = 0 if keep_marker else 1 << (8 - length)
     return bytes([data[at] - marker]) + data[at + 1 : at + length], at + length
+
+
+def beginning_with_frame(mp4: bytes, number: int, fps: float) -> bytes:
+    """Return an MP4 whose edit list hides all frames before this one, as after a cut without encoding anew."""
+
+    def hide(edits: bytes) -> bytes:
+        (begin,) = struct.unpack_from(">i", edits, 12)
+        return edits[:12] + struct.pack(">i", begin + round(number * _units(mp4) / fps)) + edits[16:]
+
+    return _with_box(mp4, (b"moov", b"trak", b"edts", b"elst"), hide)
+
+
+def _units(mp4: bytes) -> int:
+    """Return how many units of time the track of an MP4 counts in a second."""
+    found: list[int] = []
+
+    def read(header: bytes) -> bytes:
+        found.append(struct.unpack_from(">I", header, 12)[0])
+        return header
+
+    _with_box(mp4, (b"moov", b"trak", b"mdia", b"mdhd"), read)
+    return found[0]
 
 
 def with_index_first(mp4: bytes) -> bytes:

@@ -66,7 +66,7 @@ FENCES = {
     },
     "nvidia": {"encoder_service/image/dali"},
     "PIL": {"encoder_service/image/decoder", "encoder_service/image/pillow", "prefill_client/sglang/"},
-    "cv2": {"encoder_service/image/opencv"},  # so that FFmpeg parses no file in the server's process
+    "cv2": set(),
     "rich": {"encoder_service/cli", "encoder_service/top"},
     "fastapi": {"prefill_reference/"},
     "starlette": {"prefill_client/http_server", "prefill_client/sglang_gateway/", "prefill_reference/"},
@@ -92,7 +92,6 @@ ENVIRONMENT = {
     "encoder_service/engine/environment": "chooses what a device's process gets",
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_pool": "sets how its children keep memory",
-    "encoder_service/image/opencv": "sets which formats FFmpeg reads",
     "encoder_service/vision/ulysses": "turns off the watchdog of NCCL, which ends all processes of a group",
     "encoder_contract/command_line": "sets how much gRPC says",
 }
@@ -195,6 +194,13 @@ def test_a_library_is_imported_only_inside_its_fence() -> None:
         for name, imported in all_imports()
         if (top := imported.split(".")[0]) in FENCES and not name.startswith(tuple(FENCES[top]))
     ] == []
+
+
+def test_only_decoder_processes_load_ffmpeg() -> None:
+    """It parses what strangers send, so the server's process must not."""
+    module = "encoder_service.image.open_video"
+    importing = {name for name, imported in all_imports() if imported.startswith(module)}
+    assert importing == {"encoder_service/image/decoder_process"}
 
 
 def test_every_module_says_in_its_first_line_what_it_is() -> None:

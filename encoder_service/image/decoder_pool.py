@@ -67,6 +67,8 @@ SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "OPENBLAS_NUM_THREADS": "1",
 }
+# A process that decodes videos fills all memory before it is used: no frame can show what another video left there.
+VIDEO_SETTINGS = {"MALLOC_PERTURB_": "1"}
 # Where the interpreter and its libraries are, where the server's environment says so.
 PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONHOME")
 # How much of the processes' output is read at a time, and how much of its end is kept for an error at start.
@@ -203,7 +205,11 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr.writer,
-                env={**SETTINGS, **{name: os.environ[name] for name in PASSED_ON if name in os.environ}},
+                env={
+                    **SETTINGS,
+                    **(VIDEO_SETTINGS if videos else {}),
+                    **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
+                },
                 start_new_session=True,  # Ctrl-C in the terminal is for the server alone
             )
         self.pid = process.pid

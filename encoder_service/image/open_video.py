@@ -72,11 +72,13 @@ class _Beginning(NamedTuple):
 class _Packets(NamedTuple):
     """The packets of a video that become frames: how many, and the times of the first and last, seconds.
 
-    `leading` packets before them become none. Times are infinite if the packets have none.
+    `leading` packets before them become none. `last_key` is the number of the last packet that needs no other. Times
+    are infinite if the packets have none.
     """
 
     count: int
     leading: int
+    last_key: int
     first_s: float
     last_s: float
 
@@ -87,18 +89,18 @@ class _Packets(NamedTuple):
         return seconds if math.isfinite(seconds) else 0.0
 
 
-class _File:
-    """A file that is read and decoded once, from its beginning. It frees what FFmpeg allocated."""
+class _Track:
+    """The video track of a file, which is read and decoded once, from its beginning. It frees what FFmpeg allocated."""
 
-    def __init__(self, content: mmap.mmap) -> None:
-        """Raise `InvalidImageError` for a file without a video that can be decoded."""
+    def __init__(self, content: mmap.mmap, first_packet: int = 0) -> None:
+        """Decode from this packet on. Raises `InvalidImageError` for a file without a video that can be decoded."""
         owned = ExitStack()
         weakref.finalize(self, owned.close)
         self._format = _opened(content, owned)
         self._stream = self._video_stream()
         self._codec: Any = None
         self._owned = owned
-        self._sent, self._is_over = 0, False
+        self._first_packet, self._sent, self._is_over = first_packet, 0, False
         self._packet = _lib.av_packet_alloc()
         owned.callback(_lib.av_packet_free, byref(self._packet))
         self.frame = _lib.av_frame_alloc()
@@ -173,7 +175,7 @@ class _File:
 
     def packets(self, beginning: _Beginning) -> _Packets:
         """Read all packets, without decoding them."""
-        count, leading, first, last = 0, 0, math.inf, -math.inf
+        count, leading, last_key, first, last = 0, 0, 0, math.inf, -math.inf
         oldest = min(beginning.packets)
         for number, packet in enumerate(self._read()):
             if packet.flags & ffmpeg.PACKET_DISCARD:
@@ -185,10 +187,12 @@ class _File:
                 leading += 1
                 continue
             count += 1
+            if packet.flags & ffmpeg.PACKET_KEY:
+                last_key = number
             time = packet.pts if packet.pts != ffmpeg.NO_TIME else packet.dts
             if time != ffmpeg.NO_TIME:
                 first, last = min(first, self._seconds(time)), max(last, self._seconds(time))
-        return _Packets(count, leading, first, last)
+        return _Packets(count, leading, last_key, first, last)
 
     def _seconds(self, time: int) -> float:
         return time * float(self._stream.contents.time_base) if time != ffmpeg.NO_TIME else 0.0
@@ -223,6 +227,8 @@ class _File:
     def _send(self, codec: int) -> int:
         for packet in self._read():
             self._sent += 1
+            if self._sent <= self._first_packet:
+                continue
             packet.opaque = self._sent  # from 1, because 0 is none
             status = _lib.avcodec_send_packet(codec, self._packet)
             _lib.av_packet_unref(self._packet)
@@ -287,8 +293,8 @@ class OpenVideo:
 
     def _open(self) -> None:
         self._next = 0
-        self._file = _File(self._content)
-        self._rotation = self._file.rotation
+        self._track = _Track(self._content)
+        self._rotation = self._track.rotation
 
     def info(self) -> VideoInfo:
         """Return what the container says, where it is true of the frames; then rewind.
@@ -296,27 +302,42 @@ class OpenVideo:
         Raises `InvalidImageError` for a video without frames, or without any that can be decoded, and `OverloadedError`
         if memory is short.
         """
-        file = self._file
-        fps, stated, stated_s = file.fps, file.stated_frames, file.stated_s
-        if (beginning := file.beginning()) is None:
+        track = self._track
+        fps, stated, stated_s = track.fps, track.stated_frames, track.stated_s
+        if (beginning := track.beginning()) is None:
             raise InvalidImageError(
-                f"damaged or unsupported video: no frame of its {file.codec} can be decoded"
+                f"damaged or unsupported video: no frame of its {track.codec} can be decoded"
             )
-        width, height = file.frame.contents.width, file.frame.contents.height
+        width, height = track.frame.contents.width, track.frame.contents.height
         self._open()
-        packets = self._file.packets(beginning)
+        packets = self._track.packets(beginning)
         self._open()
         frames, readable = (stated or _frames_of(stated_s, fps, packets)) - packets.leading, packets.count
-        if frames < 1 or (packets.leading and not stated):
-            # An interrupted recording, whose container does not say how many it has, or one that was cut.
-            frames = readable
-        if _contradicts(packets, fps or UNKNOWN_FPS, readable, min(frames, readable)):
-            # A recording without a frame rate, of which FFmpeg has guessed one, and from that the number of frames.
-            frames, fps = min(frames, readable), readable / packets.seconds
+        if stated and readable < frames - 1:
+            frames = self._found_at_the_end(frames, packets)
+        else:
+            if frames < 1 or (packets.leading and not stated):
+                # An interrupted recording, whose container does not say how many it has, or one that was cut.
+                frames = readable
+            if _contradicts(packets, fps or UNKNOWN_FPS, readable, min(frames, readable)):
+                # A recording without a frame rate, of which FFmpeg has guessed one, and from that the number of frames.
+                frames, fps = min(frames, readable), readable / packets.seconds
         if self._rotation in (90, 270):
             width, height = height, width
         frames = min(frames, _MOST_FRAMES)
         return VideoInfo(frames, min(frames, readable), fps, width, height, self._rotation)
+
+    def _found_at_the_end(self, stated: int, packets: _Packets) -> int:
+        """Return how many frames vLLM's loader finds in a truncated file with an index.
+
+        It looks for the last one. If the last packet is damaged and frames come out after it, it believes the index.
+        """
+        end, tail = _Track(self._content, packets.last_key), []
+        while (is_decoded := end.decode()) is not None:
+            tail.append(is_decoded)
+        if False in tail[:-1]:
+            return stated
+        return packets.count - (tail[-1:] == [False])
 
     def read(self, first: int, second: int, out: Pixels) -> None:
         """Write two frames to `out` [2, H, W, 3], upright RGB.
@@ -334,13 +355,13 @@ class OpenVideo:
     def _read_one(self, number: int, out: Pixels) -> None:
         is_decoded: bool | None = True
         while self._next <= number and is_decoded is not None:
-            is_decoded = self._file.decode()
+            is_decoded = self._track.decode()
             self._next += is_decoded is not None
         if not is_decoded:
             raise InvalidImageError(
                 f"frame {number} cannot be decoded: the video is damaged, or ends after {self._next} frames"
             )
-        bgr = self._bgr.convert(self._file.frame)
+        bgr = self._bgr.convert(self._track.frame)
         if not bgr or not self._rgb.convert(bgr):
             raise InvalidImageError(f"frame {number} cannot be decoded: its colours are of an unknown kind")
         turned = np.rot90(self._rgb.pixels, -(self._rotation // 90) if self._rotation % 90 == 0 else 0)

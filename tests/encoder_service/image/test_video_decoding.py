@@ -1,10 +1,14 @@
 """Videos in decoder processes: the requested frames, in whatever order they are read, or one error."""
 
 import random
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -20,7 +24,17 @@ from encoder_contract.video import VideoInfo
 from encoder_service.image import decoder_pool
 from encoder_service.image.decoder_pool import OPEN_VIDEOS, DecoderPool
 from encoder_service.image.source import Source, VideoFile
-from testing.clips import clip, of_variable_rate, recorded, rotated, true_frames, with_index_first
+from testing.clips import (
+    beginning_at,
+    beginning_with_frame,
+    clip,
+    of_variable_rate,
+    recorded,
+    rotated,
+    true_frames,
+    with_index_first,
+    with_sound,
+)
 
 CLIPS = {
     "mp4": clip("mp4"),
@@ -83,7 +97,8 @@ def test_frames_equal_those_of_a_sequential_reader(pool: DecoderPool, name: str)
 # 160x96.
 # FFmpeg 9 made them from raw frames: `-c:v libx264 -crf 30 -bf 3 -g 12`, fragmented with `-movflags
 # frag_keyframe+empty_moov`, open with `-x264-params open-gop=1:bframes=3:b-pyramid=normal`; and `-c:v libx265 -crf 32
-# -x265-params bframes=3:keyint=12`.
+# -x265-params bframes=3:keyint=12`. From the frames of h264.mp4: interlaced `-flags +ildct+ilme` (and `-x264-params
+# tff=1:interlaced=1`), `-c:v libsvtav1 -crf 50`, 10 bits `-pix_fmt yuv420p10le`.
 STORED_CLIPS = sorted((Path(__file__).parent / "clips").iterdir())
 
 
@@ -103,6 +118,128 @@ def test_frames_that_refer_to_later_ones_are_numbered_in_display_order(pool: Dec
         pixels = pool.read_frames(source, first, second)
         assert isinstance(pixels, np.ndarray), pixels
         assert numbers_of(pixels) == [first, second]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in STORED_CLIPS if "interlaced" not in path.name], ids=lambda path: path.name
+)
+def test_frames_have_the_pixels_that_opencv_gives(pool: DecoderPool, path: Path) -> None:
+    """OpenCV's frames of an interlaced video are unwritten memory."""
+    source, _file = opened(pool, b"pixels of " + path.name.encode(), path.read_bytes())
+    for number, expected in enumerate(true_frames(path.read_bytes())):
+        pixels = pool.read_frames(source, number, number)
+        assert isinstance(pixels, np.ndarray), pixels
+        assert np.array_equal(pixels[0], expected), number
+
+
+@pytest.mark.parametrize("name", ["h264_interlaced.mp4", "mpeg2_interlaced.ts"])
+def test_interlaced_frames_are_equal_in_each_process(pool: DecoderPool, name: str) -> None:
+    data = next(path for path in STORED_CLIPS if path.name == name).read_bytes()
+    source, _file = opened(pool, name.encode() + b" again", data)
+    first = pool.read_frames(source, 3, 20)
+    assert isinstance(first, np.ndarray)
+    first = first.copy()
+    pool._for_all(pool._video_children, decoder_pool.DecoderChild.end)
+    assert np.array_equal(pool.read_frames(source, 3, 20), first)
+
+
+@pytest.mark.parametrize("container", ["mkv", "webm"])
+def test_a_long_run_of_sound_ends_no_video(pool: DecoderPool, container: str) -> None:
+    silent = clip(container, frames=4, fps=0.1)
+    expected = list(true_frames(silent))
+    source, _file = opened(pool, container.encode() + b" slides", with_sound(silent, 5000))
+    assert source.video == VideoInfo(4, 4, pytest.approx(0.1), 160, 96)
+    for number in range(4):
+        pixels = pool.read_frames(source, number, number)
+        assert isinstance(pixels, np.ndarray), pixels
+        assert np.array_equal(pixels[0], expected[number])
+
+
+@pytest.mark.parametrize("seconds", [600, 3600, 1_700_000_000])
+@pytest.mark.parametrize("container", ["mkv", "webm"])
+def test_a_recording_that_does_not_begin_at_0_is_as_long_as_its_frames(
+    pool: DecoderPool, container: str, seconds: int
+) -> None:
+    data = clip(container, frames=40, fps=10.0, seed=11)
+    source, _file = opened(pool, f"{container} at {seconds}".encode(), beginning_at(data, seconds))
+    assert source.video == VideoInfo(40, 40, 10.0, 160, 96)
+    assert np.array_equal(pool.read_frames(source, 0, 39), [list(true_frames(data))[n] for n in (0, 39)])
+
+
+def decoded(data: bytes) -> int:
+    """Return how many frames a reader gets from the beginning to the end."""
+    return len(list(true_frames(data)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [clip("ts", frames=60, fps=25.0, seed=12), next(p for p in STORED_CLIPS if p.name == "h264.ts").read_bytes()],
+    ids=["MPEG-2", "H.264"],
+)  # fmt: skip
+def test_a_stream_that_begins_inside_a_group_of_pictures_has_the_frames_from_its_first_key_frame(
+    pool: DecoderPool, data: bytes
+) -> None:
+    counts = []
+    for tenth in range(1, 8):
+        cut = data[188 * (len(data) // 188 * tenth // 10) :]
+        source, _file = opened(pool, b"cut in %d %d" % (len(data), tenth), cut)
+        assert source.video is not None
+        counts.append(decoded(cut))
+        assert (source.video.frames, source.video.readable_frames) == (counts[-1], counts[-1])
+        assert isinstance(pool.read_frames(source, 0, counts[-1] - 1), np.ndarray)
+    assert len(set(counts)) > 1, "key frames are lost one by one"
+
+
+def found_by_vllm(data: bytes) -> int:
+    """Return how many frames vLLM's loader finds (`OpenCVVideoBackendMixin.get_video_metadata`)."""
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        file.write(data)
+        file.flush()
+        capture = cv2.VideoCapture(file.name, cv2.CAP_FFMPEG)
+        stated = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        if capture.set(cv2.CAP_PROP_POS_AVI_RATIO, 1.0):
+            shown = int(capture.get(cv2.CAP_PROP_POS_FRAMES))
+            if not capture.grab() and 0 < shown < stated - 1:
+                return shown
+        return stated
+
+
+H264 = with_index_first(next(path for path in STORED_CLIPS if path.name == "h264.mp4").read_bytes())
+COUNTED = {
+    **{f"MPEG-4 up to {n}/10": with_index_first(CLIPS["mp4"])[: len(CLIPS["mp4"]) * n // 10] for n in range(3, 11)},
+    **{f"H.264 up to {n}/10": H264[: len(H264) * n // 10] for n in range(4, 11)},
+    **{f"MPEG-4 from {n} on": beginning_with_frame(CLIPS["mp4"], n, 30.0) for n in (1, 2, 7, 31)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_frames_of_a_cut_mp4_are_counted_as_vllms_loader_counts_them(pool: DecoderPool, name: str) -> None:
+    source, _file = opened(pool, name.encode(), COUNTED[name])
+    assert source.video is not None
+    assert source.video.frames == found_by_vllm(COUNTED[name])
+    assert source.video.fps == pytest.approx(30.0)
+
+
+def test_a_video_that_cannot_be_decoded_is_refused_when_it_is_opened(pool: DecoderPool) -> None:
+    unknown = CLIPS["avi in MPEG-4"].replace(b"XVID", b"ZZZZ").replace(b"xvid", b"ZZZZ")
+    found = pool.open_video(b"unknown", file_of(unknown))
+    assert isinstance(found, InvalidImageError)
+    assert "cannot decode" in found.message
+    av1 = next(path for path in STORED_CLIPS if path.name == "av1.mp4").read_bytes()
+    begin, end = av1.index(b"mdat") + 4, av1.index(b"moov") - 4
+    found = pool.open_video(b"damaged", file_of(av1[:begin] + bytes(end - begin) + av1[end:]))
+    assert isinstance(found, InvalidImageError)
+    assert "no frame of its av1 can be decoded" in found.message
+
+
+def test_memory_of_a_process_for_videos_has_known_content() -> None:
+    program = (
+        "import ctypes; c = ctypes.CDLL(None); c.malloc.restype = ctypes.c_void_p; "
+        "print([set(ctypes.string_at(c.malloc(ctypes.c_size_t(size)), size)) for size in (100, 300_000, 1 << 22)])"
+    )
+    environment = {**decoder_pool.SETTINGS, **decoder_pool.VIDEO_SETTINGS}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert printed.strip() == str([{254}] * 3)
 
 
 def test_an_interrupted_recording_has_the_frames_up_to_the_break(pool: DecoderPool) -> None:

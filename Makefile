@@ -89,7 +89,7 @@ wheel: ## Build the wheel, to install on other machines, into dist/
 
 .PHONY: demo
 demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat about 8 images, end to end (IMAGES=folder for your images; VIDEO=1: about a video)
-	@$(if $(VIDEO),$(PY) -c 'import cv2' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[video]' $(QUIETLY),:)
+	@$(if $(VIDEO),$(PY) -c 'from encoder_service.image.ffmpeg import installed; installed()' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[video]' $(QUIETLY),:)
 	@$(if $(VIDEO),$(PY) -m demo.video)
 	@$(if $(VIDEO),,$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)'))
 

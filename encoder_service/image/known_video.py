@@ -11,6 +11,7 @@ import torch
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.video import Frames, VideoInfo
+from encoder_service.image import ffmpeg
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source, VideoFile
 
@@ -37,7 +38,7 @@ def check_videos(decoder: Decoder) -> None:
         elif _is_right(pixels.cpu()):
             return
     problem = found.message if isinstance(found, EncoderError) else "other pixels"
-    raise ValueError(f"a known video comes out wrong ({problem}): pip install 'encoder-service[video]' anew")
+    raise ValueError(f"{ffmpeg.installed().name} decodes a known video wrongly ({problem})")
 
 
 def _is_right(pixels: torch.Tensor) -> bool:

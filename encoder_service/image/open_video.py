@@ -70,13 +70,13 @@ class _Beginning(NamedTuple):
 
 
 class _Packets(NamedTuple):
-    """The packets of a video that become frames: how many, and the times of the first and last, seconds.
+    """The packets of a video that become frames: how many are `shown`, and the times of the first and last, seconds.
 
     `leading` packets before them become none. `last_key` is the number of the last packet that needs no other. Times
     are infinite if the packets have none.
     """
 
-    count: int
+    shown: int
     leading: int
     last_key: int
     first_s: float
@@ -85,7 +85,7 @@ class _Packets(NamedTuple):
     @property
     def seconds(self) -> float:
         """For how long they are shown; 0 if they have no times."""
-        seconds = (self.last_s - self.first_s) * self.count / (self.count - 1) if self.count > 1 else 0.0
+        seconds = (self.last_s - self.first_s) * self.shown / (self.shown - 1) if self.shown > 1 else 0.0
         return seconds if math.isfinite(seconds) else 0.0
 
 
@@ -312,7 +312,7 @@ class OpenVideo:
         self._open()
         packets = self._track.packets(beginning)
         self._open()
-        frames, readable = (stated or _frames_of(stated_s, fps, packets)) - packets.leading, packets.count
+        frames, readable = (stated or _frames_of(stated_s, fps, packets)) - packets.leading, packets.shown
         if stated and readable < frames - 1:
             frames = self._found_at_the_end(frames, packets)
         else:
@@ -337,7 +337,7 @@ class OpenVideo:
             tail.append(is_decoded)
         if False in tail[:-1]:
             return stated
-        return packets.count - (tail[-1:] == [False])
+        return packets.shown - (tail[-1:] == [False])
 
     def read(self, first: int, second: int, out: Pixels) -> None:
         """Write two frames to `out` [2, H, W, 3], upright RGB.

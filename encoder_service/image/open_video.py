@@ -337,7 +337,7 @@ class OpenVideo:
             tail.append(is_decoded)
         if False in tail[:-1]:
             return stated
-        return packets.shown - (tail[-1:] == [False])
+        return max(1, packets.shown - (tail[-1:] == [False]))
 
     def read(self, first: int, second: int, out: Pixels) -> None:
         """Write two frames to `out` [2, H, W, 3], upright RGB.

@@ -28,7 +28,7 @@ def test_a_server_that_decodes_it_wrongly_takes_no_videos_and_says_so(
 ) -> None:
     wrong = tmp_path / "wrong.mp4"
     wrong.write_bytes(
-        b"" if seed is None else clip("mp4", frames=3, fps=25.0, width=64, height=64, seed=seed)
+        b"no video" if seed is None else clip("mp4", frames=3, fps=25.0, width=64, height=64, seed=seed)
     )
     monkeypatch.setattr(known_video, "_FILE", wrong)
     with pytest.raises(ConfigError, match=r"--video yes: .* decodes a known video wrongly") as refused:

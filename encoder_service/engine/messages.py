@@ -174,7 +174,7 @@ class Encoded:
     """A batch has ended: the error of each image, or None if its rows are written.
 
     `seconds` is the time that all its `devices` were busy with it, `vit_s` the time from `vit_began` to its end on the
-    device.
+    device, with the images that overtook it.
     """
 
     batch: int

@@ -259,11 +259,12 @@ class Batch:
     devices: int  # how many encoded it
     began_at: float
     ended_at: float
+    overtaken_s: float  # of that time, what images that overtook it took
     begin: "torch.cuda.Event | None"
     end: "torch.cuda.Event | None"
 
     def device_s(self) -> float:
-        """Return the seconds that the device was busy with the batch. On CUDA, wait until it is done."""
+        """Return the seconds from the begin of the batch to its end on the device. On CUDA, wait until it is done."""
         if self.begin is None or self.end is None:
             return self.ended_at - self.began_at
         self.end.synchronize()
@@ -315,7 +316,7 @@ class CopyOut:
         report = messages.Encoded(
             batch.sent.batch,
             errors,
-            seconds * batch.devices,
+            max(0.0, seconds - batch.overtaken_s) * batch.devices,
             batch.devices,
             sum(self._tower.flops(image.grid) for image in batch.images),
             batch.began_at,
@@ -487,8 +488,11 @@ class Vit:
             return
         for image in images:
             image.patches = None
-        ended = monotonic() - (overtaking.seconds if overtaking is not None else 0.0)
-        self._copy_out.put(Batch(sent, images, rows, finite, devices, began, ended, begin, stream.mark()))
+        ended, overtaken_s = monotonic(), overtaking.seconds if overtaking is not None else 0.0
+        encoded = Batch(
+            sent, images, rows, finite, devices, began, ended, overtaken_s, begin, stream.mark()
+        )
+        self._copy_out.put(encoded)
 
     def _failed(self, sent: messages.Encode, images: list[DeviceImage], error: Exception) -> None:
         if self._faults.is_loss(error):

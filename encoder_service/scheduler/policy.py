@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 8
@@ -412,11 +413,14 @@ class Order:
         head = self._first(now)
         return None if head is None else _claim(head)
 
-    def firsts(self, now: float) -> Iterator[Claim]:
-        """Yield the best demanded claim of each holder, in order. Do not change the order meanwhile."""
+    def firsts(self, now: float, may: Callable[[Claim], bool] = lambda _: True) -> Iterator[Claim]:
+        """Yield the best demanded claim of each holder, in order. Do not change the order meanwhile.
+
+        For a request whose best claim in a lane `may` not, the next request of that holder counts.
+        """
         self._first(now)
         for head in self._demanded:
-            yield _claim(head)
+            yield from islice(filter(may, (top[4].entries[0][2] for top in head[5].tops)), 1)
 
     def has_demanded(self, holder: str) -> bool:
         """Whether the holder has a demanded claim here."""

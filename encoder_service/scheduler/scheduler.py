@@ -440,17 +440,25 @@ class Scheduler:
 
         The task must be demanded, the first of its holder, and its lane must be as good as those of all tasks that its
         holder has in the batch. `most_of(holder)` is the limit of its patches. For a holder that has tasks in the batch
-        the limit is `most_patches`, and the task must be the first of all.
+        the limit is `most_patches`, and the task must be the first of all. Tasks of a request that needs the batch
+        earlier are left out: the request would have its last image no sooner, and the one of the batch later.
         """
         order = self._table.prepared[device]
         in_batch = {holder for task in batch for holder in task.holders}
-        for place, claim in enumerate(islice(order.firsts(now), MOST_PASSED)):
+        needed: dict[LlmRequest | None, int] = {}  # in which chunk each request first needs the batch
+        for claim in (claim for task in batch for claim in task.claims if claim.demanded):
+            needed[claim.request] = min(claim.chunk, needed.get(claim.request, claim.chunk))
+
+        def helps(claim: Claim) -> bool:
+            return claim.chunk < needed.get(claim.request, math.inf)
+
+        first = order.first(now)
+        for claim in islice(order.firsts(now, helps), MOST_PASSED):
             task, holder = _task(claim), claim.holder
             if any(self._table.comes_before(other, claim, now) for other in batch):
                 continue
-            if task.patches <= (
-                most_of(holder) if holder not in in_batch else most_patches if place == 0 else 0
-            ):
+            is_first = first is not None and holder == first.holder
+            if task.patches <= (most_of(holder) if holder not in in_batch else most_patches * is_first):
                 self._table.take(task, device)
                 return self._start([task], now)
         return []

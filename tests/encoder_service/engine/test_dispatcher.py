@@ -240,19 +240,44 @@ async def test_overtakers_are_together_less_work_than_the_batch(model: Model) ->
     quarter = Grid(1, 32, 32)  # 1024 patches: half of it at a time, and then of what is left
     async with floor(model) as at:
         [device] = at.devices
-        one = Claim("r", "one holder", demanded=True)
-        _, first = await a_batch(at, b"large", LARGE, claim=replace(one))
+
+        def of_one(name: bytes) -> Claim:
+            return Claim(name.decode(), "one holder", demanded=True)
+
+        _, first = await a_batch(at, b"large", LARGE, claim=of_one(b"large"))
         for name in (b"1", b"2", b"3"):
             grid = quarter if name != b"3" else Grid(1, 16, 32)
-            _, batch = await a_batch(at, name, grid, claim=replace(one))
+            _, batch = await a_batch(at, name, grid, claim=of_one(name))
             assert batch.urgent
-        fourth = at.submit(b"4", replace(one), grid=quarter)
+        fourth = at.submit(b"4", of_one(b"4"), grid=quarter)
         await device.next(messages.Decode)
         device.prepared(fourth.number)
         await soon(lambda: fourth.number in at.links[0]._prepared)
         assert nothing_sent(at)(), "half of the room that is left is too small"
         device.encoded(first)
         assert (await device.next(messages.Encode)).images == [fourth.number]
+
+
+async def test_a_later_image_of_a_request_does_not_overtake_the_one_that_its_first_chunk_needs(
+    model: Model,
+) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+
+        def of(request: str, chunk: int) -> Claim:
+            return Claim(request, "one holder", chunk=chunk, demanded=True)
+
+        _, first = await a_batch(at, b"large", LARGE, claim=of("r", 1))
+        _, earlier = await a_batch(at, b"earlier", claim=of("r", 0))
+        assert earlier.urgent
+        later = at.submit(b"later", of("r", 2))
+        await at.prepare(later)
+        await soon(lambda: later.number in at.links[0]._prepared)
+        assert nothing_sent(at)()
+        _, other = await a_batch(at, b"other", claim=of("s", 2))
+        assert other.urgent, "an image of another request"
+        device.encoded(first)
+        assert (await device.next(messages.Encode)).images == [later.number]
 
 
 async def test_other_holders_and_a_large_batch_take_turns_of_equal_time(

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from time import monotonic
 from typing import cast
 
 from torch import Tensor, get_num_threads, uint8
@@ -33,6 +33,7 @@ class Held:
         self.begun = threading.Event()
         self.go_on = threading.Event()
         self.done: list[Grid] = []
+        self.done_at: list[float] = []
 
     def encode(
         self, patches: Sequence[Tensor], grids: Sequence[Grid], between: Callable[[], None]
@@ -46,6 +47,7 @@ class Held:
 
         rows = self._encode(patches, grids, at_a_block)
         self.done.extend(grids)
+        self.done_at.append(monotonic())
         return rows
 
 
@@ -70,11 +72,14 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
     """At most half of its 1600 patches at a time: two images of 324; a third still fits into half of the rest."""
     tower = Held(model)
     async with running(model, tower.encode, batch_patches=1024) as bench:
-        one = Claim("r", "one holder", demanded=True)
-        waiting = [asyncio.create_task(bench.rows(LARGE, replace(one)))]
+        claims = [Claim(f"r{n}", "one holder", demanded=True) for n in range(1 + len(SMALL))]
+        waiting = [asyncio.create_task(bench.rows(LARGE, claims[0]))]
         await asyncio.to_thread(tower.begun.wait, PATIENCE_S)
         guess = bench.submit(photo(256, 256, 9), Claim("guess", "test"))
-        waiting += [asyncio.create_task(bench.rows(file, replace(one))) for file in SMALL]
+        waiting += [
+            asyncio.create_task(bench.rows(file, claim))
+            for file, claim in zip(SMALL, claims[1:], strict=True)
+        ]
         await soon(lambda: on_the_device(bench) == 1 + len(SMALL))
         tower.go_on.set()
         pins = await asyncio.gather(*waiting)
@@ -84,6 +89,24 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
     for file, pin in zip([LARGE, *SMALL], pins, strict=True):
         assert bytes(pin.rows()[0]) == rows_alone(model, file)
         pin.release()
+
+
+async def test_the_stage_of_an_overtaken_image_lasts_until_its_rows_are_there(model: Model) -> None:
+    """A picture of the trace would else show a gap between the tower and the copy."""
+    tower = Held(model)
+    async with running(model, tower.encode, batch_patches=1024) as bench:
+        large, small = (demanded(name) for name in ("large", "small"))
+        jobs = [bench.submit(LARGE, large)]
+        rows = [bench.jobs.wait(jobs[0], large)]
+        await asyncio.to_thread(tower.begun.wait, PATIENCE_S)
+        jobs.append(bench.submit(SMALL[0], small))
+        rows.append(bench.jobs.wait(jobs[1], small))
+        await soon(lambda: on_the_device(bench) == 2)
+        tower.go_on.set()
+        for pin in await asyncio.gather(*rows):
+            pin.release()
+    ended = [job.stage_began_s["vit"] + job.stage_ms["vit"] / 1000 for job in jobs]
+    assert tower.done_at[0] <= ended[1] < tower.done_at[1] <= ended[0] <= jobs[0].stage_began_s["copy_out"]
 
 
 async def test_an_image_without_store_space_does_not_overtake(model: Model) -> None:

@@ -82,6 +82,29 @@ def test_only_small_demanded_images_of_no_lower_lane_overtake_a_batch():
     assert is_empty(scheduler)
 
 
+def test_an_image_overtakes_none_that_its_request_needs_no_later():
+    scheduler = make()
+    want(scheduler, "large", "a", chunk=1, patches=500)
+    want(scheduler, "large", "b", chunk=5, demanded=False)
+    prepare_all(scheduler)
+    batch = scheduler.next_batch(0.0, 1)
+    for chunk in (1, 2):
+        want(scheduler, f"chunk {chunk}", "a", chunk=chunk)
+        prepare_all(scheduler)
+        assert scheduler.next_overtaking(batch, 0.0, 250) == []
+    want(scheduler, "chunk 0", "a", chunk=0)
+    want(scheduler, "speculated", "b", chunk=6)
+    prepare_all(scheduler)
+    overtaking = []
+    while small := scheduler.next_overtaking(batch, 0.0, 250):
+        overtaking += names(small)
+        scheduler.done(small, 0.1)
+    assert sorted(overtaking) == ["chunk 0", "speculated"], "the request b waits for no chunk of the batch"
+    scheduler.done(batch, 0.5)
+    assert encode_order(scheduler) == ["chunk 1", "chunk 2"]
+    assert is_empty(scheduler)
+
+
 def test_prepared_speculative_tasks_do_not_block_demanded_ones():
     scheduler = make(ahead_patches=3 * PATCHES)
     for number in range(10):

@@ -7,6 +7,7 @@ its device process, which runs the stage; `LOSING` names it.
 import asyncio
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from encoder_contract.errors import EncoderError
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
@@ -26,6 +28,7 @@ from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
 from encoder_service.engine.workers import CopyOut, Prepare, Vit
 from encoder_service.image.decoder import Decoder
+from encoder_service.image.source import Source
 from encoder_service.store import store as storing
 from encoder_service.vision import Tower
 from tests.engines import Changed, in_batches
@@ -129,6 +132,17 @@ def _flat(model: Model) -> Model:
     return _decoder(in_batches(model), decode_batch=lambda sources: [torch.empty(1)] * len(sources))
 
 
+def _deadly(model: Model) -> Model:
+    """Return a model whose process is killed while it decodes a dangerous image, as when memory runs out."""
+
+    def decode(source: Source) -> Tensor | EncoderError:
+        if source.header.upright == DEADLY:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model.decoder.decode(source)
+
+    return _decoder(model, decode=decode)
+
+
 # How the model of each stage is made from the real one.
 STAGES: dict[str, Callable[[Model], Model]] = {
     "decode": lambda model: _decoder(in_batches(model), decode_batch=lose),
@@ -142,6 +156,9 @@ STAGES: dict[str, Callable[[Model], Model]] = {
     "a dead thread": _flat,
     "a hung device": lambda model: replace(model, device=HangingDevice("cpu")),
 }
+# Width and height of a dangerous image, and the stage of a process that such images kill.
+DEADLY = 80, 80
+KILLED = {"deadly image": _deadly}
 # Of the server itself: where its device tier is lost.
 TIERS = ("to host", "mover")
 
@@ -186,7 +203,7 @@ def main(descriptors: list[int], *, parent: int) -> None:
         if what in DEATHS_THERE:
             setattr(*DEATHS_THERE[what], die)
             return model
-        return STAGES[what](model)
+        return (STAGES | KILLED)[what](model)
 
     device.TICK_S, device.HUNG_S = 0.05, 1.0
     vars(process)["load_model"] = load

@@ -121,7 +121,7 @@ class Floor:
     ) -> Job:
         """Queue an image that is decoded by itself, or in a `batch`."""
         source = Source(BATCH if batch else b"", FILE, replace(HEADER, width=width))
-        job = self.jobs.submit(ImageKey(address.ljust(32), bytes(32)), source, grid, claim)
+        job = self.jobs.submit(ImageKey(address.ljust(32), address.ljust(32)), source, grid, claim)
         assert job is not None
         return job
 

@@ -65,7 +65,7 @@ class DeviceProcess:
         """Whether it was killed because it did not answer."""
         self.restarts = dict.fromkeys(ENDS, 0)
         self.failures = 0
-        """How many processes have ended in a row without a completed batch."""
+        """How many processes have ended in a row without a completed batch; those that one image ended count once."""
         self._counting_lock = threading.Lock()
         self.start()
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # The server ends once the processes of every device have ended this often in a row, without a completed batch.
 MOST_FAILURES = 5
 # Seconds before a process is restarted, by the number of consecutive failures.
-_PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0)
+_PAUSES_S = (0.0, 0.0, 0.0, 1.0, 2.0, 4.0)
 _LONG_PAUSE_S = 30.0
 STOP_S = 10.0
 """How long the devices may take for the batches that they have, when the server stops."""
@@ -166,12 +166,11 @@ class Dispatcher:
 
     async def _start(self, device: DeviceProcess, why: str) -> bool:
         """Start a process after a pause. Return whether it has loaded. Ends the server if all devices keep failing."""
-        device.failures += 1
         if all(link.device.failures >= MOST_FAILURES for link in self.links):
             self._queue.abort("the server lost its devices", RuntimeError(f"the last process ended ({why})"))
             self._stopping.set()
         try:
-            pause_s = _PAUSES_S[device.failures - 1] if device.failures <= len(_PAUSES_S) else _LONG_PAUSE_S
+            pause_s = _PAUSES_S[device.failures] if device.failures < len(_PAUSES_S) else _LONG_PAUSE_S
             async with asyncio.timeout(pause_s):
                 await self._stopping.wait()
             return False
@@ -182,6 +181,7 @@ class Dispatcher:
             await asyncio.to_thread(device.load)
         except (ConfigError, OSError) as error:
             log.error("the process of %s does not start: %s", device.name, error)
+            device.failures += 1
             return False
         if self._stopping.is_set():
             await asyncio.to_thread(device.end)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from cachetools import FIFOCache, LRUCache
+from cachetools import FIFOCache, LRUCache, TTLCache
 
 from encoder_contract.errors import (
     AbandonedError,
@@ -182,6 +182,7 @@ class JobQueue:
             else 2 * max(pixels, math.prod(key.frames.bilinear or ())),
             single=not self._decoder.can_batch(source),
             as_large=key.frames is not None,
+            interruptions=self._failures.interruptions(key),
         )
         assert claim.task is not None
         job = self._jobs[key.address] = Job(key, source, grid, claim.task, now)
@@ -333,19 +334,26 @@ class JobQueue:
         self._scheduler.drop(job.task)
         self._end(job, outcome)
 
-    def interrupted(self, device: int) -> None:
-        """Requeue the jobs of a device that is lost.
+    def interrupted(self, device: int, unwanted: Sequence[Job] = ()) -> bool:
+        """Requeue the jobs of a device that is lost; `unwanted` are jobs that ended while it decoded their images.
 
-        An image fails if this was the third loss of a device that was encoding it.
+        An image fails if this was the third loss of a device that was decoding or encoding it. Return whether the loss
+        counts against the device: not if an earlier suspect was alone there and will be tried again.
         """
+        suspect = self._scheduler.suspect(device)
+        earlier = suspect.interruptions if suspect is not None else 0
         ended = set(self._scheduler.interrupted(device, monotonic()))
+        for job in unwanted:
+            job.task.interruptions += 1
+        for job in (*unwanted, *self._jobs.values()):
+            self._failures.note_interruptions(job.key, job.task.interruptions)
         for job in [job for job in self._jobs.values() if job.task in ended]:
-            if job.task.interruptions == MOST_INTERRUPTIONS:
-                why = f"a device's process ended {MOST_INTERRUPTIONS} times on this image"
-                self._end(job, InternalError(why))
+            if job.task.interruptions >= MOST_INTERRUPTIONS:
+                self._end(job, InternalError(ENDS_DEVICES))
             else:
                 self._abandon(job)
         self.poke()
+        return suspect is None or suspect in ended or suspect.interruptions == earlier
 
     def abort(self, why: str, error: BaseException) -> None:
         """End every job, and the process: it cannot encode any more. Call it on any thread."""
@@ -455,6 +463,8 @@ class JobQueue:
             self._on_end(job, outcome)
             self._fail(job, outcome)
             return
+        if job.task.interruptions:
+            self._failures.acquit(job.key)
         self._on_end(job, outcome)
         self._give(outcome, job.waiters)
 
@@ -478,6 +488,9 @@ class JobQueue:
 
 
 FAILURES = 4096  # a few hundred bytes each
+# How long an image is suspected after a device's process ended on it: another cause may have ended it.
+SUSPECTED_S = 3600.0
+ENDS_DEVICES = f"a device's process ended {MOST_INTERRUPTIONS} times on this image"
 
 
 class FailureCache:
@@ -489,15 +502,35 @@ class FailureCache:
 
     def __init__(self) -> None:
         self._errors: FIFOCache[bytes, InvalidImageError] = FIFOCache(FAILURES)
+        self._interruptions: TTLCache[bytes, int] = TTLCache(FAILURES, SUSPECTED_S, monotonic)
 
     def note(self, key: ImageKey, error: EncoderError) -> None:
         """Remember `error` if it is the image's own fault; other failures may be temporary."""
         if isinstance(error, InvalidImageError):
-            by_address = isinstance(error, ImageLimitError) or key.frames is not None
-            self._errors[key.address if by_address else key.source_key] = error
+            self._errors[key.address if isinstance(error, ImageLimitError) else _file(key)] = error
+
+    def note_interruptions(self, key: ImageKey, interruptions: int) -> None:
+        """Remember on how many works on the image a device's process ended. Callers who leave do not reset it."""
+        if interruptions > self.interruptions(key):
+            self._interruptions[_file(key)] = interruptions
+
+    def interruptions(self, key: ImageKey) -> int:
+        """Return what was noted."""
+        return self._interruptions.get(_file(key), 0)
+
+    def acquit(self, key: ImageKey) -> None:
+        """Forget the interruptions of an image that was encoded."""
+        self._interruptions.pop(_file(key), None)
 
     def check(self, key: ImageKey) -> None:
         """Raise the error remembered for the image, if there is one."""
         error = self._errors.get(key.source_key) or self._errors.get(key.address)
         if error is not None:
             raise type(error)(error.message)
+        if self.interruptions(key) >= MOST_INTERRUPTIONS:
+            raise InternalError(ENDS_DEVICES)
+
+
+def _file(key: ImageKey) -> bytes:
+    """Return the key of the file of an image; of frames, their address."""
+    return key.source_key if key.frames is None else key.address

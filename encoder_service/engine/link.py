@@ -213,7 +213,9 @@ class Link(asyncio.Protocol):
         entries = [entry for batch in self.batches.values() for entry in batch.entries]
         for entry in entries:
             self._store.disown(entry)
-        self._queue.interrupted(self.device.number)
+        unwanted = [self._jobs[number] for number in self._unwanted]
+        if self._queue.interrupted(self.device.number, unwanted):
+            self.device.failures += 1
         self._forget_all()
         return entries
 

@@ -489,9 +489,7 @@ class Vit:
         for image in images:
             image.patches = None
         ended, overtaken_s = monotonic(), overtaking.seconds if overtaking is not None else 0.0
-        encoded = Batch(
-            sent, images, rows, finite, devices, began, ended, overtaken_s, begin, stream.mark()
-        )
+        encoded = Batch(sent, images, rows, finite, devices, began, ended, overtaken_s, begin, stream.mark())
         self._copy_out.put(encoded)
 
     def _failed(self, sent: messages.Encode, images: list[DeviceImage], error: Exception) -> None:

@@ -23,7 +23,8 @@ class State(StrEnum):
     - a task that the batch decoder does not accept begins as SINGLE or LARGE;
     - a task on which the batch decoder failed goes back from PREPARING to SINGLE or LARGE;
     - a task in SPLIT goes back to ENCODING;
-    - an interrupted task goes back to the state in which it waited to be decoded.
+    - an interrupted task goes back to the state in which it waited to be decoded, or to SINGLE or LARGE if its decoding
+      was interrupted.
     """
 
     WAITING = "waiting"  # to be decoded in a batch
@@ -54,7 +55,7 @@ class Task:
     payers: dict[bool, list[str]] = field(default_factory=dict, repr=False)
     decoded_from: State = State.WAITING  # the state in which it waited to be decoded
     device: int = 0  # the number of the device that decodes or decoded it
-    interruptions: int = 0  # how often a device process ended while encoding it
+    interruptions: int = 0  # how often a device process ended while decoding or encoding it
 
     @property
     def demanded(self) -> bool:

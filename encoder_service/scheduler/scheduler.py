@@ -29,7 +29,8 @@ from encoder_service.scheduler.policy import (
 MEAN_OVER_REQUESTS = 256
 SINGLES = (State.SINGLE, State.LARGE)
 DECODING = (State.PREPARING, State.PREPARING_SINGLE)
-ON_DEVICE = (*DECODING, State.PREPARED, State.ENCODING, State.SPLIT)
+IN_WORK = (*DECODING, State.ENCODING)
+ON_DEVICE = (*IN_WORK, State.PREPARED, State.SPLIT)
 
 
 class RequestTable:
@@ -220,7 +221,8 @@ class Snapshot:
 
 # A speculative batch takes at most this share of the budget, which bounds how long a demanded image waits for it.
 SPECULATIVE_BUDGET_SHARE = 0.25
-# A task fails when this many device processes have ended while encoding it. After the first time it is encoded alone.
+# A task fails when this many device processes have ended while decoding or encoding it. After the first time a device
+# has it alone.
 MOST_INTERRUPTIONS = 3
 
 # A patch of a batch is charged as at most this many.
@@ -263,6 +265,7 @@ class Scheduler:
         self._large_pixels = large_pixels
         self._table = RequestTable(policy, devices)
         self._split: tuple[deque[list[Task]], ...] = tuple(deque() for _ in range(devices))
+        self._suspects: set[Task] = set()  # those that were interrupted: they may be why
 
     # Claims
 
@@ -277,11 +280,13 @@ class Scheduler:
         source_pixels: int = 0,
         single: bool = False,
         as_large: bool = False,
+        interruptions: int = 0,
     ) -> bool:
         """Attach a claim to the task of an address; return whether the task is new.
 
         A `single` task is decoded by itself; with `as_large` it counts as large there. `source_pixels` does not follow
-        from `patches`: variants bound the patches of an image with many pixels.
+        from `patches`: variants bound the patches of an image with many pixels. `interruptions` are those of earlier
+        tasks for the same image.
         Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, or
         `ImageLimitError` for an image that can never fit; the claim is then not attached. Cannot raise for an image
         that fits into the place that its claim reserved.
@@ -291,12 +296,13 @@ class Scheduler:
         if self._join(claim, address, now, checked=fits):
             return False
         task = Task(address, patches, source_bytes, claim.holder, source_pixels, as_large=as_large)
-        if single:
+        if single or interruptions:
             task.state = self._single_state(task)
         if fits:
             self._admission.count(task)
         else:
             self._admission.admit(task)
+        self._suspect(task, interruptions)
         self._table.open(task)
         self._table.attach(claim, task, now)
         return True
@@ -417,8 +423,8 @@ class Scheduler:
     def next_batch(self, now: float, budget_patches: int, device: int = 0) -> list[Task]:
         """Take a device's next batch of prepared tasks: as many, in order, as fit the budget.
 
-        A task above the budget, or that was interrupted, is encoded alone. Halves of a failed batch, and tasks that
-        were put back, come first. Speculative tasks never join demanded ones: they would only delay them.
+        A task above the budget is encoded alone. Halves of a failed batch, and tasks that were put back, come first.
+        Speculative tasks never join demanded ones: they would only delay them.
         """
         split = self._split[device]
         while split:
@@ -503,8 +509,8 @@ class Scheduler:
     def interrupted(self, device: int, now: float) -> list[Task]:
         """Report that a device lost its decoded images and its batch: queue those tasks to be decoded again.
 
-        Return the tasks that end: those without claims, and those whose encoding was interrupted for the
-        `MOST_INTERRUPTIONS`-th time, because they may be the cause.
+        Return the tasks that end: those without claims, and those that were decoded or encoded when a device was lost
+        for the `MOST_INTERRUPTIONS`-th time. The last times they were alone, so they are the cause.
         """
         lost = [
             task for task in self._table.tasks.values() if task.device == device and task.state in ON_DEVICE
@@ -512,13 +518,19 @@ class Scheduler:
         self._split[device].clear()
         ended = []
         for task in lost:
-            task.interruptions += task.state is State.ENCODING
-            if not task.claims or task.interruptions == MOST_INTERRUPTIONS:
+            self._suspect(task, task.state in IN_WORK)
+            if not task.claims or task.interruptions >= MOST_INTERRUPTIONS:
                 self._forget(task)
                 ended.append(task)
             else:
-                self._table.move(task, task.decoded_from, now)
+                # The batch decoder runs in the device's process, and the one of single images in its own.
+                waits_in = self._single_state(task) if task.state in DECODING else task.decoded_from
+                self._table.move(task, waits_in, now)
         return ended
+
+    def suspect(self, device: int) -> Task | None:
+        """Return the task that a device has alone, because earlier processes ended while they worked on it."""
+        return next((t for t in self._suspects if t.device == device and t.state in ON_DEVICE), None)
 
     def drop(self, task: Task) -> None:
         """Drop a task that failed before it was encoded. Does nothing if it is gone already."""
@@ -591,7 +603,7 @@ class Scheduler:
         claim: Claim | None = first
         while claim is not None and claim.demanded == first.demanded:
             task = _task(claim)
-            if batch and (task.patches > room or task.interruptions or batch[0].interruptions):
+            if batch and task.patches > room:
                 break
             batch.append(task)
             room -= task.patches
@@ -623,19 +635,33 @@ class Scheduler:
 
         That is the first of its stage. If there is no room for it, the first of another holder that has no decoded
         image there may pass it: nobody waits until the tower has made room for the large image of somebody else.
+        A task that was interrupted waits until the device has nothing, and nothing passes it then.
         """
         order, prepared = self._table.orders[state], self._table.prepared[device]
         first = order.first(now)
+        if self._suspects:
+            if self.suspect(device) is not None:
+                return None
+            firsts = [_task(claim) for each in self._table.orders.values() if (claim := each.first(now))]
+            if any(task.interruptions for task in firsts):
+                is_next = first is not None and _task(first).interruptions and not self._has_tasks(device)
+                return _task(first) if first is not None and is_next else None
         if first is None or self._has_room_ahead(first, device, now):
             return None if first is None else _task(first)
         for claim in islice(order.firsts(now), 1, MOST_PASSED):
-            if prepared.has_demanded(claim.holder):
+            if prepared.has_demanded(claim.holder) or _task(claim).interruptions:
                 continue
             demanded, speculative = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
             images, patches = demanded.images + speculative.images, demanded.patches + speculative.patches
             if self._fits(images, patches, _task(claim), 2):
                 return _task(claim)
         return None
+
+    def _has_tasks(self, device: int) -> bool:
+        amounts = self._table.amounts
+        return any(
+            amounts[state, demanded, device].images for state in ON_DEVICE for demanded in (False, True)
+        )
 
     def _has_room_ahead(self, first: Claim, device: int, now: float) -> bool:
         """Whether a device may decode the first task of a stage now, within its bounds on decoding ahead.
@@ -678,7 +704,13 @@ class Scheduler:
             self._admission.release(place)
         return place
 
+    def _suspect(self, task: Task, interruptions: int) -> None:
+        task.interruptions += interruptions
+        if task.interruptions:
+            self._suspects.add(task)
+
     def _forget(self, task: Task) -> None:
+        self._suspects.discard(task)
         self._table.close(task)
         self._admission.release(task)
 

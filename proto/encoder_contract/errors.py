@@ -121,7 +121,7 @@ class AbandonedError(EncoderError):
 
 
 class InternalError(EncoderError):
-    """A bug in the server. The message has the id of the log line with the details."""
+    """A bug in the server; the message has the id of the log line with the details. Or an image that ends devices."""
 
     status, retryable = Status.INTERNAL, True
 

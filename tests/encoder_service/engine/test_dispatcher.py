@@ -122,9 +122,12 @@ async def test_single_decodes_of_a_device_that_ended_hold_no_pixels(model: Model
         jobs = [at.submit(b"small", demanded(), width=100), at.submit(b"large", demanded(), width=1000)]
         begun = {(await device.next(messages.Decode)).images[0].number for _ in jobs}
         device.kill()
-        again = {(await device.next(messages.Decode)).images[0].number for _ in jobs}
-        assert again == {job.number for job in jobs}
-        assert not begun & again, "numbers are not used again"
+        for _ in jobs:
+            [again] = (await device.next(messages.Decode)).images
+            assert again.number in {job.number for job in jobs}
+            assert again.number not in begun, "numbers are not used again"
+            device.tell(messages.Dropped(again.number, InternalError("it fails"), 0.0, 0.1))
+        await soon(lambda: len(at.ended) == 2)
 
 
 async def test_an_image_that_the_batch_decoder_refuses_is_decoded_by_itself(model: Model) -> None:
@@ -542,23 +545,74 @@ async def test_the_rate_and_the_number_of_failures_follow_the_reports(model: Mod
         await soon(lambda: device.failures == 0)
 
 
-async def test_an_image_fails_when_three_processes_have_ended_on_it(model: Model) -> None:
+@pytest.mark.parametrize("stage", ["decode", "batch decode", "encode"])
+async def test_an_image_fails_when_three_processes_have_ended_on_it(model: Model, stage: str) -> None:
     async with floor(model) as at:
         [device] = at.devices
-        bad, other = at.submit(b"bad", demanded("bad")), at.submit(b"other", demanded("other"))
-        for _ in range(3):
-            numbers = [(await device.next(messages.Decode)).images[0].number for _ in at.jobs._jobs]
+        claims = [demanded("bad"), demanded("other")]
+        bad, other = (
+            at.submit(claim.request_id.encode(), claim, batch=stage == "batch decode") for claim in claims
+        )
+        decoding: set[int] = set()
+        while len(decoding) < 2:
+            decoding.update(image.number for image in (await device.next(messages.Decode)).images)
+        if stage == "encode":
             device.prepared(bad.number)
-            batch = await device.next(messages.Encode)
-            assert batch.images == [bad.number]
-            assert len(numbers) == 2
+            await device.next(messages.Encode)
+        device.kill()
+        deaths = 1
+        while len(at.ended) < 2:
+            [image] = (await device.next(messages.Decode)).images
+            at.jobs.poke()
+            assert nothing_sent(at)(), "it is alone"
+            if image.number != bad.number or stage == "encode":
+                device.prepared(image.number)
+                batch = await device.next(messages.Encode)
+                assert batch.images == [image.number]
+            if image.number == bad.number:
+                device.kill()
+                deaths += 1
+            else:
+                device.encoded(batch)
+            seen = len(at.ended) + (image.number != bad.number or deaths == 3)
+            await soon(lambda seen=seen: len(at.ended) == seen)
+        outcomes = dict(at.ended)
+        assert deaths == 3
+        assert outcomes[other] == other.key.address
+        assert isinstance(outcomes[bad], InternalError)
+        with pytest.raises(InternalError, match="ended 3 times on this image"):
+            at.jobs.join(bad.key, demanded("again"))
+        assert at.jobs._failures.interruptions(other.key) == 0
+
+
+async def test_the_processes_that_end_on_one_image_count_as_one_failure_of_the_device(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        for name in (b"one", b"two"):
+            at.submit(name, demanded(name.decode()))
+            for _ in range(3):
+                await device.next(messages.Decode)
+                device.kill()
+        await soon(lambda: len(at.ended) == 2 and at.links[0].is_up)
+        assert device.failures == 4, (
+            "each counts when it was a suspect first, and when it is found to be the cause"
+        )
+
+
+async def test_callers_who_leave_do_not_make_a_dangerous_image_new(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        for deaths in range(1, 4):
+            claim = demanded()
+            bad = at.submit(b"bad", claim)
+            [sent] = (await device.next(messages.Decode)).images
+            assert sent.number == bad.number
+            at.jobs.withdraw(claim)
+            await device.next(messages.Gone)
             device.kill()
-        await soon(lambda: len(at.ended) == 1)
-        [(job, error)] = at.ended
-        assert job is bad
-        assert isinstance(error, InternalError)
-        await at.prepare(other)
-        assert (await device.next(messages.Encode)).images == [other.number]
+            await soon(lambda deaths=deaths: device.restarts["killed"] == deaths and at.links[0].is_up)
+        with pytest.raises(InternalError, match="ended 3 times on this image"):
+            at.jobs.join(bad.key, demanded())
 
 
 async def test_pages_of_a_lost_process_are_used_again_only_after_its_end(

@@ -35,7 +35,7 @@ from testing.photos import photo
 from testing.processes import free_port
 from testing.redis_servers import redis_server
 from tests.engines import demanded, running
-from tests.lost_device import DEATHS_THERE, FORKS, STAGES, TIERS, serve
+from tests.lost_device import DEADLY, DEATHS_THERE, FORKS, STAGES, TIERS, serve
 from tests.waiting import PATIENCE_S, START_S, soon
 
 IMAGES = [photo(256, 256, n) for n in range(4)]
@@ -128,6 +128,21 @@ async def test_a_lost_device_costs_no_image(
         found = await asyncio.to_thread(scrape, metrics, PATIENCE_S)
     for why, times in Counter(ENDS.get(stage, "lost") for stage in stages).items():
         assert found.total("device_restarts_total", reason=why) == times, log.read_text()
+    assert found.total("device_up") == 1
+
+
+async def test_an_image_that_kills_each_process_that_decodes_it_fails_alone_and_is_remembered(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    log, metrics = tmp_path / "server.log", f"127.0.0.1:{free_port()}"
+    deadly, others = photo(*DEADLY, 1, "PNG"), [photo(64, 64, n, "PNG") for n in range(3)]
+    with started("deadly image", checkpoint, tmp_path, "--metrics-listen", metrics):
+        endpoint = await listening(log)
+        said = await outcomes(endpoint, [deadly, *others])
+        assert Counter(said) == {"rows": 3, InternalError.status.value: 1}, log.read_text()
+        assert await outcomes(endpoint, [deadly]) == [InternalError.status.value]
+        found = await asyncio.to_thread(scrape, metrics, PATIENCE_S)
+    assert found.total("device_restarts_total", reason="killed") == 3, log.read_text()
     assert found.total("device_up") == 1
 
 

@@ -1,6 +1,11 @@
 """Several devices that share the queue, and a device that loses its images."""
 
-from encoder_service.scheduler import MOST_INTERRUPTIONS, State
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from encoder_service.scheduler import MOST_INTERRUPTIONS, State, Task
 from tests.scheduling import PATCHES, is_empty, make, names, want
 
 
@@ -47,20 +52,24 @@ def test_images_of_a_lost_device_are_decoded_again_by_any_device():
     scheduler = make(devices=2)
     for name in "abcde":
         want(scheduler, name)
-    prepare(scheduler, 1, 3)
-    batch = scheduler.next_batch(0.0, 2 * PATCHES, 1)
+    prepare(scheduler, 1, 4)
+    assert names(scheduler.next_batch(0.0, 2 * PATCHES, 1)) == ["a", "b"]
     left = scheduler.next_batch(0.0, PATCHES, 1)
     scheduler.put_back(left)
-    scheduler.next_to_prepare(0.0, 1, device=1)
+    assert names(scheduler.next_to_prepare(0.0, 1, device=1)) == ["e"]
     assert not scheduler.interrupted(1, 0.0)
-    assert scheduler.snapshot().images[State.WAITING, True] == 5
-    assert prepare(scheduler, 0, 9) == ["a", "b", "c", "d", "e"]
-    assert names(batch) == ["a", "b"]
+    images = scheduler.snapshot().images
+    assert images[State.WAITING, True] == 4
+    assert images[State.SINGLE, True] == 1, "what was decoded in a batch is decoded by itself"
     encoded = []
-    while tasks := scheduler.next_batch(0.0, 10 * PATCHES, 0):
-        encoded.append(names(tasks))
+    while scheduler.queued.images:
+        tasks = scheduler.next_to_prepare(0.0, 9) or scheduler.next_single(0.0, 10**9)
+        for task in tasks:
+            assert scheduler.prepared(task, 0.0)
+        assert scheduler.next_batch(0.0, 10 * PATCHES, 0) == tasks
         scheduler.done(tasks, 0.1)
-    assert encoded == [["a"], ["b"], ["c", "d", "e"]], "what was being encoded goes alone"
+        encoded.append(names(tasks))
+    assert encoded == [["a"], ["b"], ["e"], ["c", "d"]], "what was decoded or encoded goes alone"
     assert is_empty(scheduler)
 
 
@@ -74,12 +83,79 @@ def test_an_image_whose_callers_left_ends_with_its_device():
     assert is_empty(scheduler)
 
 
-def test_an_image_that_interrupts_its_device_every_time_ends():
-    scheduler = make()
-    want(scheduler, "bad")
-    for n in range(MOST_INTERRUPTIONS):
-        prepare(scheduler, 0, 1)
-        [task] = scheduler.next_batch(0.0, PATCHES)
-        ended = scheduler.interrupted(0, 0.0)
-        assert ended == ([task] if n == MOST_INTERRUPTIONS - 1 else [])
+@dataclass
+class Device:
+    """What a device has: images being decoded, and batches."""
+
+    decoding: list[Task] = field(default_factory=list)
+    batches: list[list[Task]] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("stage", ["decode", "decode single", "encode"])
+@pytest.mark.parametrize("seed", range(20))
+def test_only_images_that_end_their_device_every_time_fail(devices: int, stage: str, seed: int):
+    """Whatever is decoded or encoded beside them: nobody else is beside them twice."""
+    pick = random.Random(seed)
+    scheduler, floor = make(devices=devices), [Device() for _ in range(devices)]
+    for n in range(12):
+        wants_single = stage == "decode single" or pick.random() < 0.3
+        name = ("bad" if n in (4, 7) else "good") + str(n)
+        want(
+            scheduler,
+            name,
+            str(n),
+            client=pick.choice("ab"),
+            single=wants_single,
+            pixels=100,
+            priority=pick.choice((0, -1)),
+        )
+    deaths, failed, encoded = 0, [], []
+
+    def bad(tasks: list[Task]) -> bool:
+        return any(task.address.startswith(b"bad") for task in tasks)
+
+    while scheduler.queued.images:
+        number = pick.randrange(devices)
+        device = floor[number]
+        step = pick.choice(("batch", "single", "prepared", "encode", "done"))
+        if step == "batch":
+            device.decoding += scheduler.next_to_prepare(0.0, pick.randrange(1, 4), device=number)
+        elif step == "single":
+            device.decoding += scheduler.next_single(0.0, 10**9, device=number)
+        elif step == "encode":
+            device.batches += filter(None, [scheduler.next_batch(0.0, 3 * PATCHES, number)])
+        dies = bad(device.decoding) if stage != "encode" else any(map(bad, device.batches))
+        if dies and pick.random() < 0.5:
+            deaths += 1
+            failed += scheduler.interrupted(number, 0.0)
+            device.decoding.clear()
+            device.batches.clear()
+        elif step == "prepared" and device.decoding and not (dies and stage != "encode"):
+            assert scheduler.prepared(device.decoding.pop(pick.randrange(len(device.decoding))), 0.0)
+        elif step == "done" and device.batches and not (dies and stage == "encode"):
+            batch = device.batches.pop(pick.randrange(len(device.batches)))
+            scheduler.done(batch, 0.1)
+            encoded += names(batch)
+    assert sorted(names(failed)) == ["bad4", "bad7"]
+    assert len(encoded) == 10
+    assert MOST_INTERRUPTIONS < deaths <= 2 * MOST_INTERRUPTIONS
     assert is_empty(scheduler)
+
+
+def test_other_images_wait_while_a_device_has_one_that_was_interrupted():
+    scheduler = make(devices=2)
+    want(scheduler, "suspect", priority=0)
+    assert names(scheduler.next_to_prepare(0.0, 1)) == ["suspect"]
+    assert not scheduler.interrupted(0, 0.0)
+    want(scheduler, "other", "s")
+    want(scheduler, "single", "s", single=True)
+    [task] = scheduler.next_single(0.0, 10**9)
+    assert task is scheduler.suspect(0)
+    assert not scheduler.next_to_prepare(0.0, 9)
+    assert not scheduler.next_single(0.0, 10**9)
+    assert prepare(scheduler, 1, 9) == ["other"], "another device works on"
+    scheduler.prepared(task, 0.0)
+    assert not scheduler.next_single(0.0, 10**9)
+    scheduler.done(scheduler.next_batch(0.0, PATCHES), 0.1)
+    assert names(scheduler.next_single(0.0, 10**9)) == ["single"]

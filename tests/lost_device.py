@@ -159,6 +159,7 @@ STAGES: dict[str, Callable[[Model], Model]] = {
 # Width and height of a dangerous image, and the stage of a process that such images kill.
 DEADLY = 80, 80
 KILLED = {"deadly image": _deadly}
+LOAD_HANGS = "load hangs"
 # Of the server itself: where its device tier is lost.
 TIERS = ("to host", "mover")
 
@@ -193,6 +194,8 @@ def main(descriptors: list[int], *, parent: int) -> None:
     load_model = loading.load_model
 
     def load(config: Config, processes: int) -> Model:
+        if stages == LOAD_HANGS:
+            threading.Event().wait()
         model = replace(load_model(config, processes), device=LosableDevice("cpu"))
         left = [stage for stage in stages.split(", ") if not folder or not Path(folder, stage).exists()]
         if not left:

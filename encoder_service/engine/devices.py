@@ -5,6 +5,7 @@ This module does not import torch, so that the processes load while the server i
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING
 
 from encoder_contract.errors import EncoderError, UnavailableError
@@ -31,8 +32,12 @@ ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""
 END_S = 5.0
 """How long a process that has closed its socket may take to end."""
-LOAD_SILENCE_S = 300.0
-"""How long a process that loads may say nothing, as it does while Python imports torch, maybe from a slow disk."""
+START_SILENCE_S = 300.0
+"""How long a process may take until its first report, while Python imports torch, maybe from a slow disk."""
+LOAD_SILENCE_S = 60.0
+"""How long it may then say nothing: no report is sent while a large library or the driver is loaded."""
+LOOK_S = 1.0
+"""Time between two looks. They are counted, not seconds: a server that was stopped for a minute has heard nothing."""
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptors!r}, parent={parent})"
 )
@@ -91,14 +96,13 @@ class DeviceProcess:
     def load(self) -> None:
         """Wait until the process has loaded. Raises `ConfigError` if it cannot load, or hangs."""
         report: Report | ModelFacts | ConfigError
-        self.connection.settimeout(LOAD_SILENCE_S)
+        silence_s = START_SILENCE_S
         try:
-            while isinstance(report := receive(self.connection), Report):
-                pass  # it lives
-            self.connection.settimeout(None)
+            while isinstance(report := self._heard(silence_s), Report):
+                silence_s = LOAD_SILENCE_S
         except TimeoutError:
             report = ConfigError(
-                f"{flag('devices')} {self.name}: its process said nothing for {LOAD_SILENCE_S:g} s while it loaded"
+                f"{flag('devices')} {self.name}: its process said nothing for {silence_s:g} s while it loaded"
             )
         except OSError:
             status = self.process.wait()
@@ -109,6 +113,16 @@ class DeviceProcess:
             self.end()
             raise report
         self.facts = report
+
+    def _heard(self, within_s: float) -> Report | ModelFacts | ConfigError:
+        """Return the next message of a process that loads. Raises `TimeoutError`, and `OSError` if it has ended."""
+        for _ in range(math.ceil(within_s / LOOK_S)):
+            if wait([self.connection], min(LOOK_S, within_s)):
+                self.connection.settimeout(within_s)  # it may stop in the middle of a message
+                message: Report | ModelFacts | ConfigError = receive(self.connection)
+                self.connection.settimeout(None)
+                return message
+        raise TimeoutError
 
     def kill(self) -> None:
         """Have the kernel end the process, whatever it does. Does not wait."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import grpc
@@ -20,6 +21,7 @@ from encoder_service.engine.devices import DeviceProcess
 from testing.photos import photo
 from tests.encoder_service.engine.test_devices import fetched, serving
 from tests.encoder_service.engine.test_lost_device import listening, started
+from tests.lost_device import LOAD_HANGS, LOSING
 from tests.processes import running
 from tests.waiting import PATIENCE_S, START_S, soon
 
@@ -63,12 +65,29 @@ async def test_health_follows_the_devices(config: Config, quick: None) -> None:
 def test_a_process_that_hangs_while_it_loads_is_ended(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "LOAD_SILENCE_S", 1.0)
+    monkeypatch.setattr(devices, "START_SILENCE_S", 1.0)
     device = DeviceProcess(config, 0, 1)
     os.kill(device.process.pid, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="said nothing for 1 s while it loaded"):
         device.load()
     assert device.process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_stops_after_its_first_report_is_ended_sooner(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "LOAD_SILENCE_S", 2.0)
+    monkeypatch.setattr(devices, "_MODULE", "tests.lost_device")
+    monkeypatch.setenv(LOSING, f"{LOAD_HANGS}:")
+    device = DeviceProcess(config, 0, 1)
+    try:
+        assert wait([device.connection], START_S), "its first report"
+        os.kill(device.process.pid, signal.SIGSTOP)
+        with pytest.raises(ConfigError, match="said nothing for 2 s while it loaded"):
+            device.load()
+        assert device.process.returncode == -signal.SIGKILL
+    finally:
+        device.kill()
 
 
 def test_a_process_that_loads_for_long_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +109,7 @@ async def test_a_successor_that_hangs_while_it_loads_is_replaced(
 ) -> None:
     async with serving(config, "cpu") as (server, client, [device]):
         with monkeypatch.context() as patched:
-            patched.setattr(devices, "LOAD_SILENCE_S", 0.01)  # it hangs as soon as it starts
+            patched.setattr(devices, "START_SILENCE_S", 0.01)  # it hangs as soon as it starts
             device.process.kill()
             await soon(lambda: "said nothing" in caplog.text)
         await fetched(client, [photo(96, 96, 1)])

@@ -22,7 +22,7 @@ class DeviceThread(DeviceProcess):
         """Start the thread. `facts` replace fields of its `ModelFacts`."""
         self._model = model
         self.facts = replace(ModelFacts.of(model, config, processes), **facts)
-        super().__init__(replace(config, devices="cpu"), number, processes)
+        super().__init__(replace(config, devices=",".join(["cpu"] * processes)), number, processes)
         self.name = model.device.name
 
     def start(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.tasks import start_task
@@ -106,17 +107,19 @@ class Dispatcher:
         """Push what the devices may have now. Waits for nothing."""
         for link in self.links:
             link.push_batches(self._others[link], self._group_number)
-        self._share_out(Link.push_decode_batch)
-        self._share_out(Link.push_single)
-        if any(link.is_idle for link in self.links):
+        may_decode = self._queue.may_decode
+        self._share_out(Link.push_decode_batch, partial(may_decode, single=False))
+        self._share_out(Link.push_single, partial(may_decode, single=True))
+        if idle := [link for link in self.links if link.is_idle]:
             is_starved = self._queue.waiting_images > 0
-            for link in self.links:
-                link.note_idle(is_starved=is_starved)
+            for link in idle:
+                if is_starved is (link.idle_since is None):
+                    link.note_idle(is_starved=is_starved)
 
-    def _share_out(self, push: Callable[[Link], bool]) -> None:
-        """Push until nothing is left, or no device has credit: always to the device that has the fewest patches."""
+    def _share_out(self, push: Callable[[Link], bool], may: Callable[[], bool]) -> None:
+        """Push while there `may` be work and a device has credit: always to the device that has the fewest patches."""
         links = list(self.links)
-        while links:
+        while links and may():
             link = min(links, key=lambda each: each.patches)
             if not push(link):
                 links.remove(link)

@@ -86,6 +86,8 @@ class JobQueue:
         `on_end` is called at the end of every job, `on_abort` when no job can succeed.
         """
         self._scheduler = scheduler
+        self.may_decode, self.may_encode = scheduler.may_decode, scheduler.may_encode
+        """Whether there is work of a kind: asked often, and cheaper than to ask for the work."""
         self._decoder = decoder
         self._store = store
         self._metrics = metrics or Metrics()

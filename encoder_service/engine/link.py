@@ -199,7 +199,7 @@ class Link(asyncio.Protocol):
                 self._handlers[type(message)](self, message)
         except BaseException as error:  # noqa: BLE001
             self._queue.abort(f"taking the reports of {self.device.name} failed", error)
-        self._queue.poke()
+        self._queue.poke()  # even if only time has passed: an image that was ahead of need may overtake now
 
     def close(self) -> None:
         """Let the process finish its batches and end."""
@@ -261,11 +261,13 @@ class Link(asyncio.Protocol):
 
         A large image is encoded with the `others` if all devices are idle.
         """
-        while self.is_up and self.share is None and self._has_credit():
-            if not self._push_batch(others, group_number):
-                break
-        self._push_urgent()
-        self._flush_gone()
+        if self._queue.may_encode(self.device.number):
+            while self.is_up and self.share is None and self._has_credit():
+                if not self._push_batch(others, group_number):
+                    break
+            self._push_urgent()
+        if self._gone:
+            self._flush_gone()
 
     def push_decode_batch(self) -> bool:
         """Send images to decode in one batch; return whether there were any, and credit for them."""

@@ -349,7 +349,8 @@ class Order:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._lines: dict[LlmRequest, dict[int, Line]] = {}  # by request and lane
+        self.lines: dict[LlmRequest, dict[int, Line]] = {}
+        """By request and lane; empty if no task waits in this stage."""
         self._demanded, self._speculative = FairQueue(), FairQueue()
         self._working = 0  # tasks taken out and in progress
         self._ahead: list[Entry] = []  # claims ahead of need, by `needed_at`: the first becomes blocking next
@@ -359,7 +360,7 @@ class Order:
         assert claim.request is not None
         assert claim.lane is None
         claim.lane = lane = self._policy.lane(claim, now)
-        lines = self._lines.setdefault(claim.request, {})
+        lines = self.lines.setdefault(claim.request, {})
         if lane not in lines:
             lines[lane] = Line(claim.request, lane)
         insort(lines[lane].entries, self._entry(claim))
@@ -406,7 +407,7 @@ class Order:
 
     def rekey(self, request: LlmRequest) -> None:
         """Reposition a request whose key has changed."""
-        for line in self._lines.get(request, {}).values():
+        for line in self.lines.get(request, {}).values():
             self._place(line)
 
     def first(self, now: float) -> Claim | None:
@@ -454,7 +455,7 @@ class Order:
     def _remove(self, claim: Claim) -> None:
         assert claim.request is not None
         assert claim.lane is not None
-        line = self._lines[claim.request][claim.lane]
+        line = self.lines[claim.request][claim.lane]
         _delete(line.entries, self._entry(claim))
         claim.lane = None
         self._place(line)
@@ -476,9 +477,9 @@ class Order:
             queue.place(line, rank)
             return
         queue.place(line, None)
-        del self._lines[request][lane]
-        if not self._lines[request]:
-            del self._lines[request]
+        del self.lines[request][lane]
+        if not self.lines[request]:
+            del self.lines[request]
 
     def _entry(self, claim: Claim) -> Entry:
         return (self._policy.claim_key(claim), claim.number, claim)

@@ -553,6 +553,14 @@ class Scheduler:
         rate = self._admission.recent_rate
         return rate.patches_per_s if rate.measured_s >= RECENT_S else 0.0
 
+    def may_decode(self, *, single: bool) -> bool:
+        """Whether a task waits to be decoded in a batch, or by itself if `single`."""
+        return any(self._table.orders[state].lines for state in (SINGLES if single else (State.WAITING,)))
+
+    def may_encode(self, device: int) -> bool:
+        """Whether a device has decoded tasks, or tasks of batches that failed or were put back."""
+        return bool(self._table.prepared[device].lines or self._split[device])
+
     @property
     def waiting_images(self) -> int:
         """The number of images whose encoding has not started."""

@@ -7,9 +7,13 @@ first chunk's images, each measured alone in the same round.
 Overlap needs all cores at the same time, but encode and prefill alone do not. So on a busy machine the ratios mean
 nothing. Each round waits until other processes are quiet (for a limited time), and records the CPU time that they used
 during the round. Medians are over the quiet rounds if there are enough of them; the JSON has their number.
+
+Most figures are of equal images. A prompt of one large and six small images shows whether the small ones, which later
+chunks need, delay the large one, which the first chunk needs.
 """
 
 import asyncio
+import itertools
 import os
 import tempfile
 import time
@@ -50,14 +54,21 @@ BENCHMARK = Benchmark(
             summary="time to first token of 16 new images: encode all first ÷ overlap with prefill, same cores",
         ),
         Figure("parts_over_overlap", "encode and prefill alone, added up / overlapped"),
+        Figure("unequal_ttft_ms", "time to first token of a large and six small images, overlapped", "ms"),
+        Figure("unequal_over_ideal", "of a large and six small images: overlapped / ideal time"),
         Figure("quiet_rounds", "rounds in which nobody else used the machine"),
         Figure("rounds", "of so many"),
     ),
-    limit_s=240,
+    limit_s=270,
     quick=("--rounds", "1"),
 )
 
 IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each
+EQUAL = ((SIDE, SIDE),) * IMAGES
+UNEQUAL = (
+    (1280, 736),
+    *((640, 320),) * 6,
+)  # 920 tokens, then 200 each: all small ones together are a third larger
 CHUNK_TOKENS = 512
 # Encoding an image takes about as long as prefilling its tokens: overlap gains most then, and is hardest to reach.
 VISION_LAYERS, TEXT_LAYERS = 8, 4
@@ -70,7 +81,7 @@ ROUNDS = 5
 QUIET_CORES = 0.15
 QUIET_WAIT_S, QUIET_LOOK_S = 10.0, 0.5
 ENOUGH_ROUNDS = 3
-MAX_S = 150.0  # for all rounds
+MAX_S = 180.0  # for all rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +153,15 @@ def question(files: Sequence[bytes]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*images, {"type": "text", "text": "What do these show?"}]}]
 
 
-def new_photos(seed: int, count: int = IMAGES) -> list[bytes]:
-    """Return images that no other seed has."""
-    return [photo(SIDE, SIDE, 1000 * seed + number) for number in range(count)]
+def new_photos(seed: int, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Return images of these sizes that no other seed has."""
+    return [photo(*size, 1000 * seed + number) for number, size in enumerate(sizes)]
+
+
+def of_first_chunk(sizes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Return the sizes of the images whose rows the first chunk needs."""
+    tokens = itertools.accumulate((width * height // 32**2 for width, height in sizes), initial=0)
+    return [size for size, before in zip(sizes, tokens, strict=False) if before < CHUNK_TOKENS]
 
 
 class Others:
@@ -177,13 +194,13 @@ async def quiet() -> None:
             return
 
 
-async def measure(bench: Bench, number: int) -> Round:
-    """Run a round. Each way of running the prompt has its own images, all of one size and so of one layout.
+async def measure(bench: Bench, number: int, sizes: Sequence[tuple[int, int]] = EQUAL) -> Round:
+    """Run a round. Each way of running the prompt has its own images, of the same sizes and so of one layout.
 
     Overlap and serial alternate in running first.
     """
-    alone, overlapped, serial = (new_photos(4 * number + way) for way in range(3))
-    first = new_photos(4 * number + 3, count=CHUNK_TOKENS * 32**2 // SIDE**2)
+    alone, overlapped, serial = (new_photos(4 * number + way, sizes) for way in range(3))
+    first = new_photos(4 * number + 3, of_first_chunk(sizes))
     others = Others()
     encode_ms = await bench.encode(alone)
     _, cached = await bench.overlap(alone)  # its rows are stored, so prefill runs alone
@@ -195,10 +212,16 @@ async def measure(bench: Bench, number: int) -> Round:
     return Round(encode_ms, first_ms, prefill_ms, serial_ms, overlap_ms, others.cores())
 
 
-def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return the medians. Each ratio is computed within a round, because rounds differ in speed."""
+def best(all_rounds: Sequence[Round]) -> Sequence[Round]:
+    """Return the quiet rounds if there are enough of them, else all."""
     quiet_rounds = [each for each in all_rounds if each.quiet]
-    rounds = quiet_rounds if len(quiet_rounds) >= ENOUGH_ROUNDS else all_rounds
+    return quiet_rounds if len(quiet_rounds) >= ENOUGH_ROUNDS else all_rounds
+
+
+def summary(all_rounds: Sequence[Round], unequal: Sequence[Round]) -> dict[str, Any]:
+    """Return the medians. Each ratio is computed within a round, because rounds differ in speed."""
+    rounds = best(all_rounds)
+    quiet_count = sum(each.quiet for each in all_rounds)
     return {
         "images": IMAGES,
         "encode_ms": median(r.encode for r in rounds),
@@ -209,21 +232,27 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
         "ttft_over_ideal": median(r.overlap / r.ideal for r in rounds),
         "serial_over_overlap": median(r.serial / r.overlap for r in rounds),
         "parts_over_overlap": median((r.encode + r.prefill) / r.overlap for r in rounds),
+        "unequal_ttft_ms": median(r.overlap for r in best(unequal)),
+        "unequal_over_ideal": median(r.overlap / r.ideal for r in best(unequal)),
         "rounds": len(all_rounds),
-        "quiet_rounds": len(quiet_rounds),
-        "only_quiet_count": rounds is quiet_rounds,
+        "quiet_rounds": quiet_count,
+        "only_quiet_count": quiet_count >= ENOUGH_ROUNDS,
         "others_cores": median(r.others_cores for r in rounds),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
     }
 
 
-async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
-    """Start a server on a seeded checkpoint and measure until enough rounds were quiet, or for `MAX_S`."""
+async def run(folder: Path, rounds: int, trace: Path | None) -> tuple[list[Round], list[Round]]:
+    """Start a server on a seeded checkpoint and measure until enough rounds were quiet, or for `MAX_S`.
+
+    Return the rounds of equal images, and those of unequal images.
+    """
     model = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     done: list[Round] = []
+    unequal: list[Round] = []
     settings: dict[str, Any] = {"store_host_gib": 0.5, "threads": HALF_THE_CORES}
     # A batch is one image, so that prefill runs on one image while the next is encoded.
     with running(model, log=folder / "server.log", batch_patches=(SIDE // 16) ** 2, **settings) as server:
@@ -231,6 +260,7 @@ async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
             bench = Bench(client, language_model, tokenizer)
             began = time.monotonic()
             await measure(bench, 0)  # warm up
+            await measure(bench, 0, UNEQUAL)
             round_s = time.monotonic() - began
             until = began + MAX_S - round_s  # the last moment at which another round can start
             while sum(each.quiet for each in done) < rounds and (time.monotonic() < until or not done):
@@ -238,7 +268,8 @@ async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
                 done.append(await measure(bench, len(done) + 1))
                 if trace and done[-1].overlap == min(each.overlap for each in done):
                     bench.trace.write(trace)
-    return done
+                unequal.append(await measure(bench, len(done), UNEQUAL))
+    return done, unequal
 
 
 def main() -> None:
@@ -249,14 +280,15 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = asyncio.run(run(Path(folder), args.rounds, args.trace))
-    rows = [
-        (r.encode, r.prefill, r.first_chunk_encode, r.ideal, r.overlap, r.serial, r.others_cores)
-        for r in rounds
-    ]
+        rounds, unequal = asyncio.run(run(Path(folder), args.rounds, args.trace))
     heads = ("encode", "prefill", "first", "ideal", "overlap", "serial", "others, cores")
-    table("Rounds, ms", heads, rows)
-    print_figures(summary(rounds), args)
+    for what, measured in {"Rounds, ms": rounds, "Rounds of unequal images, ms": unequal}.items():
+        rows = [
+            (r.encode, r.prefill, r.first_chunk_encode, r.ideal, r.overlap, r.serial, r.others_cores)
+            for r in measured
+        ]
+        table(what, heads, rows)
+    print_figures(summary(rounds, unequal), args)
 
 
 if __name__ == "__main__":

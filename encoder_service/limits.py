@@ -182,6 +182,8 @@ CLAIMS_PER_IMAGE = 16
 # The patches of 3,900 images of 1024×1024 pixels. A limit on images alone would admit any amount of work.
 QUEUED_PATCHES = 16_000_000
 AWAITED_IMAGES = 4096
+# Windows of rows that the rows port sends at a time: each takes a connection. More are sent in their calls.
+TICKETS = 512
 MAX_IMAGES_PER_CALL = 512
 # The share of the host store that readers may pin; the rest is room for new rows.
 PINNED_SHARE = 0.9
@@ -208,6 +210,7 @@ class Budgets:
     upload_bytes: Budget
     pinned_bytes: Budget
     lent_bytes: Budget
+    tickets: Budget
     upload_idle_s: float = 10.0
     reader_idle_s: float = 30.0
     max_grace_ms: int = 30_000
@@ -239,6 +242,7 @@ class Budgets:
             lent_bytes=Budget(
                 int(host_bytes * LENT_SHARE), "bytes of rows that are read in place", part_of=pinned_bytes
             ),
+            tickets=Budget(TICKETS, "windows of rows that are sent beside their calls"),
         )
 
 

@@ -14,8 +14,9 @@ import secrets
 import select
 import socket
 import ssl
+import struct
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -34,6 +35,11 @@ THREADS = 4  # that send: one fills a network of 25 Gbit/s, with TLS half of one
 TURN_BYTES = 4 << 20
 # A client has up to four connections. At most an eighth of the file descriptors, so that gRPC has its half.
 MAX_CONNECTIONS = 2048
+HOST_SHARE = 8  # a host may have an eighth of the connections: 64 clients
+# The kernel's memory for a connection. Without these bounds, it keeps megabytes for a reader that does not read. What
+# is under way to a reader is not bounded: a far one needs it.
+UNSENT_BYTES = 256 << 10
+RECEIVED_BYTES = 16 << 10  # a ticket has 16 bytes
 # A connection must present its first ticket within this time. It may then wait for the next one as long as gRPC's.
 FIRST_TICKET_S = 10.0
 NEXT_TICKET_S = 60.0
@@ -44,6 +50,9 @@ PROGRESS_BYTES = (
 WAIT_MS = 2.0
 TICK_S = 0.25  # how often times are checked
 BACKLOG = 512
+ACCEPTED_AT_ONCE = 16  # before the connections that are ready have their turn
+
+AT_ONCE = struct.pack("@ii", 1, 0)  # how a socket lingers: it discards what is unsent
 
 READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 WRITABLE = select.EPOLLOUT | select.EPOLLONESHOT
@@ -177,6 +186,7 @@ class RowsPort:
         self._lock = threading.Lock()  # of the tickets, and of which thread has a connection
         self._offered: dict[bytes, Transfer] = {}
         self._connections: dict[int, _Connection] = {}  # by file descriptor
+        self._of_host: dict[str, set[_Connection]] = {}
         self._ready = _ReadyConnections()
         self._stopping = False
         self._threads: list[threading.Thread] = []
@@ -202,6 +212,11 @@ class RowsPort:
                 f"({error.strerror}); port 0 picks a free port"
             ) from error
         self._socket.setblocking(False)
+        # Connections inherit these options.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.port = self._socket.getsockname()[1]
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
@@ -227,6 +242,7 @@ class RowsPort:
         for connection in self._connections.values():
             connection.socket.close()
         self._connections.clear()
+        self._of_host.clear()
 
     def offer(
         self, rows: Sequence[memoryview], reader: Reader, on_last: Callable[[], None] = lambda: None
@@ -264,7 +280,7 @@ class RowsPort:
                 self._tick(now)
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
                 accepted, address = self._socket.accept()
             except BlockingIOError:
@@ -274,12 +290,10 @@ class RowsPort:
                 return
             kind = "ipv6" if ":" in address[0] else "ipv4"
             host = host_of(f"{kind}:[{address[0]}]:{address[1]}")
-            if len(self._connections) >= self._max_connections and not self._make_room():
+            if not self._has_room(host):
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection = _Connection(accepted, host, shaken=self._certificates is None)
             if self._certificates is not None:
                 try:
@@ -289,19 +303,28 @@ class RowsPort:
                 except (OSError, ValueError):
                     accepted.close()
                     continue
-            self._connections[connection.socket.fileno()] = connection
+            with self._lock:
+                self._connections[connection.socket.fileno()] = connection
+                self._of_host.setdefault(host, set()).add(connection)
             connection.armed = True
             self._epoll.register(connection.socket, READABLE)
 
-    def _make_room(self) -> bool:
-        """Close the oldest connection without a transfer of the host that has most; return whether there is one."""
-        per_host = Counter(connection.host for connection in self._all())
-        idle = [each for each in self._all() if each.armed and each.transfer is None]
-        if not idle:
-            return False
-        most = max(per_host[each.host] for each in idle)
-        self._close(min((each for each in idle if per_host[each.host] == most), key=lambda each: each.due))
-        return True
+    def _has_room(self, host: str) -> bool:
+        """Return whether a host may have one more connection. Closes the oldest idle one of it, or of the largest host.
+
+        A host is the largest if it has most connections.
+        """
+        with self._lock:
+            is_full = len(self._connections) >= self._max_connections
+            mine = self._of_host.get(host, set())
+            if is_full:
+                mine = max(self._of_host.values(), key=len)
+            elif len(mine) < self._max_connections // HOST_SHARE:
+                return True
+            idle = [each for each in mine if each.armed and each.transfer is None]
+        if idle:
+            self._close(min(idle, key=lambda each: each.due))
+        return bool(idle)
 
     def _disarm(self, connection: _Connection) -> None:
         with self._lock:
@@ -403,7 +426,7 @@ class RowsPort:
             with self._lock:
                 transfer.is_read = not transfer.is_withdrawn
             if not transfer.is_read:
-                self._close(connection)
+                self._reset(connection)
                 return
             try:
                 self._send_pieces(connection, transfer)
@@ -479,16 +502,27 @@ class RowsPort:
 
     def _fail(self, connection: _Connection, error: EncoderError) -> None:
         transfer = connection.transfer
-        self._close(connection)
+        self._reset(connection)
         if transfer is not None:
             self._tell(transfer, error)
+
+    def _reset(self, connection: _Connection) -> None:
+        """Close a connection whose reader does not get the rest. The kernel would keep what it has for minutes."""
+        with suppress(OSError):
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+        self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
         connection.transfer = None
         connection.unsent.clear()
         file = connection.socket.fileno()
-        if self._connections.get(file) is connection:
-            del self._connections[file]
+        with self._lock:
+            if self._connections.get(file) is connection:
+                del self._connections[file]
+                of_host = self._of_host[connection.host]
+                of_host.discard(connection)
+                if not of_host:
+                    del self._of_host[connection.host]
         connection.socket.close()  # which also ends its registration
 
     def _tell(self, transfer: Transfer, error: EncoderError | None) -> None:

@@ -122,7 +122,10 @@ class InlineSender(Sender):
 
 
 class TcpSender(InlineSender):
-    """Sends the bytes of the rows over a connection of the rows port, with the checksum in the call."""
+    """Sends the bytes of the rows over a connection of the rows port, with the checksum in the call.
+
+    As its base, it sends those for which the caller gets no ticket in the call.
+    """
 
     transport = pb.TRANSPORT_TCP
 
@@ -138,9 +141,6 @@ class TcpSender(InlineSender):
     def describe(self, description: pb.DescribeResponse) -> None:
         assert self._port is not None
         description.rows_port = self._port.port
-
-    def frames(self, _ready: pb.ImageReady, _pin: Pin) -> Iterator[bytes]:
-        return iter(())
 
     def offer(
         self, ready: pb.ImageReady, pin: Pin, reader: Reader, on_last: Callable[[], None]

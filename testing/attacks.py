@@ -409,6 +409,7 @@ async def _submit(
                 else:
                     left -= 1
         await call.write(pb.SubmitRequest(last=True))
+        await call.done_writing()
         await call.read()
     call.cancel()
 

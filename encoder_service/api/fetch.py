@@ -104,7 +104,7 @@ SOURCES = {
 }
 # Images to send that a call pins at a time: the one being sent, and the next one that is ready.
 PINNED_AHEAD = 2
-# Images of a call that are sent beside it at a time: a client has as many connections.
+# Windows of a call that are sent beside it at a time: a client has as many connections.
 SENT_BESIDE = 4
 
 
@@ -234,6 +234,8 @@ class FetchCall:
         self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
         self._pinned_ahead = 0
         self._beside: set[_Beside] = set()  # rows that are being sent beside the call
+        self._tickets = budgets.tickets
+        self._tickets_out = 0
         self._send_errors: list[pb.ImageError] = []  # those of them that failed
         self._left = len(requests)  # images that the caller may still lack
         self._changed = asyncio.Event()  # one of these has changed
@@ -278,7 +280,7 @@ class FetchCall:
 
     @property
     def _may_send(self) -> bool:
-        return bool(self._to_send) and len(self._beside) < SENT_BESIDE
+        return bool(self._to_send) and self._tickets_out < SENT_BESIDE
 
     # Finding rows
 
@@ -411,7 +413,7 @@ class FetchCall:
             await self._pin_again(outcome)
         except Exception as error:  # noqa: BLE001 - only this image fails
             outcome.result = self._images.known_error(error)
-        if self._copier.transport == pb.TRANSPORT_TCP:
+        if self._goes_beside(outcome):
             yield await self._offer(outcome)
             return
         self._left -= 1
@@ -426,6 +428,20 @@ class FetchCall:
         if outcome.hold is not None:
             self._pinned.release(outcome.hold)
             self._pinned_ahead -= 1
+
+    def _goes_beside(self, outcome: _Outcome) -> bool:
+        """Return whether rows are sent beside the call. Its holder has a ticket for each window then.
+
+        Each ticket may take a connection, and the kernel's memory for what its reader does not read.
+        """
+        assert self._copier is not None
+        windows = len(outcome.request.windows)
+        if self._copier.transport != pb.TRANSPORT_TCP or outcome.hold is None or windows > SENT_BESIDE:
+            return False
+        with suppress(OverloadedError):
+            outcome.hold.push(self._tickets.hold(self._caller, windows))
+            return True
+        return False
 
     async def _pin_again(self, outcome: _Outcome) -> None:
         """Pin rows that are to be sent now, if they are not pinned."""
@@ -448,16 +464,15 @@ class FetchCall:
     async def _sent_window(
         self, window: pb.FetchImage, result: FetchResult, wait_s: float
     ) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        sender = self._copier
-        assert sender is not None
+        assert self._copier is not None
         began = monotonic()
         ready = await self._announced(window, result, wait_s)
         message: pb.FetchResponse | bytes = pb.FetchResponse(ready=[ready])
-        for frame in sender.frames(ready, result.pin):
+        for frame in self._copier.frames(ready, result.pin):
             yield message
             message = frame
         # Recorded before the last message is sent: once the caller has it, it may end the call at once.
-        self._record.transferred(sender.transport, ready.row_bytes, monotonic() - began)
+        self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
         yield message
 
     async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
@@ -505,6 +520,7 @@ class FetchCall:
             self._sent_beside(beside, ready.index)
 
         def ended(transfer: "asyncio.Future[EncoderError | None]") -> None:
+            self._tickets_out -= 1
             if (error := transfer.result()) is not None:
                 self._send_errors.append(self._failed(ready.index, 0.0, error))
                 self._sent_beside(beside, ready.index)
@@ -515,6 +531,7 @@ class FetchCall:
         reader = Reader(self._caller.holder, self._caller.certificate_names)
         transfer = self._copier.offer(ready, pin, reader, sent)
         assert transfer is not None
+        self._tickets_out += 1
         beside.transfers.append(transfer)
         transfer.ended.add_done_callback(ended)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # The first request of a call has a few kilobytes; it must arrive within this time.
 REQUEST_S = 10.0
+# How long the end of a call waits for its caller to half-close: many round trips.
+HALF_CLOSE_S = 1.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Methods: TypeAlias = dict[str, Handler]  # of one service, by name
@@ -45,6 +47,8 @@ class Requests(Generic[Request]):
         self._read = read
         self._parse = parse
         self._reading: asyncio.Task[bytes | None] | None = None
+        self.have_ended = False
+        """Whether the caller has half-closed, as far as this has read."""
 
     def __aiter__(self) -> Self:
         return self
@@ -57,6 +61,18 @@ class Requests(Generic[Request]):
 
         Raises `TimeoutError` after `timeout_s` or once `interrupt` is set, and `StopAsyncIteration` after the last.
         """
+        return self._parse(await self._raw_within(timeout_s, interrupt))
+
+    async def half_closed(self) -> None:
+        """Wait for the end of the requests, for at most `HALF_CLOSE_S`. Ignores what still comes."""
+        with suppress(TimeoutError, StopAsyncIteration, grpc.aio.InternalError):
+            async with asyncio.timeout(HALF_CLOSE_S):
+                while True:
+                    await self._raw_within(None, None)
+
+    async def _raw_within(self, timeout_s: float | None, interrupt: asyncio.Event | None) -> bytes:
+        if self.have_ended:
+            raise StopAsyncIteration
         reading = self._reading
         if reading is None:  # else the wait that began it timed out
             reading = self._reading = asyncio.create_task(self._next())
@@ -78,8 +94,9 @@ class Requests(Generic[Request]):
             # An exception refers to this frame: the cycle would keep the call's messages.
             del reading, awaited
         if raw is None:
+            self.have_ended = True
             raise StopAsyncIteration
-        return self._parse(raw)
+        return raw
 
     async def first(self) -> Request:
         """Return the first request; raises `DeadlineError` if it is late, `InvalidRequestError` if there is none."""
@@ -122,16 +139,25 @@ class CallGate:
         """Wait until no call is active: the last status was sent."""
         await self._idle.wait()
 
-    def stream(self, serve: Callable[[Inbound[Request]], Answers], parse: Parse[Request]) -> Handler:
-        """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`."""
+    def stream(
+        self,
+        serve: Callable[[Inbound[Request]], Answers],
+        parse: Parse[Request],
+        refusal: Callable[[EncoderError], Message] | None = None,
+    ) -> Handler:
+        """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`.
+
+        With `refusal`, the call ends once its caller has half-closed: HAProxy discards the status and the last answers
+        of a call that ends earlier. A caller half-closes after its last answer or the message that `refusal` makes of
+        an error.
+        """
 
         # gRPC's own iterator of requests is a reference cycle that keeps the last message; `context.read` is not.
         async def handle(_unread: AsyncIterator[bytes], context: Context) -> None:
             caller = caller_of(context)
+            requests, known = Requests(context.read, parse), None
             async with AsyncExitStack() as resources:
-                call = Inbound(
-                    caller, Requests(context.read, parse), resources, partial(_log_refusal, caller)
-                )
+                call = Inbound(caller, requests, resources, partial(_log_refusal, caller))
                 try:
                     self._admit(caller, context)
                     # When the caller disconnects, its call releases its resources now, not at garbage collection.
@@ -139,10 +165,17 @@ class CallGate:
                         async for answer in answers:
                             await self._send(answer, context)
                 except Exception as error:  # noqa: BLE001 - logged with an id, which is sent to the caller
-                    known = known_error(error)
+                    # Without its traceback, which refers to this frame, which refers to the error.
+                    known = known_error(error).with_traceback(None)
                     call.on_error(known)
-                    messages.end_with(context, known)
-            if context.code():
+            # A call that was not admitted may not stay, and one whose caller reads nothing cannot be told.
+            if refusal is not None and context in self._active:
+                if known is not None and not requests.have_ended:
+                    with suppress(DeadlineError):
+                        await self._send(refusal(known), context)
+                await requests.half_closed()
+            if known is not None:
+                messages.end_with(context, known)
                 await asyncio.sleep(REFUSAL_S)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)

@@ -249,6 +249,10 @@ def failed_state(index: int, error: EncoderError) -> pb.ImageState:
     return pb.ImageState(index=index, state=pb.STATE_FAILED, error=error_message(index, error))
 
 
+def submit_refusal(error: EncoderError) -> pb.SubmitResponse:
+    return pb.SubmitResponse(error=error_message(0, error))
+
+
 def end_with(context: Context, error: EncoderError) -> None:
     """Set the status of an error; the call ends with it when its handler returns.
 

@@ -133,7 +133,9 @@ def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_
     """
     return {
         "Describe": gate.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
-        "Submit": submit_gate.stream(service.submit, partial(messages.parse_submit, max_images=max_images)),
+        "Submit": submit_gate.stream(
+            service.submit, partial(messages.parse_submit, max_images=max_images), messages.submit_refusal
+        ),
         # `fetch` parses its request itself, after it has checked the caller's rights.
         "Fetch": gate.stream(service.fetch, bytes),
     }

@@ -207,10 +207,10 @@ class SubmitCall:
             if message is not None:
                 async for states in self._handle(message):
                     if states:
-                        yield pb.SubmitResponse(states=states)
+                        yield self._answer_with(states)
             if states := [*self._ask_for_kept(), *self._time_out_uploads()]:
-                yield pb.SubmitResponse(states=states)
-            if self._is_last and not self._awaited and not self._kept:
+                yield self._answer_with(states)
+            if self._has_answered_all:
                 return
             message = None
             try:
@@ -226,6 +226,15 @@ class SubmitCall:
             raise InvalidRequestError(
                 "the call ended without a message that is `last`: its images do not stay submitted"
             )
+
+    @property
+    def _has_answered_all(self) -> bool:
+        return self._is_last and not self._awaited and not self._kept
+
+    def _answer_with(self, states: Sequence[pb.ImageState]) -> pb.SubmitResponse:
+        # Recorded before it is sent: once the caller has the last answer, it may end the call at once.
+        self._record.complete = self._has_answered_all
+        return pb.SubmitResponse(states=states)
 
     def close(self) -> None:
         """Drop incomplete uploads and, unless the call is complete, the images that only this call wants."""
@@ -272,17 +281,20 @@ class SubmitCall:
                 )
         units_of_files = sum(map(len, files.values())) // TURN_BYTES
         together: list[Found] = []
+        states: list[pb.ImageState] = []  # the next answers; the last ones are known to be the last
         for some, units in name_turns(request.names.names):
+            if states:
+                yield states
             await self._turns.take(self._caller.holder, units + units_of_files)
             units_of_files = 0
             found = await self._find(some)
             if self._all_or_none:
                 together += found
             else:
-                yield await self._answer_found(found, files)
+                states = await self._answer_found(found, files)
         if together:
-            yield await self._answer_found(self._all_or_nothing(together), files)
-        states = await self._answer_pieces(pieces)
+            states = await self._answer_found(self._all_or_nothing(together), files)
+        states += await self._answer_pieces(pieces)
         self._uploads.settle()
         self._is_last |= request.last
         yield states

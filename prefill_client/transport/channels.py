@@ -2,7 +2,6 @@
 
 import ssl
 from collections.abc import Callable
-from typing import Any
 
 import grpc
 
@@ -12,6 +11,7 @@ from encoder_contract.direct import channel_options
 from encoder_contract.endpoint import is_local
 from encoder_contract.errors import (
     EncoderError,
+    ImageLimitError,
     InternalError,
     UnauthenticatedError,
     UnavailableError,
@@ -34,6 +34,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 # The status message that gRPC itself makes up, as if from the server, if a call ends during an operation.
 LOCAL_FAILURE = "Internal error from Core"
+# What gRPC says of an answer that is not from a gRPC server, and of a stream that a proxy reset (INTERNAL_ERROR).
+TOO_LARGE = "Received http2 header with status: 413"
+RESET = "Received RST_STREAM with error code 2"
+BODY_LIMIT = "raise its limit on request bodies (nginx: client_max_body_size 0)"
 # How gRPC's messages about a missing connection begin. The reason follows the last colon.
 UNCONNECTED = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 # gRPC's message if the other side closes a connection that was just opened, as a TLS port does with a plain client.
@@ -88,9 +92,10 @@ def _credentials(pem: Pem) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None)
 
 
-def from_message(error: pb.ImageError) -> EncoderError:
-    """Return the error of one image, from the server's message."""
-    return from_status(error.code, error.message, retry_after_ms=error.retry_after_ms)
+def from_message(error: pb.ImageError, endpoint: str = "") -> EncoderError:
+    """Return the error of one image, from the server's message; with `endpoint`, the error of a whole call."""
+    message = f"{endpoint}: {error.message}" if endpoint else error.message
+    return from_status(error.code, message, retry_after_ms=error.retry_after_ms)
 
 
 def from_rpc(
@@ -100,8 +105,8 @@ def from_rpc(
 
     `credentials` are those of a client that has never connected to this server.
     """
-    if (interrupted := _interruption(error.code(), error.details(), endpoint)) is not None:
-        return interrupted
+    if (known := _of_connection(error.code(), error.details(), endpoint)) is not None:
+        return known
     metadata = error.trailing_metadata() or ()
     retry_after_ms = next((int(value) for key, value in metadata if key == "retry-after-ms"), 0)
     details = error.details() or ""
@@ -110,17 +115,21 @@ def from_rpc(
     return from_status(error.code().value[0], f"{endpoint}: {details}", retry_after_ms=retry_after_ms)
 
 
-async def ended_early(call: Any, endpoint: str) -> EncoderError:
-    """Return the error of a call that ended before every image had an outcome."""
-    code: grpc.StatusCode = await call.code()
+def ended_early(code: grpc.StatusCode, details: str | None, endpoint: str) -> EncoderError:
+    """Return the error of a call that ended with this status before every image had an outcome."""
     if code is grpc.StatusCode.OK:
         return InternalError(f"{endpoint}: the server ended the call before every image had its outcome")
-    details = await call.details()
-    return _interruption(code, details, endpoint) or from_status(code.value[0], f"{endpoint}: {details}")
+    return _of_connection(code, details, endpoint) or from_status(code.value[0], f"{endpoint}: {details}")
 
 
-def _interruption(code: grpc.StatusCode, details: str | None, endpoint: str) -> UnavailableError | None:
-    """Return the error of a call that was cut off; None if it ended in another way."""
+def _of_connection(code: grpc.StatusCode, details: str | None, endpoint: str) -> EncoderError | None:
+    """Return the error of a call that was cut off, or ended by a proxy; None if the server ended it."""
+    if details == TOO_LARGE:
+        return ImageLimitError(f"{endpoint}: a proxy refuses uploads of this size (HTTP 413): {BODY_LIMIT}")
+    if details is not None and RESET in details:
+        return InternalError(
+            f"{endpoint}: a proxy ended the call ({details}). If only large files fail, {BODY_LIMIT}"
+        )
     if details == LOCAL_FAILURE:
         return UnavailableError(f"{endpoint}: the connection failed during a write")
     # The server cancelled the call, as it does with new calls while it stops: if this client cancels a call, it does

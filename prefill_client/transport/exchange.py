@@ -1,15 +1,23 @@
 """A running call to a server: the base class of Submit and Fetch calls."""
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine
+from time import monotonic
+from typing import Any, TypeVar
 
 import grpc
 
 from encoder_contract.errors import EncoderError, InternalError
-from prefill_client.transport.channels import ended_early, from_rpc
+from prefill_client.transport.channels import LOCAL_FAILURE, ended_early, from_rpc
 
 # The errors of gRPC operations on a call that has ended. Only the first one says why it ended.
 _ENDED = (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+
+
+# How long the status of a call may take to arrive after a write has failed, and how often to look: no event tells it.
+STATUS_S, LOOK_AGAIN_S = 1.0, 0.005
+
+Result = TypeVar("Result")
 
 
 class Exchange:
@@ -24,6 +32,8 @@ class Exchange:
         self._endpoint = endpoint
         self._closed = False
         self._writing = asyncio.Lock()
+        self._status: tuple[grpc.StatusCode, str | None] | None = None
+        call.add_done_callback(self._note_status)
 
     def is_open(self) -> bool:
         """Whether the call is open, as far as the event loop knows. Thread-safe."""
@@ -38,7 +48,7 @@ class Exchange:
         """Return the next message. Raises the error of the call. A call that ends here has ended too early."""
         message = await self._read_or_end()
         if message is grpc.aio.EOF:
-            raise await ended_early(self._call, self._endpoint)
+            raise await self._ended_early()
         return message
 
     async def _read_or_end(self) -> Any:
@@ -48,7 +58,7 @@ class Exchange:
         except _ENDED as error:
             raise await self._why(error) from error
         if message is grpc.aio.EOF and await self._call.code() is not grpc.StatusCode.OK:
-            raise await ended_early(self._call, self._endpoint)
+            raise await self._ended_early()
         if message is None:  # bytes that gRPC could not parse
             self.close()
             raise InternalError(f"{self._endpoint}: the server sent a message that cannot be parsed")
@@ -70,7 +80,7 @@ class Exchange:
         except _ENDED as error:
             raise await self._why(error) from error
         if await self._call.code() is not grpc.StatusCode.OK:
-            raise await ended_early(self._call, self._endpoint)
+            raise await self._ended_early()
 
     async def _half_close(self) -> None:
         """Write nothing more, after earlier writes. Raises the error of the call."""
@@ -81,6 +91,30 @@ class Exchange:
             raise await self._why(error) from error
 
     async def _why(self, error: Exception) -> EncoderError:
-        if isinstance(error, grpc.aio.AioRpcError):
+        if isinstance(error, grpc.aio.AioRpcError) and error.details() != LOCAL_FAILURE:
             return from_rpc(error, self._endpoint)
-        return await ended_early(self._call, self._endpoint)
+        return await self._ended_early()
+
+    async def _ended_early(self) -> EncoderError:
+        """Return the error of a call that has ended before every image had an outcome."""
+        deadline = monotonic() + STATUS_S
+        while (details := await self._call.details()) == LOCAL_FAILURE and monotonic() < deadline:
+            if self._status is not None:
+                return ended_early(*self._status, self._endpoint)
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return ended_early(await self._call.code(), details, self._endpoint)
+
+    def _note_status(self, call: Any) -> None:
+        """Note the received status. A write that fails then replaces it by `LOCAL_FAILURE`."""
+        if (details := _now(call.details())) != LOCAL_FAILURE:
+            self._status = _now(call.code()), details
+
+
+def _now(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine that does not wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as returned:
+        result: Result = returned.value
+        return result
+    raise AssertionError("it waits")

@@ -13,7 +13,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, ServerClock
 from prefill_client.transport import Receiver, transport_of
-from prefill_client.transport.channels import ended_early, from_message
+from prefill_client.transport.channels import from_message
 from prefill_client.transport.exchange import Exchange
 from prefill_client.transport.receiver import Arrival
 
@@ -99,7 +99,7 @@ class RowStream(Exchange):
         if message is not grpc.aio.EOF:
             return self._process(message)
         if not self._filling:
-            raise await ended_early(self._call, self._endpoint)
+            raise await self._ended_early()
         self._has_ended = True  # the last bytes are on their way
         return []
 

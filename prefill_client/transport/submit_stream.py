@@ -50,10 +50,10 @@ class SubmitStream(Exchange):
     async def answers(self, *, kept: bool = False, all_or_nothing: bool = False) -> list[Submitted]:
         """Name the images, upload those that the server does not have, and return one answer per image, in order.
 
-        With `kept`, the call stays open, and the server may ask for a file again. With `all_or_nothing`, a server that
-        has no room for all of the images refuses all, and the call stays open until `complete` or `close`. Otherwise it
-        has ended, and the images stay submitted. Raises the error of the call. If this is cancelled, the exchange goes
-        on until `close` or `leave`: cancelling an operation of gRPC would end the call.
+        With `kept`, the server may ask for a file again. With `all_or_nothing`, a server that has no room for all of
+        the images refuses all, and keeps none without `complete`. Otherwise, the images stay submitted. The call is
+        still open then. Raises the error of the call. If this is cancelled, the exchange goes on until `close` or
+        `leave`: cancelling an operation of gRPC would end the call.
         """
         self._exchanging = asyncio.create_task(
             self._exchange(kept=kept, all_or_nothing=all_or_nothing), name="submit"
@@ -78,6 +78,7 @@ class SubmitStream(Exchange):
         with suppress(EncoderError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._write(pb.SubmitRequest(last=True))
+                await self._half_close()
                 await self.finish()
 
     def close(self) -> None:
@@ -96,9 +97,9 @@ class SubmitStream(Exchange):
             pb.ImageBytes(index=index, data=self._images[index].data, last=True) for index in self._fitting()
         ]
         self._sent_s = dict.fromkeys((file.index for file in files), monotonic())
-        stays_open = kept or all_or_nothing
+        is_last = not (kept or all_or_nothing)
         named = pb.ImageNames(names=names, kept=kept, all_or_nothing=all_or_nothing)
-        await self._write(pb.SubmitRequest(open=self._caller, names=named, bytes=files, last=not stays_open))
+        await self._write(pb.SubmitRequest(open=self._caller, names=named, bytes=files, last=is_last))
         while len(self.answered) < len(self._images):
             needed: list[int] = []
             answer = await self._read()
@@ -112,8 +113,16 @@ class SubmitStream(Exchange):
                     upload_s = (began_s, monotonic()) if began_s is not None else None
                     self.answered[state.index] = self._submitted(state, upload_s)
             await self._send(needed)
-        if not stays_open:
-            await self.finish()
+
+    async def _read(self) -> Any:
+        """Return the next message. Raises the error of the call, which may come as a message: see `SubmitResponse`."""
+        answer = await super()._read()
+        if answer.HasField("error"):
+            error = from_message(answer.error, self._endpoint)
+            with suppress(EncoderError):
+                await self._half_close()
+            raise error
+        return answer
 
     def _fitting(self) -> Iterator[int]:
         """Yield the indexes of new images whose files fit into one message together."""
@@ -148,6 +157,7 @@ class SubmitStream(Exchange):
                     await self._half_close()
                     if self._exchanging is not None:
                         await asyncio.shield(self._exchanging)
+                    await self.finish()
         except TimeoutError:
             pass
         finally:

@@ -28,6 +28,9 @@ CONNECT_S = 1.0
 AVOID_S = 60.0
 # A server that sends nothing for so long has died: it serves its readers in turn, every few milliseconds.
 SILENCE_S = 10.0
+# A server may forget a ticket, but a port that knows none of several in a row is another server's, or wants another
+# certificate.
+UNKNOWN_TICKETS = 4
 PIECE_BYTES = 1 << 20  # still in the processor's cache when it is checksummed
 
 
@@ -54,6 +57,7 @@ class RowsConnections:
         self._running: set[_Reception] = set()
         self._closed = False
         self._avoid_until = 0.0
+        self._unknown = 0  # tickets in a row that the port did not know
 
     @property
     def usable(self) -> bool:
@@ -103,6 +107,13 @@ class RowsConnections:
                 return self._receive_by(self._connect(), reception)
             except _ClosedError as error:
                 raise self._failed(reception, "the server closed it") from error
+        except _UnknownTicketError as error:
+            self._unknown += 1
+            if self._unknown >= UNKNOWN_TICKETS:
+                raise self._failed(reception, f"it knows none of {self._unknown} tickets") from error
+            raise StaleHandleError(
+                f"{self._host}:{self.port} does not know the ticket of the rows"
+            ) from error
         except OSError as error:
             raise self._failed(reception, str(error)) from error
         finally:
@@ -141,6 +152,7 @@ class RowsConnections:
             reception.begin(connection)
             checksum = reception.receive()
             is_reusable = True
+            self._unknown = 0
         finally:
             reception.end()
             with self._lock:
@@ -170,6 +182,10 @@ class RowsConnections:
 
 class _ClosedError(Exception):
     """The server closed the connection before it answered the ticket."""
+
+
+class _UnknownTicketError(Exception):
+    """The server does not know the ticket: its call has ended, or it was presented too late."""
 
 
 class _Reception:
@@ -219,10 +235,10 @@ class _Reception:
         while len(answer) < SIZE.size:
             answer += _some(connection.recv(SIZE.size - len(answer)))
         (size,) = SIZE.unpack(answer)
+        if not size:
+            raise _UnknownTicketError
         if size != len(into):
-            raise OSError(
-                f"it announced {size} bytes of {len(into)}" if size else "it does not know the ticket"
-            )
+            raise OSError(f"it announced {size} bytes of {len(into)}")
         checksum, filled = Checksum(), 0
         for begin in range(0, size, PIECE_BYTES):
             piece = into[begin : begin + PIECE_BYTES]

@@ -569,17 +569,26 @@ class SubmitResponse(google.protobuf.message.Message):
 
     STATES_FIELD_NUMBER: builtins.int
     PATCHES_PER_S_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
     patches_per_s: builtins.float
     """As in `DescribeResponse`, now."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageState]: ...
+    @property
+    def error(self) -> Global___ImageError:
+        """The call has failed, and this is the last message. The caller half-closes; the status of the call has the same
+        error. `index` is 0.
+        """
+
     def __init__(
         self,
         *,
         states: collections.abc.Iterable[Global___ImageState] | None = ...,
         patches_per_s: builtins.float = ...,
+        error: Global___ImageError | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["patches_per_s", b"patches_per_s", "states", b"states"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "patches_per_s", b"patches_per_s", "states", b"states"]) -> None: ...
 
 Global___SubmitResponse: typing_extensions.TypeAlias = SubmitResponse
 

@@ -76,6 +76,9 @@ async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClie
         async def read(self) -> pb.FetchResponse:
             return pb.FetchResponse(ready=[pb.ImageReady(handle=pb.Handle(segment="/etc/passwd"))])
 
+        def add_done_callback(self, _: object) -> None:
+            pass
+
     inline = {"inline": (await connection(client)).receivers["inline"]}
     stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0), PATIENCE_S)
     with pytest.raises(InternalError, match="shm, which the client did not request"):

@@ -121,6 +121,7 @@ test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four mi
 test-images: setup ## Build the images with a Docker engine of its own and run the compose file (root, Debian 12; minutes)
 	@$(PY) -m testing.images.engine install start > /dev/null
 	@$(PY) -m pytest -s -m images tests/images
+	@$(PY) -m pytest tests/encoder_service/test_proxies.py
 
 .PHONY: test-families
 test-families: setup ## Compare a checkpoint of each family with transformers (minutes), and write docs/models.md's table

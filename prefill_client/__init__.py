@@ -3,6 +3,7 @@
 Importing it loads neither gRPC nor torch: gRPC is imported with the first client, torch with the first tensor.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,10 @@ from prefill_client.trace import Trace
 from prefill_client.transport import TRANSPORTS
 from prefill_client.transport.device import DeviceRows
 from prefill_client.transport.shared_memory import SharedRows
+
+# gRPC's own handlers of a fork are skipped while a client waits, but only in part: they crash the forked process, even
+# if it makes no calls. gRPC reads this when it is imported. `forks.py` refuses calls in such a process.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 if TYPE_CHECKING:
     from prefill_client.blocking import BlockingClient, BlockingFetch, BlockingKept

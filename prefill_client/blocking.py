@@ -8,10 +8,11 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, TypeVarTuple
 
-from encoder_contract.errors import EncoderError, StaleHandleError, UnavailableError
+from encoder_contract.errors import EncoderError, InvalidRequestError, StaleHandleError, UnavailableError
 from prefill_client.client import EncoderClient
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.submission import KeptImages
+from prefill_client.forks import check_process, is_forked
 from prefill_client.images import (
     FetchedRows,
     Submitted,
@@ -40,8 +41,14 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` on the loop and return its result. Interrupting the caller cancels the work.
 
-        Raises the work's error, and `UnavailableError` after `stop`.
+        Raises the work's error, `UnavailableError` after `stop`, and `InvalidRequestError` in a forked process, which
+        lacks the thread.
         """
+        try:
+            check_process()
+        except InvalidRequestError:
+            work.close()
+            raise
         with self._lock:  # a stopped loop would never run the work
             if self._stopped:
                 work.close()
@@ -60,7 +67,11 @@ class LoopThread:
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Run `last`, cancel all other work, and end the thread. Further calls do nothing."""
+        """Run `last`, cancel all other work, and end the thread. Further calls do nothing, nor do those in a fork."""
+        if is_forked():  # another thread may have held the lock
+            if last is not None:
+                last.close()
+            return
         with self._lock:
             if self._stopped:
                 if last is not None:
@@ -182,7 +193,9 @@ class BlockingKept:
 
     def close(self) -> None:
         """Release the images: servers drop those that no other caller wants."""
-        with suppress(UnavailableError):  # the client was closed, which released them too
+        with suppress(
+            UnavailableError, InvalidRequestError
+        ):  # the client was closed, which released them too
             self._loop.run(self._kept.close())
 
 
@@ -218,7 +231,9 @@ class BlockingFetch:
 
     def close(self) -> None:
         """End the call and release the rows that it holds."""
-        with suppress(UnavailableError):  # the client was closed, which ended this call too
+        with suppress(
+            UnavailableError, InvalidRequestError
+        ):  # the client was closed, which ended this call too
             self._loop.run(self._stream.__aexit__())
 
     async def _next(self) -> FetchedRows | None:

@@ -14,6 +14,7 @@ from encoder_contract.video import VideoInfo
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.submission import KeptImages, SentImages, Submission
+from prefill_client.forks import check_process, client_opens, is_forked
 from prefill_client.images import File, Image, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, TRANSPORTS, Receivers, receivers
 from prefill_client.transport.channels import Channels
@@ -62,8 +63,10 @@ class EncoderClient:
         read the rows.
 
         Raises `ModelMismatchError` if a fingerprint is given and the server has a different one, `UnavailableError` if
-        no server answers within `timeout_s`, and `ValueError` for invalid credentials.
+        no server answers within `timeout_s`, `ValueError` for invalid credentials, and `InvalidRequestError` in a
+        process that was forked from one with a client.
         """
+        client_opens()
         pool = Pool(
             [endpoints] if isinstance(endpoints, str) else endpoints,
             model=model_fingerprint,
@@ -103,8 +106,9 @@ class EncoderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, which ends running calls."""
-        await self._pool.close()
+        """Close the connections, which ends running calls. Does nothing in a forked process."""
+        if not is_forked():
+            await self._pool.close()
 
     async def submit(
         self,
@@ -226,6 +230,7 @@ class EncoderClient:
         )
 
     def _caller(self, request_id: str, priority: int) -> pb.Caller:
+        check_process()
         return pb.Caller(
             request_id=request_id or uuid4().hex,
             priority=priority,

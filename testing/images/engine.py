@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("IMAGES_FOLDER", Path.home() / ".cache/encoder-service/images"))
-PACKAGES = ("docker.io", "iptables", "debootstrap")
+# The proxies are for tests/encoder_service/test_proxies.py.
+PACKAGES = ("docker.io", "iptables", "debootstrap", "haproxy", "nginx-light")
 # Bookworm's compose is too old. Trixie's is one static program.
 COMPOSE = "https://deb.debian.org/debian/pool/main/d/docker-compose/docker-compose_2.26.1-4_amd64.deb"
 COMPOSE_SHA256 = "47681197cb2b1ab88206b42a1a92fc75f50d9530a6322d03494a473eed0408ea"

@@ -35,7 +35,7 @@ THREADS = 4  # that send: one fills a network of 25 Gbit/s, with TLS half of one
 TURN_BYTES = 4 << 20
 # A client has up to four connections. At most an eighth of the file descriptors, so that gRPC has its half.
 MAX_CONNECTIONS = 2048
-HOST_SHARE = 8  # a host may have an eighth of the connections: 64 clients
+HOST_SHARE = 4  # a host may have a quarter of the connections
 # The kernel's memory for a connection. Without these bounds, it keeps megabytes for a reader that does not read. What
 # is under way to a reader is not bounded: a far one needs it.
 UNSENT_BYTES = 256 << 10

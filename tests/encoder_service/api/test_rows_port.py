@@ -1,26 +1,41 @@
 """Rows over the rows port: the same bytes as inline, tickets that work once, and faults of either side."""
 
 import asyncio
+import fcntl
+import select
 import socket
+import struct
+import termios
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
-from encoder_contract.rows_connection import CONNECT_S, SIZE, TICKET_BYTES
+from encoder_contract.errors import StaleHandleError
+from encoder_contract.rows_connection import CONNECT_S, SIZE, TICKET_BYTES, UNKNOWN_TICKETS, RowsConnections
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.fetch import SENT_BESIDE
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.rows_port import RowsPort, _Connection, _ReadyConnections
+from encoder_service.limits import Budget
+from encoder_service.rows_port import (
+    ACCEPTED_AT_ONCE,
+    BACKLOG,
+    HOST_SHARE,
+    UNSENT_BYTES,
+    RowsPort,
+    _Connection,
+    _ReadyConnections,
+)
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import Receiver, receivers
 from prefill_client.transport.channels import Channels
 from testing.photos import photo
-from testing.tcp_proxy import TcpProxy
+from testing.tcp_proxy import ANOTHER_HOST, TcpProxy
 from tests.calls import collect, stub
 from tests.closed_port import closed_port
 from tests.servers import server_of
@@ -320,11 +335,134 @@ async def test_a_refusing_port_costs_nothing(server: Server) -> None:
     await unpinned(server)
 
 
+async def test_many_windows_of_an_image_come_in_the_call(server: Server, client: EncoderClient) -> None:
+    """Each ticket may take a connection."""
+    (whole,) = await submitted(client, PHOTOS[:1])
+    few = [replace(whole, row_begin=n, row_end=n + 1) for n in range(SENT_BESIDE)]
+    many = [replace(whole, row_begin=n, row_end=n + 1) for n in range(SENT_BESIDE + 1)]
+    for requests, transport in ((few, "tcp"), (many, "inline")):
+        outcomes = await collect(client, requests, transports=["tcp"])
+        assert {rows.transport for rows in outcomes.values()} == {transport}
+        expected = await collect(client, requests, transports=["inline"])
+        for index, rows in expected.items():
+            assert outcomes[index].array.tobytes() == rows.array.tobytes()
+    await unpinned(server)
+
+
+async def test_rows_come_in_the_call_if_no_ticket_is_left(config: Config, model: Model) -> None:
+    async with (
+        server_of(config, model, **ROWS, limits={"tickets": Budget(1, "tickets")}) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        requests = await submitted(client, PHOTOS)
+        await collect(client, requests, transports=["inline"])
+        async with raw_fetch(client, requests[:1]) as call:
+            ticket = (await first_ready(call)).ticket.secret
+            outcomes = await collect(client, requests, transports=["tcp"])
+            assert {(rows.transport, rows.error) for rows in outcomes.values()} == {("inline", None)}
+            assert len(await answer(server, ticket)) > SIZE.size
+            await soon(lambda: server.budgets.tickets.held == 0)
+        (rows,) = (await collect(client, requests[:1], transports=["tcp"])).values()
+        assert rows.transport == "tcp"
+        await soon(lambda: server.budgets.tickets.held == 0)
+
+
+async def test_the_kernel_keeps_little_for_a_reader_that_does_not_read(
+    server: Server, client: EncoderClient
+) -> None:
+    requests = await submitted(client, [LARGE])
+    async with raw_fetch(client, requests) as call:
+        ready = await first_ready(call)
+        assert ready.row_bytes > 3 * UNSENT_BYTES
+        with closing(socket.socket()) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", port_of(server).port))
+            reader.sendall(ready.ticket.secret)
+            reader.settimeout(PATIENCE_S)
+            assert SIZE.unpack(await asyncio.to_thread(received, reader, SIZE.size)) == (ready.row_bytes,)
+            (connection,) = port_of(server)._connections.values()
+            await soon(lambda: connection.armed)  # it waits for the reader
+            assert 0 < unsent(connection.socket) <= 2 * UNSENT_BYTES
+            call.cancel()
+            await unpinned(server)
+            await soon(lambda: port_of(server).connections == 0)
+            # The kernel discards what it has, and tells the reader.
+            with pytest.raises(ConnectionResetError):
+                await asyncio.to_thread(read_to_the_end, reader)
+
+
+def unsent(connection: socket.socket) -> int:
+    """Return how many bytes the kernel keeps for the reader of a connection."""
+    return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0])
+
+
+def read_to_the_end(connection: socket.socket) -> None:
+    while connection.recv(1 << 20):
+        pass
+
+
+async def test_new_connections_take_turns_with_those_that_are_ready() -> None:
+    port = RowsPort("127.0.0.1:0", None, PATIENCE_S)
+    port.start()
+    port.stop()  # its threads
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=BACKLOG))
+        listener.setblocking(False)
+        port._socket, port._epoll = listener, stack.enter_context(select.epoll())
+        port._epoll.register(listener)
+        for _ in range(3 * ACCEPTED_AT_ONCE):
+            stack.enter_context(socket.create_connection(listener.getsockname(), PATIENCE_S))
+        port._accept()
+        assert port.connections == ACCEPTED_AT_ONCE
+        for connection in port._all():
+            port._close(connection)
+
+
+async def test_a_stranger_has_a_share_of_the_connections_and_stops_no_transfer(
+    server: Server, client: EncoderClient
+) -> None:
+    port = port_of(server)
+    port._max_connections = 64
+    requests = await submitted(client, PHOTOS)
+    with ExitStack() as stack:
+        for _ in range(200):
+            stranger = stack.enter_context(closing(socket.socket()))
+            stranger.bind((ANOTHER_HOST, 0))
+            stranger.settimeout(PATIENCE_S)
+            stranger.connect(("127.0.0.1", port.port))
+        await soon(lambda: port.connections == 64 // HOST_SHARE)
+        outcomes = await collect(client, requests, transports=["tcp"])
+        assert {each.transport for each in outcomes.values()} == {"tcp"}
+
+
+async def test_one_unknown_ticket_is_not_the_ports_fault(server: Server, client: EncoderClient) -> None:
+    connections = RowsConnections("127.0.0.1", port_of(server).port)
+    requests = await submitted(client, PHOTOS[:1])
+
+    async def present_unknown() -> None:
+        with pytest.raises(StaleHandleError, match=r"does not know the ticket|knows none of"):
+            await connections.receive(bytes(TICKET_BYTES), memoryview(bytearray(8)))
+
+    for _ in range(2):
+        for _ in range(UNKNOWN_TICKETS - 1):
+            await present_unknown()
+            assert connections.usable
+        async with raw_fetch(client, requests) as call:
+            ready = await first_ready(call)
+            rows = memoryview(bytearray(ready.row_bytes))
+            assert await connections.receive(ready.ticket.secret, rows) == ready.checksum
+    # But a port that knows none is another server's.
+    for _ in range(UNKNOWN_TICKETS):
+        await present_unknown()
+    assert not connections.usable
+    connections.close()
+
+
 async def test_many_connections_of_one_host_leave_room_for_a_new_one(
     server: Server, client: EncoderClient
 ) -> None:
     port = port_of(server)
-    port._max_connections = 16
+    port._max_connections = 16 * HOST_SHARE
     requests = await submitted(client, PHOTOS[:2])
     await collect(client, requests, transports=["tcp"])
     with ExitStack() as stack:

@@ -1,12 +1,12 @@
 """Compares the slowest requests of a well-behaved client during each attack with its slowest without attackers.
 
 The server is a real process with small limits, which an attacker reaches soon. In each request the victim asks for the
-description and the health, submits two photos, of which one is new, and fetches their rows. It makes requests one by
-one, first alone, then during the attack. Each attacker gets a new server, and calls from another address than the
-victim, since the callers of one host share what it may use. A failed request counts as failed, and its
-time counts as at least the victim's patience. The first "attacker" is an honest neighbour, whose images are as large as
-the attackers': it shows the cost of sharing a server. During the attack `watchers` the server is also told to stop. It
-must notify the victim's health watcher, and end.
+description and the health, submits two photos, of which one is new, and fetches their rows, those of the known one also
+by the rows port. It makes requests one by one, first alone, then during the attack. Each attacker gets a new server,
+and calls from another address than the victim, since the callers of one host share what it may use. A failed request
+counts as failed, and its time counts as at least the victim's patience. The first
+"attacker" is an honest neighbour, whose images are as large as the attackers': it shows the cost of sharing a server.
+During the attack `watchers` the server is also told to stop. It must notify the victim's health watcher, and end.
 
 Before the attack, the attacker attacks a second server on the same machine for a while. The victim of the first server
 then measures the cost of sharing the processors, which no server can reduce.
@@ -14,6 +14,7 @@ then measures the cost of sharing the processors, which no server can reduce.
 
 import asyncio
 import itertools
+import resource
 import subprocess
 import tempfile
 import time
@@ -34,7 +35,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.budget import TimeBudget
-from bench.harness.calls import submit_and_fetch
+from bench.harness.calls import fetch_all, submit_and_fetch
+from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient
@@ -94,6 +96,7 @@ BENCHMARK = Benchmark(
                 ("towers", "twelve callers with photos of a megapixel, which keep the tower busy"),
                 ("digests", "uploads of megabytes under digests that are not theirs"),
                 ("tickets", "connections to the rows port that present garbage, or stop reading"),
+                ("connections", "2,500 connections to the rows port, and new ones all the time"),
             )
             for figure in (
                 Figure(f"p99_ratio_{name}", f"{says}: p99 / with none"),
@@ -187,6 +190,7 @@ class Victim:
         number = next(self._numbers)
         new = with_trailer(self._png, number) if number % 2 else with_comment(self._jpeg, number)
         await submit_and_fetch(self._client, [self._known, new], timeout_s=PATIENCE_S)
+        await fetch_all(self._client, [content_digest(self._known)], transports=["tcp"], timeout_s=PATIENCE_S)
 
     async def watch_until_not_serving(self) -> None:
         """Watch the server's health until it is NOT_SERVING."""
@@ -202,7 +206,7 @@ class Measured:
     """The victim's requests to one server, in the order in which they were made.
 
     `elsewhere`: while the attacker attacked another server; `calm`: with no attacker; `attacked`: beside the attacker.
-    `grown_mib` is the growth of the server's own memory during the attack.
+    `grown_mib` is the growth of the server's own memory during the attack, and of the kernel's for its connections.
     """
 
     elsewhere: RequestOutcomes
@@ -253,9 +257,18 @@ async def measure_attack(name: str, model: Path) -> Measured:
 
 
 def unshared_mib(server: ServerProcess) -> float:
-    """Return the memory of a server without shared memory, in MiB."""
+    """Return the memory of a server without shared memory, in MiB, and that of the kernel for its connections."""
     memory = psutil.Process(server.process.pid).memory_info()
-    return float(memory.rss - memory.shared) / (1 << 20)
+    return float(memory.rss - memory.shared) / (1 << 20) + tcp_mib()
+
+
+def tcp_mib() -> float:
+    """Return the kernel's memory for the TCP connections of this machine, in MiB: most are the server's."""
+    (line,) = [
+        line for line in Path("/proc/net/sockstat").read_text().splitlines() if line.startswith("TCP:")
+    ]
+    words = line.split()
+    return int(words[words.index("mem") + 1]) * resource.getpagesize() / (1 << 20)
 
 
 async def stop(server: ServerProcess, victim: Victim) -> list[str]:

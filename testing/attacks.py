@@ -7,7 +7,7 @@ priority, so that server and victim get the processor first: what a victim feels
 the price of another busy process on the machine. It calls from another address than the victim: without tenants, the
 callers of a host share what the host may use.
 
-Loads are bounded: no attack sends more than some hundred megabytes, or opens more connections than an honest fleet.
+Loads are bounded: no attack sends more than some hundred megabytes, or holds more than 2500 connections.
 """
 
 import argparse
@@ -15,8 +15,10 @@ import asyncio
 import itertools
 import os
 import random
+import resource
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing import hostile_images as files
 from testing.photos import photo, with_comment
 from testing.raw_http2 import RawConnection
-from testing.tcp_proxy import from_another_host
+from testing.tcp_proxy import ANOTHER_HOST, from_another_host
 
 if TYPE_CHECKING:  # the class of an asyncio stub exists for the type checker only
     from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
@@ -327,16 +329,11 @@ async def digests(target: Target, ready: Ready) -> None:
 
 async def tickets(target: Target, ready: Ready) -> None:
     """Connections to the rows port that present nothing or garbage, and readers of rows that stop."""
-    stub = target.stub()
-    host = target.grpc.rpartition(":")[0]
+    stub, connect = target.stub(), await _rows_port(target)
     photos, digests = [photo(512, 512, seed) for seed in range(16)], list[bytes]()
 
-    async def port() -> int:
-        return (await stub.Describe(pb.DescribeRequest())).rows_port
-
     async def idle() -> None:
-        to = await port()
-        opened = [await asyncio.open_connection(host, to) for _ in range(64)]
+        opened = [await connect() for _ in range(64)]
         for number, (_, writer) in enumerate(opened):
             writer.write(bytes(number % 40))
         await asyncio.sleep(RETRY_S)
@@ -344,18 +341,43 @@ async def tickets(target: Target, ready: Ready) -> None:
             writer.transport.abort()
 
     async def stall() -> None:
-        to = await port()
         if not digests:
             digests.extend(await _submit_files(stub, photos))
-        request = _request(digests)
+        images = [
+            pb.FetchImage(index=4 * n + begin, digest=digest, row_begin=begin)
+            for n, digest in enumerate(digests)
+            for begin in range(4)
+        ]
+        request = pb.FetchRequest(images=images, grace_ms=1000)
         request.transports.append(pb.TRANSPORT_TCP)
         async for answer in stub.Fetch(request):
             for each in answer.ready:
-                _, writer = await asyncio.open_connection(host, to, limit=1)
+                _, writer = await connect()
                 writer.write(each.ticket.secret)
 
     await ready()
     await asyncio.gather(_repeat_in_parallel(4, idle), _repeat_in_parallel(8, stall))
+
+
+async def connections(target: Target, ready: Ready) -> None:
+    """Thousands of connections to the rows port that present nothing; a new one replaces the oldest all the time."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    connect, opened = await _rows_port(target), deque[asyncio.StreamWriter]()
+    await ready()
+    while True:
+        with suppress(OSError):
+            opened.append((await connect())[1])
+        if len(opened) > 2500:
+            opened.popleft().transport.abort()
+
+
+async def _rows_port(
+    target: Target,
+) -> Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    """Return a function that connects to the rows port, which is on this host, from another address of it."""
+    port = (await target.stub().Describe(pb.DescribeRequest())).rows_port
+    return lambda: asyncio.open_connection("127.0.0.1", port, limit=1, local_addr=(ANOTHER_HOST, 0))
 
 
 async def neighbour(target: Target, ready: Ready) -> None:
@@ -371,7 +393,7 @@ ATTACKS: dict[str, Attack] = {
     for attack in (
         *(headers, uploads, readers, decoders, messages),
         *(unknown, partial, claims, dripping, watchers),
-        *(refusals, priority, seconds, large, towers, digests, tickets),
+        *(refusals, priority, seconds, large, towers, digests, tickets, connections),
     )
 }
 CALLERS = {neighbour.__name__: neighbour, **ATTACKS}

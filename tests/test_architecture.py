@@ -94,6 +94,7 @@ ENVIRONMENT = {
     "encoder_service/image/decoder_pool": "sets how its children keep memory",
     "encoder_service/vision/ulysses": "turns off the watchdog of NCCL, which ends all processes of a group",
     "encoder_contract/command_line": "sets how much gRPC says",
+    "prefill_client/__init__": "turns off what gRPC does at a fork",
 }
 
 # Modules that read the wall clock. It may jump, so all waiting, expiry and order use the monotonic clock.

@@ -37,6 +37,7 @@ http {{
   access_log off;
   client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
   uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  grpc_read_timeout 1h; grpc_send_timeout 1h; client_body_timeout 1h;
   server {{ listen 127.0.0.1:{port} http2; {more} location / {{ grpc_pass grpc://{to}; }} }}
 }}
 """

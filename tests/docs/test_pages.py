@@ -40,6 +40,7 @@ FOREIGN = {
     *("preprocess_kwargs", "max_long_side_pixel", "time_stats_json", "zmq_to_tokenizer", "zmq_to_scheduler"),
     *("SGLANG_ENCODER_MM_RECEIVER_MODE", "SGLANG_ENCODER_RECV_TIMEOUT", "MMReceiverGrpc", "TypeError"),
     *("pillow_heif", "register_heif_opener"),
+    *("grpc_read_timeout", "grpc_send_timeout", "client_body_timeout"),  # of nginx
     *("maxUnavailable", "maxSurge", "MovedError", "NoPermissionError", "run_chunk", "tokens_in_kv_cache"),
     *(
         "plain_vl",

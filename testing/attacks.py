@@ -431,7 +431,6 @@ async def _submit(
                 else:
                     left -= 1
         await call.write(pb.SubmitRequest(last=True))
-        await call.done_writing()
         await call.read()
     call.cancel()
 

@@ -65,9 +65,8 @@ async def next_state(call: Any) -> pb.ImageState:
 
 
 async def finish(call: Any) -> None:
-    """Name no more images in a Submit, half-close, and read until the server ends the call."""
+    """Name no more images in a Submit, and read until the server ends the call."""
     await call.write(LAST)
-    await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
         pass
 
@@ -98,17 +97,8 @@ def named(index: int, data: bytes, **fields: Any) -> tuple[pb.ImageName, bytes]:
     return pb.ImageName(index=index, digest=content_digest(data), **fields), data  # type: ignore[arg-type]
 
 
-async def next_answer(call: Any) -> Any:
-    """Read a message. An error of a Submit that comes as a message raises, as its status does."""
-    answer = await call.read()
-    if isinstance(answer, pb.SubmitResponse) and answer.HasField("error"):
-        await call.done_writing()
-        return await call.read()
-    return answer
-
-
 async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     """Return the status and the message with which a server refuses a call."""
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
-        await (next_answer(call) if hasattr(call, "read") else call)
+        await (call.read() if hasattr(call, "read") else call)
     return refusal.value.code(), str(refusal.value.details())

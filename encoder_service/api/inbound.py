@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, Status
+from encoder_contract.half_close import HALF_CLOSES
 from encoder_contract.spans import CallSpan, SpanName, current
 from encoder_contract.traceparent import trace_id
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -147,15 +148,16 @@ class CallGate:
     ) -> Handler:
         """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`.
 
-        With `refusal`, the call ends once its caller has half-closed: HAProxy discards the status and the last answers
-        of a call that ends earlier. A caller half-closes after its last answer or the message that `refusal` makes of
-        an error.
+        With `refusal`, a call with the metadata `HALF_CLOSES` ends once its caller has half-closed, as it does after
+        its last answer, or the message that `refusal` makes of an error. HAProxy discards the status and the last
+        answers of a call that ends earlier.
         """
 
         # gRPC's own iterator of requests is a reference cycle that keeps the last message; `context.read` is not.
         async def handle(_unread: AsyncIterator[bytes], context: Context) -> None:
             caller = caller_of(context)
             requests, known = Requests(context.read, parse), None
+            tell = refusal if HALF_CLOSES in (context.invocation_metadata() or ()) else None
             async with AsyncExitStack() as resources:
                 call = Inbound(caller, requests, resources, partial(_log_refusal, caller))
                 try:
@@ -169,10 +171,10 @@ class CallGate:
                     known = known_error(error).with_traceback(None)
                     call.on_error(known)
             # A call that was not admitted may not stay, and one whose caller reads nothing cannot be told.
-            if refusal is not None and context in self._active:
+            if tell is not None and context in self._active:
                 if known is not None and not requests.have_ended:
                     with suppress(DeadlineError):
-                        await self._send(refusal(known), context)
+                        await self._send(tell(known), context)
                 await requests.half_closed()
             if known is not None:
                 messages.end_with(context, known)

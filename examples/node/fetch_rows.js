@@ -38,17 +38,15 @@ function submit(file, digest, mostBytes) {
     call.on("data", ({states}) => {
       for (const state of states) {
         if (state.state === "STATE_FAILED") reject(new Error(state.error.message));
-        else if (state.state !== "STATE_NEEDS_BYTES") {
-          known = state;
-          call.end(); // the last answer has come: the server ends the call now
-        } else for (let at = 0; at < file.length; at += mostBytes) {
+        else if (state.state !== "STATE_NEEDS_BYTES") known = state;
+        else for (let at = 0; at < file.length; at += mostBytes) {
           const data = file.subarray(at, at + mostBytes);
           call.write({bytes: [{index: 0, data, last: at + mostBytes >= file.length}]});
         }
       }
     });
     call.on("error", reject);
-    call.on("end", () => resolve(known));
+    call.on("end", () => resolve(known)); // the server ends the call with the last answer
     const bytes = file.length <= mostBytes ? [{index: 0, data: file, last: true}] : [];
     call.write({open: caller, names: {names: [{index: 0, digest, size_bytes: file.length}]}, bytes, last: true});
   });

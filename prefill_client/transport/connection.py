@@ -14,6 +14,7 @@ from encoder_contract.credentials import why_unconnected
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Geometry
+from encoder_contract.half_close import HALF_CLOSES
 from encoder_contract.spans import CallSpan, SpanName
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -187,7 +188,7 @@ class Connection:
         `new` are the indexes of images that the server probably lacks.
         """
         metadata, span = self._traced(SpanName.CLIENT_SUBMIT, len(images))
-        call = self._stub.Submit(metadata=metadata)
+        call = self._stub.Submit(metadata=(*metadata, HALF_CLOSES))
         _end_with(call, span)
         return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes, new)
 

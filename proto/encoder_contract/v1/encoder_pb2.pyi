@@ -576,8 +576,8 @@ class SubmitResponse(google.protobuf.message.Message):
     def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageState]: ...
     @property
     def error(self) -> Global___ImageError:
-        """The call has failed, and this is the last message. The caller half-closes; the status of the call has the same
-        error. `index` is 0.
+        """Only for callers with the metadata `half-closes: yes`: the call has failed, and this is the last message. The status
+        of the call has the same error. `index` is 0.
         """
 
     def __init__(

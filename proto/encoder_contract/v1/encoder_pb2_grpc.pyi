@@ -136,12 +136,15 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
     answers its name FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes do not arrive, or arrive too
     slowly, the incomplete images of the call end in DEADLINE_EXCEEDED.
 
-    A message with `last` says that no more names follow. With the last answer after it, the images stay submitted, as
-    speculative work until a Fetch asks for them. The caller then half-closes, and the server ends the call. Some
-    proxies lose the end of a call that comes before this, so the server waits for it, but for no longer than a second.
-    If the caller half-closes earlier after `last`, it sends no more bytes: the incomplete images end in
-    INVALID_ARGUMENT, and the others stay submitted. If the call is cancelled, its caller dies, or it half-closes without
-    `last`, the server withdraws the images of the call unless another caller wants them.
+    A message with `last` says that no more names follow. The server then ends the call with the last answer, and the
+    images stay submitted, as speculative work until a Fetch asks for them. If the caller half-closes after `last`, it
+    sends no more bytes: the incomplete images end in INVALID_ARGUMENT, and the others stay submitted. If the call is
+    cancelled, its caller dies, or it half-closes without `last`, the server withdraws the images of the call unless
+    another caller wants them.
+
+    Some proxies lose the end of a call that comes before its caller has half-closed. A caller with the metadata
+    `half-closes: yes` half-closes after the last answer, or after a message with the `error` of the call. The server
+    ends the call then, or after a second.
 
     A video is an album of pairs of frames: each pair is an image, with an address and rows of its own. A caller names
     the file first, as a `video`. The server answers NEEDS_BYTES if it lacks the file, and then PROBED with what the
@@ -203,12 +206,15 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         answers its name FAILED with RESOURCE_EXHAUSTED, before its bytes travel. If bytes do not arrive, or arrive too
         slowly, the incomplete images of the call end in DEADLINE_EXCEEDED.
 
-        A message with `last` says that no more names follow. With the last answer after it, the images stay submitted, as
-        speculative work until a Fetch asks for them. The caller then half-closes, and the server ends the call. Some
-        proxies lose the end of a call that comes before this, so the server waits for it, but for no longer than a second.
-        If the caller half-closes earlier after `last`, it sends no more bytes: the incomplete images end in
-        INVALID_ARGUMENT, and the others stay submitted. If the call is cancelled, its caller dies, or it half-closes without
-        `last`, the server withdraws the images of the call unless another caller wants them.
+        A message with `last` says that no more names follow. The server then ends the call with the last answer, and the
+        images stay submitted, as speculative work until a Fetch asks for them. If the caller half-closes after `last`, it
+        sends no more bytes: the incomplete images end in INVALID_ARGUMENT, and the others stay submitted. If the call is
+        cancelled, its caller dies, or it half-closes without `last`, the server withdraws the images of the call unless
+        another caller wants them.
+
+        Some proxies lose the end of a call that comes before its caller has half-closed. A caller with the metadata
+        `half-closes: yes` half-closes after the last answer, or after a message with the `error` of the call. The server
+        ends the call then, or after a second.
 
         A video is an album of pairs of frames: each pair is an image, with an address and rows of its own. A caller names
         the file first, as a `video`. The server answers NEEDS_BYTES if it lacks the file, and then PROBED with what the

@@ -12,7 +12,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.logs import ConsoleFormatter, JsonFormatter, toggle_debug
 from prefill_client import EncoderClient
-from tests.calls import refused, stub
+from tests.calls import stub
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for, settled, use
 
@@ -53,7 +53,7 @@ async def test_a_refused_call_is_counted_and_logged_with_its_status(
         server.service.draining = True
         call = (await stub(client)).Submit(timeout=60)
         await call.write(pb.SubmitRequest(open=pb.Caller()))
-        assert (await refused(call))[0] is grpc.StatusCode.UNAVAILABLE
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
     now = await settled(server, "calls_total", 1, call="submit", status="UNAVAILABLE")
     assert now.total("calls_in_progress") == 0
     assert "draining" in str(lines_of_calls(caplog)[-1].__dict__["fields"])

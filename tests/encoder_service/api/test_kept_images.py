@@ -20,7 +20,7 @@ from encoder_service.scheduler import Claim
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.callers import caller
-from tests.calls import collect, named, next_state, refused, stub
+from tests.calls import collect, named, next_state, stub
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
@@ -114,9 +114,8 @@ async def test_a_drain_ends_keeping_calls_at_once(config: Config, model: Model) 
         call = await keeping_call(client)
         async with asyncio.timeout(PATIENCE_S):
             await server.drain()
-            code, details = await refused(call)
-            assert code is grpc.StatusCode.UNAVAILABLE
-            assert "draining" in details
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert "draining" in await call.details()
 
 
 async def test_a_drain_ends_a_call_that_starts_to_keep_images(config: Config, model: Model) -> None:
@@ -131,7 +130,7 @@ async def test_a_drain_ends_a_call_that_starts_to_keep_images(config: Config, mo
             name, _ = named(4, PHOTO)
             await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=True)))
             assert (await next_state(call)).index == 4
-            assert (await refused(call))[0] is grpc.StatusCode.UNAVAILABLE
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
             await draining
 
 

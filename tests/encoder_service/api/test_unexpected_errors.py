@@ -13,7 +13,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
 from encoder_service.app import Server
-from tests.calls import naming, next_answer
+from tests.calls import naming
 
 Make = Callable[[grpc.aio.Channel, Server], Awaitable[object]]
 
@@ -26,12 +26,12 @@ async def submit(channel: grpc.aio.Channel, _: Server) -> object:
     call = EncoderServiceStub(channel).Submit()
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(digest=bytes(32))))
-    return await next_answer(call)
+    return await call.read()
 
 
 async def submit_nothing(channel: grpc.aio.Channel, _: Server) -> object:
     """No message is sent: otherwise gRPC's client might report its failed write instead of the answer."""
-    return await next_answer(EncoderServiceStub(channel).Submit())
+    return await EncoderServiceStub(channel).Submit().read()
 
 
 async def fetch(channel: grpc.aio.Channel, _: Server) -> object:

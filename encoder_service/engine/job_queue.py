@@ -146,7 +146,7 @@ class JobQueue:
         if claim.reserves:
             self._scheduler.reserve(claim, key.address, patches, size_bytes)
         elif patches:
-            self._scheduler.check_room(claim.holder, patches)
+            self._scheduler.check_room(claim, patches)
 
     @property
     def is_empty(self) -> bool:

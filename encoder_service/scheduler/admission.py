@@ -38,7 +38,8 @@ class QueueLimits:
     claims: int
     client_share: float = SHARE  # the share of each limit that one holder may fill: see `most_held`
     # How long the queue may take to drain at the measured rate: bounds the wait on any hardware. Holders share it like
-    # the other limits. An empty queue accepts any image.
+    # the other limits. A queue with images of one request accepts all of that request: a slow device would never
+    # encode it otherwise.
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
@@ -87,11 +88,11 @@ class Admission:
         """The number of holders with queued tasks."""
         return len(self._holders)
 
-    def admit(self, task: Task) -> None:
+    def admit(self, task: Task, *, alone: bool = False) -> None:
         """Count a new task. Raises `OverloadedError`, or `ImageLimitError` for a task that can never fit."""
         amount = Amount()
         amount.add(task)
-        self.check(task.holder, amount)
+        self.check(task.holder, amount, alone=alone)
         self.count(task)
 
     def count(self, task: Task) -> None:
@@ -99,8 +100,11 @@ class Admission:
         self.held.add(task)
         self._holders.setdefault(task.holder, Amount()).add(task)
 
-    def check(self, holder: str, amount: Amount) -> None:
-        """Raise the error that `admit` would raise for this additional amount of a holder, without counting it."""
+    def check(self, holder: str, amount: Amount, *, alone: bool = False) -> None:
+        """Raise the error that `admit` would raise for this additional amount of a holder, without counting it.
+
+        `alone`: only images of the same request are queued, so that nobody waits for it.
+        """
         held = self._holders.get(holder, Amount())
         for name in (field.name for field in fields(Amount)):
             limit, more = getattr(self.limits, name), getattr(amount, name)
@@ -114,13 +118,26 @@ class Admission:
             if held.images and getattr(held, name) + more > self._most_held(free - more):
                 raise self.refusal(f"this client's share of the queue is full ({name})")
         seconds = self.limits.seconds
-        free_patches = seconds * self.rate.patches_per_s - self.held.patches - amount.patches
-        if not self.held.images or not self.rate.patches_per_s or seconds == math.inf:
+        if not self.held.images or alone or not self.rate.patches_per_s or seconds == math.inf:
             return
+        limit = seconds * self.rate.patches_per_s
+        free_patches = limit - self._waited_for(holder, self.limits.client_share * limit) - amount.patches
         if free_patches < 0:
             raise self.refusal(f"the queue would take longer than {seconds:g} s")
         if held.images and held.patches + amount.patches > self._most_held(free_patches):
             raise self.refusal(f"this client's share of the queue is full ({seconds:g} s)")
+
+    def _waited_for(self, holder: str, most: float) -> float:
+        """Return the queued patches that a new image of a holder may wait for. Each other holder counts up to `most`.
+
+        One of them may have more, that came to an empty queue. They take turns with this holder.
+        """
+        if self.held.patches <= most:
+            return self.held.patches
+        return sum(
+            held.patches if name == holder else min(held.patches, most)
+            for name, held in self._holders.items()
+        )
 
     def check_claim(self, held: int, claims: int) -> None:
         """Raise `OverloadedError` if a holder that has `held` of all `claims` may not have another."""

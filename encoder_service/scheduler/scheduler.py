@@ -261,6 +261,7 @@ class Scheduler:
         decoded by themselves. The bounds should fit two batches.
         """
         self._admission = Admission(limits)
+        self._places: Counter[tuple[str, str]] = Counter()  # reserved, by holder and request
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
         self._large_pixels = large_pixels
         self._table = RequestTable(policy, devices)
@@ -301,23 +302,24 @@ class Scheduler:
         if fits:
             self._admission.count(task)
         else:
-            self._admission.admit(task)
+            self._admission.admit(task, alone=self._is_alone(claim))
         self._suspect(task, interruptions)
         self._table.open(task)
         self._table.attach(claim, task, now)
         return True
 
-    def check_room(self, holder: str, patches: int) -> None:
+    def check_room(self, claim: Claim, patches: int) -> None:
         """Raise the error that `admit` would raise for a new image of `patches`. Call it before asking for bytes."""
-        self._admission.check(holder, Amount(1, patches))
+        self._admission.check(claim.holder, Amount(1, patches), alone=self._is_alone(claim))
 
     def reserve(self, claim: Claim, address: bytes, patches: int, source_bytes: int) -> None:
         """Reserve the place of a new image in the queue, until `admit` or `withdraw`. Raises what `admit` would."""
         self._leave_place(claim)
         self._check_claim(claim)
         place = Task(address, patches, source_bytes, claim.holder)
-        self._admission.admit(place)
+        self._admission.admit(place, alone=self._is_alone(claim))
         claim.place = place
+        self._places[claim.holder, claim.request_id] += 1
 
     def claim(self, claim: Claim, address: bytes, now: float) -> bool:
         """Attach a claim to the task of an address; return False if there is none. Raises `OverloadedError`."""
@@ -710,12 +712,22 @@ class Scheduler:
         place, claim.place = claim.place, None
         if place is not None:
             self._admission.release(place)
+            name = place.holder, claim.request_id
+            self._places[name] -= 1
+            if not self._places[name]:
+                del self._places[name]
         return place
 
     def _suspect(self, task: Task, interruptions: int) -> None:
         task.interruptions += interruptions
         if task.interruptions:
             self._suspects.add(task)
+
+    def _is_alone(self, claim: Claim) -> bool:
+        """Whether all that is queued is of the claim's request."""
+        name = claim.holder, claim.request_id
+        request = self._table.requests.get(name)
+        return self._admission.held.images == self._places[name] + (len(request.tasks) if request else 0)
 
     def _forget(self, task: Task) -> None:
         self._suspects.discard(task)

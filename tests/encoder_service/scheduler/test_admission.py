@@ -232,6 +232,39 @@ def test_a_reserved_place_counts_and_admits_its_image_whatever_came_in_between()
     assert (scheduler.queued.images, scheduler.queued.patches, scheduler.queued.source_bytes) == (1, 10, 90)
 
 
+def measured(**changes) -> Scheduler:
+    """Return an empty queue whose device encodes a hundred patches a second."""
+    scheduler = make(**changes)
+    admit(scheduler, "measured", patches=100)
+    scheduler.prepared(scheduler.next_to_prepare(0.0, 1)[0], 0.0)
+    scheduler.done(scheduler.next_batch(0.0, 1000), 1.0)
+    return scheduler
+
+
+def test_a_request_longer_than_the_queue_is_served_if_nothing_else_is_queued():
+    scheduler = measured(seconds=2.0)
+    together = [Claim("r", "c", reserves=True) for _ in range(16)]
+    for number, claim in enumerate(together):
+        scheduler.check_room(claim, 50)
+        if number % 2:  # its file is needed
+            scheduler.reserve(claim, f"{number}".encode(), 50, 100)
+        else:
+            scheduler.admit(claim, f"{number}".encode(), 50, 100, 0.0)
+    assert scheduler.queued.patches == 16 * 50
+    with pytest.raises(OverloadedError, match="2 s"):
+        scheduler.reserve(Claim("another", "c", reserves=True), b"another", 50, 100)
+    admit(
+        scheduler, "other holder", client="d", patches=40
+    )  # has its turn, and is not kept out for eight seconds
+    with pytest.raises(OverloadedError, match="2 s"):
+        admit(scheduler, "its next", client="d", patches=50)
+    with pytest.raises(OverloadedError):
+        scheduler.reserve(Claim("r", "c", reserves=True), b"more", 50, 100)
+    for claim in together:
+        scheduler.withdraw(claim)
+    assert not scheduler._places
+
+
 def test_a_claim_that_joins_an_image_leaves_its_place():
     scheduler = make()
     reserving = Claim("r", "c", reserves=True)

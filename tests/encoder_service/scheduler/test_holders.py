@@ -245,16 +245,24 @@ def measured(seconds: float) -> Scheduler:
 def test_a_holder_cannot_fill_the_seconds_of_the_queue():
     scheduler = measured(seconds=48.0)
     with pytest.raises(OverloadedError, match=r"share of the queue is full \(48 s\)"):
-        fill(scheduler, "greedy", 48)
+        fill(scheduler, "greedy", 48, requests=48)
     assert scheduler.queued.patches == 36 * PATCHES
-    assert fill(scheduler, "other", 9)
+    assert fill(scheduler, "other", 9, requests=9)
+
+
+def test_a_request_longer_than_the_queue_leaves_other_holders_their_seconds():
+    scheduler = measured(seconds=48.0)
+    fill(scheduler, "slow", 200)  # of one request, to an empty queue
+    with pytest.raises(OverloadedError, match="48 s"):
+        want(scheduler, "next", "another", client="slow")
+    assert fill(scheduler, "other", 9, requests=9)
 
 
 def test_a_holder_with_nothing_queued_gets_the_remaining_seconds():
     scheduler = measured(seconds=10.0)
     want(scheduler, "large", client="greedy", patches=4 * PATCHES)
     with pytest.raises(OverloadedError, match="share of the queue"):
-        want(scheduler, "larger", client="greedy", patches=4 * PATCHES)
+        want(scheduler, "larger", "another", client="greedy", patches=4 * PATCHES)
     assert want(scheduler, "same", client="other", patches=4 * PATCHES).task
 
 

@@ -28,6 +28,7 @@ MOST_FAILURES = 5
 # Seconds before a process is restarted, by the number of consecutive failures.
 _PAUSES_S = (0.0, 0.0, 0.0, 1.0, 2.0, 4.0)
 _LONG_PAUSE_S = 30.0
+_SHORTAGE_PAUSE_S = 1.0
 STOP_S = 10.0
 """How long the devices may take for the batches that they have, when the server stops."""
 KILL_S = 5.0
@@ -172,17 +173,18 @@ class Dispatcher:
         if all(link.device.failures >= MOST_FAILURES for link in self.links):
             self._queue.abort("the server lost its devices", RuntimeError(f"the last process ended ({why})"))
             self._stopping.set()
-        try:
-            pause_s = _PAUSES_S[device.failures] if device.failures < len(_PAUSES_S) else _LONG_PAUSE_S
-            async with asyncio.timeout(pause_s):
-                await self._stopping.wait()
+        pause_s = _PAUSES_S[device.failures] if device.failures < len(_PAUSES_S) else _LONG_PAUSE_S
+        if await self._stops_within(pause_s):
             return False
-        except TimeoutError:
-            pass
         try:
             device.start()
+        except OSError as error:  # files, processes or memory are short: the device did not fail
+            log.error("the process of %s does not start yet: %s", device.name, error)
+            await self._stops_within(_SHORTAGE_PAUSE_S)
+            return False
+        try:
             await asyncio.to_thread(device.load)
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             log.error("the process of %s does not start: %s", device.name, error)
             device.failures += 1
             return False
@@ -190,6 +192,14 @@ class Dispatcher:
             await asyncio.to_thread(device.end)
             return False
         return True
+
+    async def _stops_within(self, seconds: float) -> bool:
+        """Wait so long, or until the server stops; return whether it does."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._stopping.wait()
+        except TimeoutError:
+            return False
 
     async def _watch(self) -> None:
         answered = True

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from encoder_service.engine.dispatcher import MOST_FAILURES
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.processes import running
@@ -55,3 +56,24 @@ async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
             assert await rows_of(newcomer, photo(64, 64, 1)) == before
         assert server.metrics().total("store_pins") == 0
         assert server.terminate() == 0
+
+
+async def test_a_device_that_dies_while_descriptors_are_short_is_replaced_once_they_are_free(
+    checkpoint: Path,
+) -> None:
+    with running(checkpoint) as server:
+        process = psutil.Process(server.process.pid)
+        async with await EncoderClient.connect(server.endpoint, timeout_s=60) as client:
+            await rows_of(client, photo(64, 64, 1))
+            before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() // 2, before[1]))
+            [device] = [each for each in process.children() if "engine" in each.name()]
+            device.kill()
+            # More often than a device may fail that starts and ends.
+            await soon(
+                lambda: sum("does not start" in line for line in server.lines) > MOST_FAILURES
+                or server.process.poll() is not None
+            )
+            assert server.process.poll() is None
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+            assert len(await rows_of(client, photo(96, 64, 2))) > 0

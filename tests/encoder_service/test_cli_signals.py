@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,13 +68,45 @@ def test_a_signal_during_loading_ends_the_server_silently(
     assert process.returncode in ((-number, 0) if served else (-number,))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_process_1_of_a_container_ends_at_a_signal_while_loading(
-    checkpoint: Path, number: signal.Signals
-) -> None:
+@pytest.fixture
+def inside() -> list[str]:
+    """The beginning of a command line whose command becomes process 1, as in a container."""
     inside = ["unshare", "--map-root-user", "--user", "--pid", "--fork"]
     if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("no namespaces for processes here")
+    return inside
+
+
+# Runs the entry point of a command, and sends the process a signal once it imports what takes its time.
+SIGNALLED = """
+import os, pkgutil, sys
+
+class Signalling:
+    def find_spec(self, name, path=None, target=None):
+        if name == "asyncio":
+            os.kill(os.getpid(), int(sys.argv.pop(2)))
+
+entry = sys.argv.pop(1)
+sys.meta_path.insert(0, Signalling())
+sys.exit(pkgutil.resolve_name(entry)())
+"""
+COMMANDS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_process_1_of_a_container_ends_at_a_signal_while_it_imports(
+    inside: list[str], name: str, number: signal.Signals
+) -> None:
+    command = [*inside, sys.executable, "-c", SIGNALLED, COMMANDS[name], "--version", str(number.value)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_process_1_of_a_container_ends_at_a_signal_while_loading(
+    checkpoint: Path, inside: list[str], number: signal.Signals
+) -> None:
     command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(
         [*inside, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

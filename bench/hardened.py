@@ -13,8 +13,10 @@ then measures the cost of sharing the processors, which no server can reduce.
 """
 
 import asyncio
+import hashlib
 import itertools
 import resource
+import secrets
 import subprocess
 import tempfile
 import time
@@ -39,7 +41,7 @@ from bench.harness.calls import fetch_all, submit_and_fetch
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from prefill_client import EncoderClient
+from prefill_client import Credentials, EncoderClient
 from testing.attacks import ATTACKS, attacking
 from testing.checkpoints import SMALL_IMAGES, write_checkpoint
 from testing.hostile_images import with_trailer
@@ -97,6 +99,7 @@ BENCHMARK = Benchmark(
                 ("digests", "uploads of megabytes under digests that are not theirs"),
                 ("tickets", "connections to the rows port that present garbage, or stop reading"),
                 ("connections", "2,500 connections to the rows port, and new ones all the time"),
+                ("strangers", "calls without a token that fill their windows"),
             )
             for figure in (
                 Figure(f"p99_ratio_{name}", f"{says}: p99 / with none"),
@@ -124,7 +127,11 @@ SETTINGS: dict[str, Any] = {
     "rows_listen": "127.0.0.1:0",
 }
 # Settings of the server for one attack.
-ATTACK_SETTINGS: dict[str, dict[str, Any]] = {"seconds": {"max_queue_s": 2.0}}
+ATTACK_SETTINGS: dict[str, dict[str, Any]] = {
+    "seconds": {"max_queue_s": 2.0},
+    "strangers": {"tenants_file": "tenants.toml", "fleet_key_file": "fleet.key"},  # in the benchmark's folder
+}
+TOKEN = "of-the-victim"
 
 
 @dataclass
@@ -155,6 +162,7 @@ class Victim:
 
     def __init__(self, client: EncoderClient, channel: grpc.aio.Channel, health_url: str) -> None:
         self._client = client
+        self._metadata = (("authorization", f"Bearer {TOKEN}"),)
         self._service = EncoderServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._health_url = health_url
@@ -184,7 +192,7 @@ class Victim:
         return RequestOutcomes([time.monotonic() - began])
 
     async def _ask(self) -> None:
-        await self._service.Describe(pb.DescribeRequest())
+        await self._service.Describe(pb.DescribeRequest(), metadata=self._metadata)
         await self._health.Check(health_pb2.HealthCheckRequest())
         await asyncio.to_thread(lambda: urllib.request.urlopen(self._health_url, timeout=PATIENCE_S).read())
         number = next(self._numbers)
@@ -218,7 +226,9 @@ class Measured:
 @asynccontextmanager
 async def serving(name: str, model: Path) -> AsyncIterator[ServerProcess]:
     """Run a server with the settings of an attack."""
-    server = ServerProcess(model, **SETTINGS | ATTACK_SETTINGS.get(name, {}))
+    settings = ATTACK_SETTINGS.get(name, {})
+    files = {key: model.parent / value for key, value in settings.items() if isinstance(value, str)}
+    server = ServerProcess(model, **SETTINGS | settings | files)
     try:
         await asyncio.to_thread(server.wait_until_it_listens)
         yield server
@@ -227,10 +237,11 @@ async def serving(name: str, model: Path) -> AsyncIterator[ServerProcess]:
 
 
 @asynccontextmanager
-async def victim_of(server: ServerProcess) -> AsyncIterator[Victim]:
-    """Connect a victim."""
+async def victim_of(server: ServerProcess, folder: Path) -> AsyncIterator[Victim]:
+    """Connect a victim, with its token in the benchmark's folder."""
+    credentials = Credentials(token_file=str(folder / "token"))
     async with (
-        await EncoderClient.connect(server.endpoint) as client,
+        await EncoderClient.connect(server.endpoint, credentials=credentials) as client,
         grpc.aio.insecure_channel(server.endpoint) as channel,
     ):
         yield Victim(client, channel, f"http://{server.http_endpoint}/healthz")
@@ -238,7 +249,7 @@ async def victim_of(server: ServerProcess) -> AsyncIterator[Victim]:
 
 async def measure_attack(name: str, model: Path) -> Measured:
     """Run a server, a victim and an attacker, which first attacks another server, then this one."""
-    async with serving(name, model) as server, victim_of(server) as victim:
+    async with serving(name, model) as server, victim_of(server, model.parent) as victim:
         async with serving(name, model) as other:
             with attacking(name, other) as go:
                 await victim.run_for(WARM_S)
@@ -254,6 +265,14 @@ async def measure_attack(name: str, model: Path) -> Measured:
             if name == "watchers":
                 attacked.errors += await stop(server, victim)
         return Measured(elsewhere, calm, attacked, grown_mib)
+
+
+def write_tenant(folder: Path) -> None:
+    """Write the victim's token, and the files of a server whose only tenant is the victim."""
+    hashed = hashlib.sha256(TOKEN.encode()).hexdigest()
+    (folder / "token").write_text(TOKEN)
+    (folder / "tenants.toml").write_text(f'[victim]\ntokens = ["{hashed}"]\nrights = ["submit", "fetch"]\n')
+    (folder / "fleet.key").write_text(secrets.token_hex(16))
 
 
 def unshared_mib(server: ServerProcess) -> float:
@@ -296,6 +315,7 @@ async def measure(names: Sequence[str], budget: TimeBudget) -> dict[str, Measure
     with tempfile.TemporaryDirectory() as folder:
         resizing = write_checkpoint(Path(folder) / "resizing", preprocessor=SMALL_IMAGES)
         as_they_are = write_checkpoint(Path(folder) / "as they are")
+        write_tenant(Path(folder))
         for name in (NEIGHBOUR, *names):
             if not budget.affords(name, slowest_s):
                 continue

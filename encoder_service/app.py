@@ -56,7 +56,7 @@ from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
 from encoder_service.images import Images
-from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
+from encoder_service.limits import Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
 from encoder_service.rows_port import RowsPort
@@ -161,7 +161,7 @@ class Server:
                 admin,
                 certificates=self._certificates,
                 budgets=self.budgets,
-                max_images=MAX_IMAGES_PER_CALL,
+                window_bytes=self._config.call_window_kib << 10,
             )
             self.endpoint = self._listener.endpoint
             self.engine.on_answers = self._listener.set_serving

@@ -179,6 +179,11 @@ class Config(Settings):
         help="maximum number of open calls (Submit is counted separately); one tenant or host may use 75 %; more are "
         "refused with RESOURCE_EXHAUSTED",
     )
+    call_window_kib: int = knob(
+        4096,
+        help="what a caller may send on a call before the server reads it, KiB; less saves memory under attack, and "
+        "slows uploads from far hosts: each takes a round trip for every window, or for 1 MiB if that is more",
+    )
     max_queued_images: int = knob(
         4096, help="maximum number of queued images; more are refused with RESOURCE_EXHAUSTED"
     )

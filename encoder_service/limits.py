@@ -191,6 +191,10 @@ PINNED_SHARE = 0.9
 LENT_SHARE = 0.75
 # Health calls come from the channels of all clients, and from probes.
 HEALTH_CALLS = 512
+REFLECTION_CALLS = 8
+# A request of an honest caller comes with its call, so few calls wait for one at a time.
+ARRIVING_CALLS = 64
+REFUSED_CALLS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,10 @@ class Budgets:
     calls: Budget
     submits: Budget
     health_calls: Budget
+    reflection_calls: Budget
+    arriving: Budget
+    strangers: Budget
+    refused: Budget
     fetched_images: Budget
     awaited_images: Budget
     upload_bytes: Budget
@@ -229,11 +237,16 @@ class Budgets:
                 claims=claims,
                 seconds=config.max_queue_s,
             ),
-            # A call counts before its token is looked up, so against its host.
+            # A call has a place once its token is looked up, and counts against its host: a tenant may send garbage.
             calls=Budget(config.max_calls, "open calls"),
             # Submits stay open while their callers keep images. They must leave room for other calls.
             submits=Budget(config.max_calls, "open Submit calls"),
             health_calls=Budget(HEALTH_CALLS, "open health calls"),
+            reflection_calls=Budget(REFLECTION_CALLS, "open reflection calls"),
+            arriving=Budget(ARRIVING_CALLS, "calls whose request has not arrived"),
+            # Those of health, and of callers that only their request can identify. They leave others their places.
+            strangers=Budget(ARRIVING_CALLS, "calls of unknown callers whose request has not arrived"),
+            refused=Budget(REFUSED_CALLS, "delayed refusals"),
             # A Fetch above this is refused whole, before its names are read: refusing must cost less than asking again.
             fetched_images=Budget(claims, "images in Fetch calls"),
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
@@ -247,7 +260,8 @@ class Budgets:
 
 
 # Refusals of a call, or of up to `NAMES_AT_A_TIME` images together, are delayed by this. Otherwise a caller that
-# retries at once could keep the event loop busy. A caller that respects `retry_after_ms` waits longer anyway.
+# retries at once could keep the event loop busy. A caller that respects `retry_after_ms` waits longer anyway. A refused
+# call holds what it has sent, so those beyond `REFUSED_CALLS` end at once.
 REFUSAL_S = 0.05
 # Units of work, of about 0.1 ms each, between two polls of the sockets. A call takes tens of passes of the event loop,
 # most of them for gRPC's own events, and in each pass it waits for the units of others. One unit is no better than two.

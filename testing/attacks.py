@@ -33,7 +33,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing import hostile_images as files
 from testing.photos import photo, with_comment
-from testing.raw_http2 import RawConnection
+from testing.raw_http2 import RawConnection, framed
 from testing.tcp_proxy import ANOTHER_HOST, from_another_host
 
 if TYPE_CHECKING:  # the class of an asyncio stub exists for the type checker only
@@ -41,18 +41,24 @@ if TYPE_CHECKING:  # the class of an asyncio stub exists for the type checker on
     from testing.server_process import ServerProcess
 
 NICE = 10
-SUBMIT, FETCH = (f"/encoder_contract.v1.EncoderService/{name}" for name in ("Submit", "Fetch"))
-WATCH = "/grpc.health.v1.Health/Watch"
+SUBMIT, FETCH, DESCRIBE = (
+    f"/encoder_contract.v1.EncoderService/{name}" for name in ("Submit", "Fetch", "Describe")
+)
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 RETRY_S = 0.5  # before an attack whose calls the server has ended begins again
 PIECE = bytes(1 << 20)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The addresses of a server: of its gRPC port and of its operator's HTTP port."""
+    """The addresses of a server: of its gRPC port and of its operator's HTTP port, as another host's.
+
+    `direct` is its gRPC port without the proxy that makes callers another host's.
+    """
 
     grpc: str
     http: str
+    direct: str
 
     def stub(self) -> "EncoderServiceAsyncStub":
         """Return a stub on a new connection."""
@@ -380,6 +386,22 @@ async def _rows_port(
     return lambda: asyncio.open_connection("127.0.0.1", port, limit=1, local_addr=(ANOTHER_HOST, 0))
 
 
+async def strangers(target: Target, ready: Ready) -> None:
+    """Calls without a token, of any method: each fills its window, and never sends a whole message."""
+    message = framed(bytes(len(PIECE) + 4096))
+    paths = itertools.cycle((SUBMIT, FETCH, DESCRIBE, CHECK, WATCH, "/nobody.serves/This"))
+
+    async def call(connection: RawConnection) -> None:
+        await connection.send(await connection.call(next(paths)), message[:-1])
+
+    async def hold() -> None:
+        async with await RawConnection.open(target.direct, source=ANOTHER_HOST) as connection:
+            await asyncio.gather(*(call(connection) for _ in range(256)))
+
+    await ready()
+    await _repeat_in_parallel(16, hold, pause_s=0.0)
+
+
 async def neighbour(target: Target, ready: Ready) -> None:
     """No attack: one honest client that asks for new images, as large as those of the attacks, one by one."""
     stub, base = target.stub(), photo(512, 512, 9)
@@ -393,7 +415,7 @@ ATTACKS: dict[str, Attack] = {
     for attack in (
         *(headers, uploads, readers, decoders, messages),
         *(unknown, partial, claims, dripping, watchers),
-        *(refusals, priority, seconds, large, towers, digests, tickets, connections),
+        *(refusals, priority, seconds, large, towers, digests, tickets, connections, strangers),
     )
 }
 CALLERS = {neighbour.__name__: neighbour, **ATTACKS}
@@ -470,7 +492,7 @@ async def _repeat_in_parallel(
 
 async def _attack(name: str, grpc_endpoint: str, http_endpoint: str) -> None:
     async with from_another_host(grpc_endpoint) as to_grpc, from_another_host(http_endpoint) as to_http:
-        await CALLERS[name](Target(to_grpc, to_http), _wait_for_go)
+        await CALLERS[name](Target(to_grpc, to_http, grpc_endpoint), _wait_for_go)
 
 
 async def _wait_for_go() -> None:

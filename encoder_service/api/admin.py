@@ -36,6 +36,10 @@ class AdminService:
         self._videos = videos
         self._jobs = jobs
 
+    def identify(self, caller: Caller) -> None:
+        """Raise `UnauthenticatedError` or `ForbiddenError` unless the caller has the right `operate`."""
+        self._identity.require("operate", caller)
+
     async def stats(self, request: pb.StatsRequest, caller: Caller) -> pb.StatsResponse:
         """Return the store's statistics."""
         self._guard(request.proof, caller)
@@ -54,7 +58,6 @@ class AdminService:
         return pb.FlushResponse(entries=self._store.flush())
 
     def _guard(self, proof: bytes, caller: Caller) -> None:
-        self._identity.require("operate", caller)
         if not (caller.is_local and compare_digest(proof, self._store.segment.segment_id)):
             raise ForbiddenError(
                 "operator calls are allowed only on the server's host, as the server's user: run the command there"
@@ -98,8 +101,9 @@ class AdminService:
 
 
 def methods(operator: AdminService, gate: CallGate) -> Methods:
+    identify = operator.identify
     return {
-        "Stats": gate.unary(operator.stats, partial(messages.parse, pb.StatsRequest)),
-        "Evict": gate.unary(operator.evict, partial(messages.parse, pb.EvictRequest)),
-        "Flush": gate.unary(operator.flush, partial(messages.parse, pb.FlushRequest)),
+        "Stats": gate.unary(operator.stats, partial(messages.parse, pb.StatsRequest), identify),
+        "Evict": gate.unary(operator.evict, partial(messages.parse, pb.EvictRequest), identify),
+        "Flush": gate.unary(operator.flush, partial(messages.parse, pb.FlushRequest), identify),
     }

@@ -13,7 +13,13 @@ from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from encoder_contract.errors import DeadlineError, EncoderError, InvalidRequestError, Status
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    InvalidRequestError,
+    OverloadedError,
+    Status,
+)
 from encoder_contract.half_close import HALF_CLOSES
 from encoder_contract.spans import CallSpan, SpanName, current
 from encoder_contract.traceparent import trace_id
@@ -110,6 +116,22 @@ class Requests(Generic[Request]):
         except StopAsyncIteration as error:
             raise InvalidRequestError("the call ended before its first message: send a request") from error
 
+    async def only(self) -> Request:
+        """Return the request of a call that has one. The caller must end its requests, and so sends nothing more.
+
+        Raises as `first` does.
+        """
+        request = await self.first()
+        try:
+            await self.next_within(REQUEST_S)
+        except StopAsyncIteration:
+            return request
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the call was not half-closed within {REQUEST_S:g} s of its request: half-close it with the request"
+            ) from error
+        raise InvalidRequestError("the call has a second request: send one request, and half-close the call")
+
     async def _next(self) -> bytes | None:
         message = await self._read()
         return message if isinstance(message, bytes) else None
@@ -117,21 +139,37 @@ class Requests(Generic[Request]):
 
 @dataclass(eq=False, slots=True)
 class Inbound(Generic[Request]):
-    """An inbound call. When it ends, `on_error` gets the error, if any, and then `resources` are released."""
+    """An inbound call. When it ends, `on_error` gets the error, if any, and then `resources` are released.
+
+    Whoever serves it checks the caller's credentials, and then calls `admit`: callers that are refused take no place.
+    """
 
     caller: Caller
     requests: Requests[Request]
     resources: AsyncExitStack
     on_error: Callable[[EncoderError], None]
+    admit: Callable[[], None]
+    """Gives the call a place among the open ones, until its status is sent. Raises `OverloadedError`."""
+
+    async def request(self, arriving: Budget) -> Request:
+        """Admit the call, and return its only request, which counts in `arriving` until it is here."""
+        self.admit()
+        with arriving.hold(self.caller):
+            return await self.requests.only()
 
 
 class CallGate:
     """Makes gRPC handlers that admit calls within a budget, of which each host gets a share."""
 
-    def __init__(self, budget: Budget, reader_idle_s: float) -> None:
-        """A call ends if its caller takes longer than `reader_idle_s` to read one answer, of at most 1 MiB."""
+    def __init__(self, budget: Budget, arriving: Budget, refused: Budget, reader_idle_s: float) -> None:
+        """A call ends if its caller takes longer than `reader_idle_s` to read one answer, of at most 1 MiB.
+
+        Only requests are counted in `arriving`, until they are here, and delayed refusals in `refused`.
+        """
         self._reader_idle_s = reader_idle_s
         self._budget = budget
+        self._arriving = arriving
+        self._refused = refused
         self._active: set[Context] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -159,9 +197,14 @@ class CallGate:
             requests, known = Requests(context.read, parse), None
             tell = refusal if HALF_CLOSES in (context.invocation_metadata() or ()) else None
             async with AsyncExitStack() as resources:
-                call = Inbound(caller, requests, resources, partial(_log_refusal, caller))
+                call = Inbound(
+                    caller,
+                    requests,
+                    resources,
+                    partial(_log_refusal, caller),
+                    partial(self._admit, caller, context),
+                )
                 try:
-                    self._admit(caller, context)
                     # When the caller disconnects, its call releases its resources now, not at garbage collection.
                     async with aclosing(serve(call)) as answers:
                         async for answer in answers:
@@ -178,7 +221,9 @@ class CallGate:
                 await requests.half_closed()
             if known is not None:
                 messages.end_with(context, known)
-                await asyncio.sleep(REFUSAL_S)
+            if context.code():
+                with suppress(OverloadedError), self._refused.hold(caller):
+                    await asyncio.sleep(REFUSAL_S)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
 
@@ -188,19 +233,27 @@ class CallGate:
         """Return the handler of a method that answers one request with a stream."""
 
         async def answers(call: Inbound[Request]) -> Answers:
-            async with aclosing(serve(await call.requests.first(), call)) as replies:
+            async with aclosing(serve(await call.request(self._arriving), call)) as replies:
                 async for reply in replies:
                     yield reply
 
         return self.stream(answers, parse)
 
     def unary(
-        self, answer: Callable[[Request, Caller], Awaitable[Message]], parse: Parse[Request]
+        self,
+        answer: Callable[[Request, Caller], Awaitable[Message]],
+        parse: Parse[Request],
+        identify: Callable[[Caller], object] | None = None,
     ) -> Handler:
-        """Return the handler of a method that answers one request with one message."""
+        """Return the handler of a method that answers one request with one message.
+
+        `identify` raises the error of a caller that may not call it.
+        """
 
         async def answers(call: Inbound[Request]) -> Answers:
-            yield await answer(await call.requests.first(), call.caller)
+            if identify is not None:
+                identify(call.caller)
+            yield await answer(await call.request(self._arriving), call.caller)
 
         return self.stream(answers, parse)
 
@@ -275,9 +328,7 @@ class CallRecord:
         self._proxy_request_id = caller.proxy_request_id
         trace = trace_id(caller.traceparent)
         self._trace = {"trace": trace} if trace else {}
-        self._span = CallSpan.begin(SpanName(f"encoder.{kind}"), caller.traceparent)
-        if self._span is not None:
-            current.set(self._span.traceparent)  # for the tasks of this call
+        self._span: CallSpan | None = None
         self.set_caller("", caller.host)
         # Set once every image has its outcome: a caller that disconnects later has ended its call normally.
         self.complete = False
@@ -290,6 +341,13 @@ class CallRecord:
             "request": request_id[:MAX_REQUEST_ID_BYTES],
             "client": client_id[:MAX_REQUEST_ID_BYTES],
         }
+
+    def admitted(self, caller: Caller) -> None:
+        """Begin the call's span. Others than callers of this server write no spans to its operator's collector."""
+        self.set_caller(caller.request_id, caller.name)
+        self._span = CallSpan.begin(SpanName(f"encoder.{self._kind}"), caller.traceparent)
+        if self._span is not None:
+            current.set(self._span.traceparent)  # for the tasks of this call
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None

@@ -11,6 +11,7 @@ from functools import partial
 from typing import cast
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -21,20 +22,20 @@ from encoder_service.api.admin import AdminService
 from encoder_service.api.inbound import Answers, CallGate, Inbound, Methods
 from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
-from encoder_service.limits import Budget, Budgets, Caller
+from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets, Caller
 
-WINDOW_BYTES = 4 << 20
-"""What a caller may send on a call before the server reads it."""
+# Calls of a method that wait until the event loop accepts them. gRPC resets further ones, which clients take for a
+# server that stops: they try again. Without this bound, the windows of a thousand calls or more could fill meanwhile.
+PENDING_CALLS = 256
 OPTIONS = (
     # A few kilobytes of gzip can expand to gigabytes: a compressed message is refused without being expanded.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
-    # Bounds on the unread data of a call and on the calls of a connection. Together with the bounds on message size and
-    # open calls, they bound the memory that no budget counts. By default, the window would grow to any size. An upload
-    # from afar costs a round trip for each window: 10 MB at 100 ms took 1.0 s with a window of 1 MiB, 0.65 s with 2,
-    # 0.59 s with 3 and 0.44 s with 4.
-    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    # The window is what a call may send before anybody reads it, or asks who calls: see `unread_bytes`. By default, it
+    # would grow to any size.
     ("grpc.http2.bdp_probe", 0),
+    ("grpc.server.max_pending_requests", PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
     ("grpc.max_concurrent_streams", 512),
     # Each connection takes a file descriptor, so one without a call is closed after a minute. Clients reconnect by
     # themselves, and ours keep a health watch open.
@@ -50,11 +51,25 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),  # two servers must not share a port: binding a port in use is an error
 )
+# The methods that engines call.
+REGISTERED = ("Describe", "Submit", "Fetch", "Check", "Watch")
 # More than a cluster needs. At most half of the file descriptors, so that the rest is left for other files.
 MAX_CONNECTIONS = 4096
 # After the last call, clients have this long to read their last rows and close the connection; closing it earlier would
 # lose the rows. By then a client whose machine has disappeared is detected.
 LAST_READ_S = 10.0
+
+
+def unread_bytes(budgets: Budgets, window_bytes: int) -> int:
+    """Return the most memory that data takes which callers have sent and the server has not read.
+
+    Calls wait to be accepted, end in a refusal, or send a request: then the rest of a message comes to the window. A
+    call that has one request has ended it, except Submit and reflection.
+    """
+    budget_of = budgets.submits, budgets.reflection_calls, budgets.arriving, budgets.strangers
+    reading = sum(budget.size for budget in budget_of)
+    waiting = budgets.refused.size + PENDING_CALLS * (len(REGISTERED) + 1)
+    return (reading + waiting) * window_bytes + reading * messages.max_request_bytes(MAX_IMAGES_PER_CALL)
 
 
 class Listener:
@@ -68,24 +83,29 @@ class Listener:
         *,
         certificates: Certificates | None,
         budgets: Budgets,
-        max_images: int,
+        window_bytes: int,
     ) -> None:
         """Bind the port, for TLS if there are `certificates`. Raises `ConfigError` if the port is unavailable.
 
-        `budgets` bounds the number of open calls, separately for Submit and for health. Each call names at most
-        `max_images` images.
+        `budgets` bounds the number of open calls, separately for Submit and for health. A call may send `window_bytes`
+        before the server reads.
         """
-        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(max_images))
+        window = ("grpc.http2.lookahead_bytes", window_bytes)
+        largest = ("grpc.max_receive_message_length", messages.max_request_bytes(MAX_IMAGES_PER_CALL))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         connections = ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, files // 2))
-        self._server = grpc.aio.server(options=(*OPTIONS, largest, connections))
-        self._gate = CallGate(budgets.calls, budgets.reader_idle_s)
-        self._submit_gate = CallGate(budgets.submits, budgets.reader_idle_s)
-        self._health = Health(("", service.SERVICE), budgets.health_calls)
-        self._register(service.SERVICE, service.methods(calls, self._gate, self._submit_gate, max_images))
-        self._register(admin.SERVICE, admin.methods(operator, self._gate))
-        self._register(SERVICE, self._health.methods())
-        self._register(reflection.SERVICE_NAME, _reflection(self._gate))
+        self._server = grpc.aio.server(options=(*OPTIONS, window, largest, connections))
+        self._gate = CallGate(budgets.calls, budgets.arriving, budgets.refused, budgets.reader_idle_s)
+        self._submit_gate = CallGate(
+            budgets.submits, budgets.arriving, budgets.refused, budgets.reader_idle_s
+        )
+        self._health = Health(("", service.SERVICE), budgets)
+        self._serve(
+            service.SERVICE, service.methods(calls, self._gate, self._submit_gate, MAX_IMAGES_PER_CALL)
+        )
+        self._serve(admin.SERVICE, admin.methods(operator, self._gate))
+        self._serve(SERVICE, self._health.methods())
+        self._serve(reflection.SERVICE_NAME, _reflection(budgets))
         try:
             if certificates is None:
                 port = self._server.add_insecure_port(address)
@@ -99,15 +119,15 @@ class Listener:
         host = address.rpartition(":")[0]
         self.endpoint = address if address.startswith("unix:") else f"{host}:{port}"
 
-    def _register(self, name: str, methods: Methods) -> None:
+    def _serve(self, name: str, methods: Methods) -> None:
         """Serve the methods of a service.
 
         gRPC accepts calls one at a time for each registered method, and one at a time for all unregistered methods
-        together. So every method is registered: a burst of Fetch calls must not delay Describe or health. Versions of
-        gRPC that cannot register methods use the generic handler.
+        together. So engines' methods are registered: a burst of Fetch calls must not delay Describe or health.
         """
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
-        self._server.add_registered_method_handlers(name, methods)
+        registered = {method: handler for method, handler in methods.items() if method in REGISTERED}
+        self._server.add_registered_method_handlers(name, registered)
 
     async def start(self) -> None:
         """Start to answer calls, and report health as serving."""
@@ -162,13 +182,23 @@ def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
     )
 
 
-def _reflection(gate: CallGate) -> Methods:
+def _reflection(budgets: Budgets) -> Methods:
+    gate = CallGate(budgets.reflection_calls, budgets.strangers, budgets.refused, budgets.reader_idle_s)
     names = (service.SERVICE, admin.SERVICE, SERVICE, reflection.SERVICE_NAME)
     answers = cast(
         "Callable[[object, None], Answers]", reflection.aio.ReflectionServicer(names).ServerReflectionInfo
     )
-    parse = partial(messages.parse, reflection_pb2.ServerReflectionRequest)
-    return {"ServerReflectionInfo": gate.stream(lambda call: answers(call.requests, None), parse)}
+
+    async def reflect(call: Inbound[Message]) -> Answers:
+        call.admit()
+        async for answer in answers(call.requests, None):
+            yield answer
+
+    return {
+        "ServerReflectionInfo": gate.stream(
+            reflect, partial(messages.parse, reflection_pb2.ServerReflectionRequest)
+        )
+    }
 
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
@@ -194,13 +224,13 @@ class UnknownServiceError(EncoderError):
 class Health:
     """The health of the server and its services `names`: not serving before `set_serving`, and again from `stop` on."""
 
-    def __init__(self, names: Collection[str], calls: Budget) -> None:
+    def __init__(self, names: Collection[str], budgets: Budgets) -> None:
         self._names = frozenset(names)
         self._status = NOT_SERVING
         self._changed = asyncio.Event()  # set, and replaced by a new event, at every change
         self._stopping = False
         self._watches: Counter[str] = Counter()
-        self._gate = CallGate(calls, READER_IDLE_S)
+        self._gate = CallGate(budgets.health_calls, budgets.strangers, budgets.refused, READER_IDLE_S)
 
     def methods(self) -> Methods:
         """Return the methods of the service."""

@@ -39,9 +39,12 @@ class EncoderService:
         self._turns = Turns()
         self.draining = False
 
+    def identify(self, caller: Caller) -> None:
+        """Raise `UnauthenticatedError` unless the caller is a tenant, or everybody may call."""
+        self._info.identity.require(None, caller)
+
     async def describe(self, _request: pb.DescribeRequest, caller: Caller) -> pb.DescribeResponse:
         """Describe this server, to any tenant."""
-        self._info.identity.require(None, caller)
         description = pb.DescribeResponse()
         description.CopyFrom(self._info.description)
         description.clock_s = monotonic()
@@ -52,7 +55,8 @@ class EncoderService:
     async def submit(self, inbound: Inbound[RawSubmit]) -> AsyncGenerator[pb.SubmitResponse]:
         """Accept images; see the contract."""
         record = self._begin_record("submit", inbound)
-        self._info.identity.require("submit", inbound.caller)  # before anything is parsed
+        self._info.identity.require("submit", inbound.caller)  # before anything is read
+        inbound.admit()
         first = await inbound.requests.first()
         caller = self._admitted("submit", inbound.caller, first.caller(), record)
         limits = self._info.description.limits
@@ -73,8 +77,12 @@ class EncoderService:
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
         record = self._begin_record("fetch", inbound)
-        identity, raw = self._info.identity, await inbound.requests.first()
-        is_peer = identity.is_peer(raw, inbound.caller)
+        identity, is_signed = self._info.identity, bool(inbound.caller.signature)
+        if not is_signed:
+            identity.require("fetch", inbound.caller)  # before anything is read
+        # The signature of another replica can be checked only with the request.
+        raw = await inbound.request(self._budgets.strangers if is_signed else self._budgets.arriving)
+        is_peer = is_signed and identity.is_peer(raw, inbound.caller)
         if not is_peer:
             identity.require("fetch", inbound.caller)  # before anything is parsed
         request = messages.parse_fetch(raw, self._info.max_images)
@@ -119,7 +127,7 @@ class EncoderService:
         record.set_caller(message.request_id, message.client_id or caller.host)
         identity = self._info.identity
         caller = identity.admit_peer(caller, message) if is_peer else identity.admit(right, caller, message)
-        record.set_caller(caller.request_id, caller.name)
+        record.admitted(caller)
         if self.draining:
             raise UnavailableError("the server is draining: use another server")
         self._info.check_model(message)
@@ -132,7 +140,9 @@ def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_
     `submit_gate` admits Submit calls, `gate` all others.
     """
     return {
-        "Describe": gate.unary(service.describe, partial(messages.parse, pb.DescribeRequest)),
+        "Describe": gate.unary(
+            service.describe, partial(messages.parse, pb.DescribeRequest), service.identify
+        ),
         "Submit": submit_gate.stream(
             service.submit, partial(messages.parse_submit, max_images=max_images), messages.submit_refusal
         ),

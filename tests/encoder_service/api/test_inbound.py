@@ -18,12 +18,11 @@ from encoder_contract.errors import InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages
-from encoder_service.api.server import WINDOW_BYTES
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from testing.device_thread import DeviceThread
-from testing.raw_http2 import WHOLE_S, RawConnection, framed
+from testing.raw_http2 import RawConnection, framed
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -231,22 +230,21 @@ async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: C
 
 
 async def test_what_a_call_sends_and_nobody_reads_is_a_window_and_no_more(
-    config: Config, model: Model
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, flood, memory = 12, bytes(32 << 20), psutil.Process()
+    monkeypatch.setattr(inbound, "REFUSAL_S", 600.0)  # refused calls are not read
+    calls, flood, memory, window = 12, bytes(32 << 20), psutil.Process(), config.call_window_kib << 10
     async with server_of(config, model) as server:
         async with await RawConnection.open(server.endpoint) as raw:
-            streams = [await raw.call("/grpc.health.v1.Health/Watch") for _ in range(calls)]
-            for stream in streams:
-                await raw.send(stream, framed(b""), patience_s=WHOLE_S)
-            await soon(lambda: server._listener._health._watches.total() == calls)
+            streams = [await raw.call(OURS + "Submit", b"") for _ in range(calls)]
+            await soon(lambda: server.budgets.refused.held == calls)
             before = memory.memory_info().rss
             sent = [await raw.send(stream, framed(flood)) for stream in streams]
             grown = memory.memory_info().rss - before
             # A window holds one piece of a file and more, so that an upload from afar takes few round trips.
-            assert all(WINDOW_BYTES - len(framed(b"")) <= each <= WINDOW_BYTES for each in sent)
-            assert grown < calls * (WINDOW_BYTES + messages.PIECE_BYTES)
-        await soon(lambda: not server._listener._health._watches)
+            assert all(window - len(framed(b"")) <= each <= window for each in sent)
+            assert grown < calls * (window + messages.PIECE_BYTES)
+        await soon(lambda: not server.budgets.submits.held)
 
 
 async def test_a_failing_drain_step_does_not_stop_the_others(

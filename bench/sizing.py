@@ -13,9 +13,11 @@ from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Geometry
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import TowerSpec, spec_of
-from encoder_service.config import Config
+from encoder_service.api.server import unread_bytes
+from encoder_service.config import MAX_VIDEO_BYTES, Config
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.pillow import PILLOW_BYTES_PER_PIXEL
+from encoder_service.limits import Budgets
 from encoder_service.vision import flops
 from testing.checkpoints import vision_config
 
@@ -28,6 +30,7 @@ SIZES = {
 }
 GIB = 1 << 30
 ELEMENT_BYTES = 2  # bfloat16
+DECODER_BYTES = 168 << 20  # a decoder process and its shared buffers
 
 SHOWN = ("720p", "1440p")
 BENCHMARK = Benchmark(
@@ -89,6 +92,28 @@ def decoding_bytes(decode_pixels: int, max_image_pixels: int) -> int:
     return PILLOW_BYTES_PER_PIXEL * (decode_pixels + largest)
 
 
+def unread_gib(call_window_kib: int) -> float:
+    """Return the most memory that unread data takes with the default limits on calls."""
+    config = Config(model=Path(), call_window_kib=call_window_kib)
+    return unread_bytes(Budgets.of(config), call_window_kib << 10) / GIB
+
+
+def memory_gib(config: Config, *, on_gpu: bool) -> float:
+    """Return the host memory that a replica with one device needs at most, without what a fresh process takes.
+
+    docs/sizing.md has the parts.
+    """
+    processes = (config.decode_threads or (8 if on_gpu else 2)) + 5
+    parts = (
+        (config.store_host_gib + config.source_gib + config.video_gib + 2 * config.max_queued_gib) * GIB,
+        2 * 2 * MAX_VIDEO_BYTES,  # open in the server and at the device
+        decoding_bytes(DECODE_PIXELS, config.max_image_pixels),
+        processes * DECODER_BYTES,
+        unread_bytes(Budgets.of(config), config.call_window_kib << 10),
+    )
+    return sum(parts) / GIB
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = command_line(__doc__)
@@ -114,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"\nEncoder devices: the number for each device that prefills a model of {args.llm_billions:g} billion "
         "parameters\nat the same utilisation, for prompts of images only. Text and cache hits lower the number.\n"
-        f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings.\n"
+        f"Decoding takes at most {decoding_gib:.1f} GiB with the default settings, data of attackers that nobody reads "
+        f"{unread_gib(4096):.1f} GiB,\nor {unread_gib(256):.1f} GiB with --call-window-kib 256.\n"
         f"{example(next(row for row in costs if row[0] == '1080p'))}"
     )
     print_figures({str(each[0]): {"tflop": each[3], "embedding_mb": each[4]} for each in costs}, args)

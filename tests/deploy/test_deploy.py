@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from bench.sizing import main as show_sizing
+from bench.sizing import memory_gib
 from encoder_contract.command_line import BAD_USAGE
 from encoder_contract.version import __version__
 from encoder_service.config import Config, ConfigError
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PROCESSES_GIB = {"cpu": 1, "cuda": 2}  # of a small model
 VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
 EXAMPLE = dict(
     line.split("=", 1)
@@ -71,6 +73,8 @@ def test_the_encoders_environment_is_a_valid_configuration(name: str) -> None:
     assert config.devices == {"encoder-cpu": "cpu", "encoder-gpu": "cuda"}[name]
     assert config.store_host_gib < gib(filled(SERVICES[name]["shm_size"]))
     assert gib(filled(SERVICES[name]["shm_size"])) < gib(filled(SERVICES[name]["mem_limit"]))
+    least = memory_gib(config, on_gpu=config.devices == "cuda")
+    assert gib(filled(SERVICES[name]["mem_limit"])) > least + PROCESSES_GIB[config.devices]
     assert config.drain_s < float(SERVICES[name]["stop_grace_period"].rstrip("s"))
 
 

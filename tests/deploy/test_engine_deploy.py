@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.sizing import memory_gib
 from deploy import charts
 from encoder_contract.version import __version__
 from encoder_service.config import Config
 from prefill_client.sglang_gateway.frames import SUPPORTED
+from tests.deploy.test_deploy import PROCESSES_GIB, gib
 from tests.deploy.test_deploy import SERVICES as OTHER
-from tests.deploy.test_deploy import gib
 from tests.deployed_engine import DEPLOY, VARIABLE, DeployedEngine
 from tests.deployed_vllm import VLLM
 
@@ -60,6 +61,7 @@ def test_the_reader_of_rows_shares_the_encoders_socket_memory_and_user(engine: D
     assert encoder["tmpfs"] == OTHER["encoder-gpu"]["tmpfs"], "its kernels may be loaded"
     shm, limit = (gib(engine.filled(text)) for text in (holder["shm_size"], encoder["mem_limit"]))
     assert config.store_host_gib < shm < limit
+    assert memory_gib(config, on_gpu=True) + PROCESSES_GIB["cuda"] < limit
 
 
 def test_the_namespaces_of_vllm_and_its_encoder_outlive_both() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.sizing import memory_gib
 from deploy import charts, check
 from encoder_contract.version import __version__
 from encoder_service.config import Config
-from tests.deploy.test_deploy import gib
+from tests.deploy.test_deploy import PROCESSES_GIB, gib
 
 CHART = charts.CHARTS / "encoder-service"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -101,7 +102,9 @@ def test_the_pods_environment_is_a_valid_configuration_whose_store_fits(
     (shm,) = (each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm")
     assert shm["medium"] == "Memory"
     assert config.store_host_gib < gib(shm["sizeLimit"])
-    assert gib(shm["sizeLimit"]) < gib(pod["containers"][0]["resources"]["limits"]["memory"])
+    limit = gib(pod["containers"][0]["resources"]["limits"]["memory"])
+    assert gib(shm["sizeLimit"]) < limit
+    assert memory_gib(config, on_gpu=config.devices == "cuda") + PROCESSES_GIB[config.devices] < limit
 
 
 @pytest.mark.parametrize(("chart", "values"), ENCODERS)

@@ -71,8 +71,10 @@ async def test_a_device_that_dies_while_descriptors_are_short_is_replaced_once_t
             device.kill()
             # More often than a device may fail that starts and ends.
             await soon(
-                lambda: sum("does not start" in line for line in server.lines) > MOST_FAILURES
-                or server.process.poll() is not None
+                lambda: (
+                    sum("does not start" in line for line in server.lines) > MOST_FAILURES
+                    or server.process.poll() is not None
+                )
             )
             assert server.process.poll() is None
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)

@@ -63,8 +63,9 @@ LAST_READ_S = 10.0
 def unread_bytes(budgets: Budgets, window_bytes: int) -> int:
     """Return the most memory that data takes which callers have sent and the server has not read.
 
-    Calls wait to be accepted, end in a refusal, or send a request: then the rest of a message comes to the window, which
-    gRPC may open once more after a message was read. Only calls of Submit and reflection send after their request.
+    Calls wait to be accepted, end in a refusal, or send a request: then the rest of a message comes to the window,
+    which gRPC may open once more after a message was read. Only calls of Submit and reflection send after their
+    request.
     """
     budget_of = budgets.submits, budgets.reflection_calls, budgets.arriving, budgets.strangers
     reading = sum(budget.size for budget in budget_of)

@@ -133,13 +133,13 @@ def command(main: Main) -> Main:
     def run(arguments: Sequence[str] | None = None) -> int:
         if arguments is not None:
             return main(arguments)
-        _begin()
+        begin()
         _end(main())
 
     return cast(Main, run)
 
 
-def _begin() -> None:
+def begin() -> None:
     """Prepare a process for a command: signals end it without a traceback, and the gRPC library prints nothing.
 
     Call it before gRPC is imported, which reads `GRPC_VERBOSITY` then. A server sets its own handlers later. Our errors

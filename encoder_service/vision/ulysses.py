@@ -29,6 +29,10 @@ LIMIT_S = 30.0
 # For the rendezvous processes only have to connect, because all of them were waiting for work.
 _RENDEZVOUS_S = 10.0
 _LOOPBACK = "127.0.0.1"
+_NO_WATCHDOG = dict.fromkeys(
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"), "0"
+)
+"""Our own watchdog judges what hangs."""
 
 
 def even_shares(total: int, count: int, unit: int = 1) -> list[int]:
@@ -137,8 +141,9 @@ class UlyssesGroup:
         store.set(f"here {self.rank}", "")
         store.wait([f"here {rank}" for rank in range(self.size)], timedelta(seconds=_RENDEZVOUS_S))
         if self._device.type == "cuda":
-            # Else NCCL's own watchdog ends this process when another one has failed.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            # Else torch's watchdog ends this process when another one has failed; and after one exchange of 30 s its
+            # monitor does so eight minutes after each later group, because that leaves a flag in the server's store.
+            os.environ.update(_NO_WATCHDOG)
             nccl = c10d.ProcessGroupNCCL.Options()
             nccl._timeout = self._limit
             return c10d.ProcessGroupNCCL(store, self.rank, self.size, nccl)

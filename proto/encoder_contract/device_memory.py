@@ -96,11 +96,11 @@ def open_memory(name: bytes, size_bytes: int, device: int, *, writes: bool = Fal
 
 @contextmanager
 def _current(device: int) -> Iterator[None]:
-    """Make a GPU this thread's current one, and restore the previous one afterwards.
+    """Make a GPU this thread's current one, and restore the previous one afterwards if the process uses it.
 
-    Setting a device creates a context on it, of hundreds of megabytes, so do nothing if the GPU is current already.
+    Setting a device creates a context on it, of hundreds of megabytes. A thread that never set one has GPU 0.
     """
-    from cuda.bindings import runtime
+    from cuda.bindings import driver, runtime
 
     before = _checked(runtime.cudaGetDevice())
     if before == device:
@@ -110,15 +110,17 @@ def _current(device: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _checked(runtime.cudaSetDevice(before))
+        _, is_used = _checked(driver.cuDevicePrimaryCtxGetState(before))
+        if is_used:
+            _checked(runtime.cudaSetDevice(before))
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return the result of a CUDA call. Raises `DeviceMemoryError` if the call failed."""
+    """Return the result of a CUDA call, or its results. Raises `DeviceMemoryError` if the call failed."""
     error, *values = answer
     if int(error):
         raise DeviceMemoryError(f"CUDA: {error.name}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else values
 
 
 def _owned(address: int, size_bytes: int, gpu: int, free: Callable[[int], object]) -> CudaBytes:

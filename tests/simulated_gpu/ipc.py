@@ -1,4 +1,4 @@
-"""Stands in for `cuda.bindings.runtime`: memory of the host by its address, which others open by its name."""
+"""Stands in for `cuda.bindings`: memory of the host by its address, which others open by its name."""
 
 import ctypes
 import struct
@@ -66,9 +66,11 @@ def in_place_of_cuda_bindings(gpu: SimulatedGpu) -> dict[str, ModuleType]:
         cudaGetDevice=lambda: (done, gpu.host.device),
         cudaSetDevice=set_device,
     )
-    package, bindings, runtime = (
-        ModuleType(name) for name in ("cuda", "cuda.bindings", "cuda.bindings.runtime")
+    package, bindings, driver, runtime = (
+        ModuleType(name)
+        for name in ("cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.runtime")
     )
+    vars(driver)["cuDevicePrimaryCtxGetState"] = lambda _index: (done, 0, 1)
     vars(runtime).update(vars(calls))
-    vars(bindings)["runtime"] = runtime
-    return {each.__name__: each for each in (package, bindings, runtime)}
+    vars(bindings).update(driver=driver, runtime=runtime)
+    return {each.__name__: each for each in (package, bindings, driver, runtime)}

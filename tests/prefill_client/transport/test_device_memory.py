@@ -101,18 +101,22 @@ class Runtime:
         return (0,)
 
 
-@pytest.mark.parametrize(("current", "made_current"), [(1, []), (0, [1, 0])])
+@pytest.mark.parametrize(
+    ("current", "used", "made_current"), [(1, 1, []), (0, 1, [1, 0, 1, 0]), (0, 0, [1])]
+)
 def test_device_memory_makes_no_context_on_other_gpus(
-    monkeypatch: pytest.MonkeyPatch, current: int, made_current: list[int]
+    monkeypatch: pytest.MonkeyPatch, current: int, used: int, made_current: list[int]
 ) -> None:
+    """GPU 0 is current in a thread that never set one; nobody may use it."""
     pytest.importorskip("cuda.bindings")
     runtime = Runtime(current)
     monkeypatch.setattr("cuda.bindings.runtime", runtime)
+    monkeypatch.setattr("cuda.bindings.driver.cuDevicePrimaryCtxGetState", lambda _gpu: (0, 0, used))
     memory = open_memory(bytes(64), 1 << 20, 1)
     del memory
     gc.collect()
     assert runtime.done == [("open", 1), ("close", 1)]
-    assert runtime.made_current == 2 * made_current
+    assert runtime.made_current == made_current
 
 
 class Refused(IntEnum):

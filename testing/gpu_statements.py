@@ -30,7 +30,7 @@ FUNCTIONS = {
     "device.py": ("make_current",),
     "device_memory.py": ("CudaBytes", "_current", "_checked", "_owned", "_free"),
     "graphs.py": ("CudaCapture",),
-    "segment.py": ("register_memory", "unregister_memory"),
+    "registration.py": ("register_memory", "unregister_memory"),
     "tower.py": ("capture_graphs",),
     "ulysses.py": ("complete",),
 }

@@ -115,6 +115,55 @@ def test_host_memory_that_is_read_before_its_copy_is_complete_is_found(gpu):
     assert kinds(gpu) == {"early"}
 
 
+def test_host_memory_that_is_overwritten_before_its_copy_is_complete_is_found(gpu):
+    pinned = torch.ones(4).pin_memory()
+    pinned.to(GPU, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    pinned.copy_(torch.zeros(4))
+    assert not gpu.findings
+    pinned.to(GPU, non_blocking=True)
+    pinned.copy_(torch.ones(4))
+    assert kinds(gpu) == {"early"}
+
+
+def test_a_graph_whose_input_is_freed_is_found(gpu):
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    values = torch.ones(4, device=GPU)
+    with torch.cuda.graph(graph, stream=stream):
+        doubled = values * 2
+        del doubled  # in the memory of the graph
+    with torch.cuda.stream(stream):
+        graph.replay()
+        assert not gpu.findings
+        del values
+        graph.replay()
+    assert kinds(gpu) == {"freed"}
+
+
+def test_a_copy_to_the_host_that_is_reported_before_it_is_complete_is_found(gpu):
+    copied = torch.empty(4)
+    copied.copy_(torch.ones(4, device=GPU), non_blocking=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gpu.reported_by_host("a report")
+    assert not gpu.findings, "another stream copies"
+    gpu.reported_by_host("a report")
+    assert kinds(gpu) == {"early"}
+
+
+def test_a_copy_over_two_registered_pieces_is_found(gpu):
+    host = torch.empty(8, dtype=torch.uint8)
+    rows = torch.ones(8, dtype=torch.uint8, device=GPU)
+    gpu.register(host.data_ptr(), 4)
+    host[:4].copy_(rows[:4], non_blocking=True)
+    host[4:].copy_(rows[4:], non_blocking=True)
+    assert not gpu.findings
+    host.copy_(rows, non_blocking=True)
+    gpu.register(host.data_ptr() + 4, 4)
+    host.copy_(rows, non_blocking=True)
+    assert kinds(gpu) == {"registered"}
+    assert sum(gpu.findings.values()) == 2, "partly registered, and in two pieces"
+
+
 def test_a_replay_computes_again_over_the_same_memory(gpu):
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     values, factor = torch.ones(4, device=GPU), 2

@@ -34,7 +34,7 @@ from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.image.decoder_process import end_with_parent
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.signals import leave_to_the_server
-from encoder_service.store.segment import register_memory
+from encoder_service.store.registration import Registration
 from encoder_service.store.store import tensor_over
 from encoder_service.vision import Tower
 from encoder_service.vision.ulysses import UlyssesGroup
@@ -95,6 +95,9 @@ def run(
         begin: messages.Begin = messages.receive(connection)
     except OSError:
         end(0)  # the server has gone
+    done = threading.Event()
+    reporting = threading.Thread(target=_report, args=(model, inbox, done), name="report", daemon=True)
+    reporting.start()  # first of all, because the server kills a silent device
     encoder = _group_encoder(inbox, model.tower, begin.rendezvous, number, devices)
     engine = DeviceWorkers(
         inbox,
@@ -104,10 +107,7 @@ def run(
         group_encoder=encoder,
     )
     reading = threading.Thread(target=inbox.read, args=(single_decoders,), name="reader", daemon=True)
-    done = threading.Event()
-    reporting = threading.Thread(target=_report, args=(model, inbox, done), name="report", daemon=True)
-    for thread in (reading, reporting):
-        thread.start()
+    reading.start()
     engine.start()
     engine.join()
     done.set()
@@ -121,7 +121,7 @@ def _memory(begin: messages.Begin, device: Device) -> Memory:
     os.close(file)
     memory = {"host": segment[begin.data_offset :]}
     if device.kind == "cuda":  # copies to registered memory run at full speed, beside the tower
-        register_memory(segment, device.name)
+        Registration(segment, device.name)
     if begin.tier is not None:
         gpu = int(device.name.partition(":")[2] or 0)
         memory["device"] = tensor_over(open_memory(*begin.tier, gpu, writes=True), device.name)

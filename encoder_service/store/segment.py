@@ -9,7 +9,7 @@ Layout, in bytes. A client needs only the first field and a handle:
     then       n pages of rows, from a multiple of 4096
 
 The running server owns the file. A server that starts removes files whose owners have ended. It checks the size first:
-an error names the setting to change. With a GPU, the memory is registered with CUDA, so that copies run at full speed.
+an error names the setting to change.
 """
 
 import ctypes
@@ -20,13 +20,9 @@ import secrets
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
 from encoder_contract.segment_file import MAGIC, create_owned, remove_ownerless
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -185,29 +181,3 @@ def _unreclaimable_bytes(memory_stat: str) -> int:
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.2f} GiB"
-
-
-def register_memory(memory: "Tensor", device: str) -> bool:
-    """Register all of `memory` with CUDA. If CUDA refuses, log a warning and return False: copies are then slower.
-
-    The call makes `device` current, because CUDA creates a context of hundreds of megabytes on the current device.
-    """
-    import torch  # not above: `require_room` is called before the seconds of this import
-
-    with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
-    if error:
-        log.warning(
-            "store: CUDA did not register the host tier (cudaError %d); copies to it will be slower. The usual "
-            "reason is a limit on locked memory: see `ulimit -l`",
-            error,
-        )
-    return not error
-
-
-def unregister_memory(memory: "Tensor", device: str) -> None:
-    """Undo `register_memory`. No copy may be in progress."""
-    import torch
-
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -24,10 +24,10 @@ from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
-from encoder_service.store import segment
 from encoder_service.store.arena import AnyTier, Entry, PageLayout, Tier, TierName
 from encoder_service.store.disk import THREADS, Disk
 from encoder_service.store.pin import Incoming, Pin
+from encoder_service.store.registration import Registration, within_piece
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ class Store:
         # In the order in which `pin` looks.
         self._tiers = (self._host,) if self._device is None else (self._host, self._device)
         on_gpu = on_device is not None and device.startswith("cuda")
-        self._registered_with = device if on_gpu and segment.register_memory(memory, device) else ""
-        if prefault and not self._registered_with:
+        self._registration = Registration(memory, device) if on_gpu else None
+        if prefault and not on_gpu:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
@@ -442,8 +442,8 @@ class Store:
         self._loaders.shutdown()
         if self._disk is not None:
             self._disk.close()
-        if self._registered_with:
-            segment.unregister_memory(self._host.memory, self._registered_with)
+        if self._registration is not None:
+            self._registration.close()
         self.segment.close()
 
     # For pins: the contract is in `EntryStore`
@@ -780,6 +780,9 @@ def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
             if not source.numel():
                 source = next(remaining)
             count = min(target.numel() - filled, source.numel())
+            count = min(
+                count, *(within_piece(each) for each in (target[filled:], source) if not each.is_cuda)
+            )
             target[filled : filled + count].copy_(source[:count], non_blocking=True)
             devices |= {piece.device for piece in (source, target) if piece.is_cuda}
             source = source[count:]

@@ -127,8 +127,8 @@ def _torch_cuda(gpu: SimulatedGpu) -> dict[str, Any]:
         "graph": lambda graph, *, stream, **_options: _capturing(gpu, graph, stream),
         "graph_pool_handle": lambda: (0, 1),
         "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=lambda *_: 0,
-            cudaHostUnregister=lambda *_: 0,
+            cudaHostRegister=gpu.register,
+            cudaHostUnregister=gpu.unregister,
         ),
     }
 

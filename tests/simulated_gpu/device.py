@@ -7,6 +7,7 @@ it: a race never makes a value wrong, it is found by the clocks.
 
 import threading
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,8 @@ class Block:
 
     def __init__(self, gpu: "SimulatedGpu", stream: Stream) -> None:
         self.gpu, self.stream = gpu, stream
+        self.in_graph = gpu.host.capture is not None
+        """Whether it is in the memory of a graph, which torch keeps."""
         self.reads: Clock = {}
         self.writes: Clock = {}
         self.recorded: set[int] = set()
@@ -93,6 +96,15 @@ class Block:
                 if number not in {self.stream.number, *self.recorded} and launch > known.get(number, 0):
                     user = self.gpu.streams[number].name
                     self.gpu.finds(f"freed: memory of {self.stream.name} while {user} may use it")
+
+
+KeptBlock = Callable[[], Block | None]
+"""A captured block: a graph keeps its own memory, and only the addresses of other memory."""
+
+
+def kept_block(block: Block) -> KeptBlock:
+    """Return how a graph keeps a block."""
+    return (lambda: block) if block.in_graph else weakref.ref(block)
 
 
 class HostThread(threading.local):
@@ -116,14 +128,21 @@ class Graph:
     def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu = gpu
         self.stream: Stream | None = None
-        self.launches: list[tuple[str, list[Block], list[Block], Callable[[], object]]] = []
+        self.launches: list[tuple[str, list[KeptBlock], list[KeptBlock], Callable[[], object]]] = []
 
     def replay(self) -> None:
         """Run the captured launches on the current stream."""
         self._gpu.count("graph")
         for name, reads, writes, again in self.launches:
-            self._gpu.launch(name, reads, writes, again, counted=False)
+            self._gpu.launch(name, self._found(name, reads), self._found(name, writes), again, counted=False)
             again()
+
+    def _found(self, name: str, kept: Iterable["KeptBlock"]) -> list[Block]:
+        """Return the memory that a captured launch uses, if it is still there."""
+        blocks = [each() for each in kept]
+        if None in blocks:
+            self._gpu.finds(f"freed: a graph replays {name} over memory that was freed since its capture")
+        return [each for each in blocks if each is not None]
 
 
 class SimulatedGpu:
@@ -137,8 +156,11 @@ class SimulatedGpu:
         self.never_waits = {"vit"}
         """Names of threads that must not wait for the device."""
         self._pinned: dict[int, Tensor] = {}
+        self.registered: dict[int, int] = {}
+        """Registered host memory: where each piece begins and ends."""
         self._lock = threading.RLock()
-        self._arriving: dict[int, tuple[Clock, Tensor]] = {}
+        self._arriving: dict[int, tuple[Clock, Tensor, Stream]] = {}
+        self._leaving: dict[int, tuple[Clock, Tensor]] = {}
         self.default_streams = [Stream(self, index) for index in range(devices)]
         self.host = HostThread(self)
 
@@ -205,7 +227,8 @@ class SimulatedGpu:
         if host.capture is not None:
             if stream is not host.capture.stream:
                 self.finds(f"capture: {name} is launched on another stream than the captured one")
-            host.capture.launches.append((name, reads, writes, again))
+            kept = [[kept_block(each) for each in blocks] for blocks in (reads, writes)]
+            host.capture.launches.append((name, *kept, again))
 
     def _check(self, name: str, stream: Stream, does: str, block: Block, uses: dict[str, Clock]) -> None:
         if block.stream.device != stream.device:
@@ -221,13 +244,34 @@ class SimulatedGpu:
     def arrives(self, tensor: Tensor) -> None:
         """Note that the current stream copies to host memory, which is complete once somebody has waited for it."""
         with self._lock:
-            self._arriving[_key(tensor)] = (dict(self.host.stream.clock), tensor)
+            self._arriving[_key(tensor)] = (dict(self.host.stream.clock), tensor, self.host.stream)
 
     def read_by_host(self, tensor: Tensor, name: str) -> None:
         """Find a thread that reads host memory before it has waited for the device's copy."""
         found = self._arriving.get(_key(tensor))
-        if found is not None and any(self.host.clock.get(at, 0) < launch for at, launch in found[0].items()):
+        if found is not None and not self._has_waited(found[0]):
             self.finds(f"early: {name} reads host memory that the device may still write")
+
+    def reported_by_host(self, what: str) -> None:
+        """Find a thread that reports its current stream's copies to host memory as complete before it has waited."""
+        if any(
+            at is self.host.stream and not self._has_waited(clock) for clock, _, at in self._arriving.values()
+        ):
+            self.finds(f"early: {what} before its copy to the host has ended")
+
+    def leaves(self, tensor: Tensor) -> None:
+        """Note that the current stream reads host memory, which must stay as it is until somebody has waited."""
+        with self._lock:
+            self._leaving[_key(tensor)] = (dict(self.host.stream.clock), tensor)
+
+    def written_by_host(self, tensor: Tensor, name: str) -> None:
+        """Find a thread that overwrites host memory before the device's copy from it is known to have ended."""
+        found = self._leaving.get(_key(tensor))
+        if found is not None and not self._has_waited(found[0]):
+            self.finds(f"early: {name} overwrites host memory that the device may still read")
+
+    def _has_waited(self, clock: Clock) -> bool:
+        return all(self.host.clock.get(at, 0) >= launch for at, launch in clock.items())
 
     def pin(self, tensor: Tensor) -> None:
         """Note that host memory is pinned. It is kept, so that no other memory gets its address."""
@@ -236,6 +280,23 @@ class SimulatedGpu:
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether host memory is pinned."""
         return _key(tensor) in self._pinned
+
+    def register(self, address: int, size_bytes: int, _flags: int = 0) -> int:
+        """Note that host memory is registered; return CUDA's code."""
+        self.registered[address] = address + size_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """Note that host memory is no longer registered; return CUDA's code."""
+        del self.registered[address]
+        return 0
+
+    def copies_host(self, tensor: Tensor) -> None:
+        """Find a copy that CUDA refuses, because its host memory is partly registered, or in two pieces."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        touched = [(at, to) for at, to in list(self.registered.items()) if at < end and begin < to]
+        if touched and not any(at <= begin and end <= to for at, to in touched):
+            self.finds("registered: a copy's host memory is not in one registered piece")
 
     # The current stream and device of a thread
 

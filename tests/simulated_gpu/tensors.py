@@ -173,6 +173,8 @@ def _run(gpu: SimulatedGpu, func: Any, args: Any, kwargs: Any) -> Any:
     if name not in LAUNCHES_NOTHING and not func.is_view:
         for each in _host_tensors((args, kwargs)):
             gpu.read_by_host(each, name)
+        for each in _mutated(func, args, kwargs, _host_tensors):
+            gpu.written_by_host(each, name)
     return func(*args, **kwargs)
 
 
@@ -217,14 +219,18 @@ def _copy(gpu: SimulatedGpu, func: Any, name: str, args: Any, kwargs: Any, to_de
     inner = [_inner(each) for each in args[:2]]
     if not isinstance(source, DeviceTensor):  # to the device
         gpu.read_by_host(source, name)
+        gpu.copies_host(source)
         gpu.refuse_in_capture("a copy from the host")
         if source.numel() and not (gpu.is_pinned(source) and not waits):
             gpu.waits("a copy from memory that is not pinned", gpu.host.stream.clock)
         made = func(*inner, **options)
         copied = args[0] if name == "copy_" else _placed(gpu, made, place)
         gpu.launch("copy to device", [], [copied.block])
+        if not waits:
+            gpu.leaves(source)
         return copied
     if not lands:
+        gpu.copies_host(args[0])
         func(*inner, **options)
         gpu.launch("copy to host", [source.block], [])
         if waits:
@@ -270,12 +276,18 @@ def _wrapped(gpu: SimulatedGpu, made: Any, inputs: Iterable[Any]) -> Any:
     return tree_map(wrap, made)
 
 
-def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DeviceTensor]:
-    """Return the tensors that an operation writes, by its schema."""
-    written: list[DeviceTensor] = []
+def _mutated(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors_of: Callable[[Any], list[Any]] | None = None,
+) -> list[Any]:
+    """Return the tensors that an operation writes, by its schema; those of the device, or those of `tensors_of`."""
+    written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += _device_tensors(kwargs.get(argument.name, args[place] if place < len(args) else None))
+            value = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            written += (tensors_of or _device_tensors)(value)
     return written
 
 

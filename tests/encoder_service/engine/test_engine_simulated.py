@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from torch import Tensor
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.engine import workers
 from encoder_service.engine.device import CudaStream, Device
+from encoder_service.engine.inbox import Inbox
 from encoder_service.engine.model import Model
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.pillow import decode_file
+from encoder_service.store import registration
 from encoder_service.vision import attention, load_tower
 from testing.decoding import source_of
 from testing.photos import photo
 from testing.reference_tower import row_errors
 from tests.engines import Bench, demanded, running
 from tests.simulated_gpu.device import SimulatedGpu
+from tests.waiting import PATIENCE_S, soon
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
@@ -31,6 +35,7 @@ from tests.simulated_gpu import simulated_gpu
 pytestmark = [pytest.mark.slow]
 
 GPU = "cuda:1"
+STORE_BYTES = 4 << 20
 # JPEGs are decoded in batches, PNGs one by one. Two images have a grid that others had before.
 IMAGES = [
     photo(256, 256, 0),
@@ -72,7 +77,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """A simulated GPU for a test."""
     monkeypatch.setattr(attention, "MAX_THIRD_CALL_MS", math.inf)  # the simulated device takes its time
     monkeypatch.setattr("torch.utils.dlpack.from_dlpack", lambda sample: sample)
+    encoded = Inbox.encoded
     with simulated_gpu() as gpu:
+
+        def encoded_and_checked(inbox: Inbox, *args: Any) -> None:
+            gpu.reported_by_host("a batch is reported as encoded")
+            encoded(inbox, *args)
+
+        monkeypatch.setattr(Inbox, "encoded", encoded_and_checked)
         yield gpu
 
 
@@ -114,6 +126,35 @@ async def test_images_pass_four_streams_without_a_finding(
     assert not gpu.findings
 
 
+async def test_images_are_served_while_a_large_store_is_registered(
+    gpu: SimulatedGpu, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 GiB take a minute or more. The store of this test has as many pieces."""
+    pieces = 32
+    monkeypatch.setattr(registration, "REGISTERED_BYTES", STORE_BYTES // pieces)
+    register, served = gpu.register, threading.Event()
+
+    def slow(address: int, size_bytes: int, flags: int) -> int:
+        if len(gpu.registered) == pieces // 2:
+            served.wait(PATIENCE_S)
+        return register(address, size_bytes, flags)
+
+    monkeypatch.setattr(gpu, "register", slow)
+    model = model_on(checkpoint, GPU, graphs=False, batch_patches=512)
+    async with running(model, batch_patches=512, host_bytes=STORE_BYTES) as bench:
+        await soon(lambda: len(gpu.registered) == pieces // 2)
+        await encode(bench)
+        assert len(gpu.registered) == pieces // 2
+        served.set()
+        await soon(lambda: len(gpu.registered) >= pieces)
+        sizes = [end - begin for begin, end in gpu.registered.items()]
+        assert max(sizes) == STORE_BYTES // pieces
+        first = photo(256, 256, 9)
+        with await bench.rows(first, demanded("later")):
+            pass
+    assert not gpu.findings
+
+
 def receives_nothing(_stream: Any, _event: Any, _tensors: Any) -> None:
     """Neither wait nor record."""
 
@@ -123,14 +164,23 @@ def receives_without_recording(stream: Any, event: Any, _tensors: Any) -> None:
     stream._stream.wait_event(event)
 
 
+def copies_without_waiting(targets: Any, sources: Any) -> None:
+    """Copy one image's rows, and do not wait."""
+    flat = torch.cat(list(sources))
+    for target in targets:
+        target.copy_(flat[: len(target)], non_blocking=True)
+        flat = flat[len(target) :]
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "mutant", "kind"),
     [
         (CudaStream, "receive", receives_nothing, "race"),
         (CudaStream, "receive", receives_without_recording, "freed"),
         (workers.Batch, "device_s", lambda _batch: 0.001, "early"),
+        (workers, "copy_bytes", copies_without_waiting, "early"),
     ],
-    ids=["receive", "record_stream", "event before the copy-out"],
+    ids=["receive", "record_stream", "event before the copy-out", "wait for the copy"],
 )
 async def test_a_missing_wait_or_record_is_found(
     gpu: SimulatedGpu,

@@ -28,7 +28,7 @@ from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import scrape
-from encoder_service.store import segment
+from encoder_service.store import registration
 from encoder_service.store.store import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
@@ -292,8 +292,8 @@ def test_the_store_is_registered_with_the_gpu_in_use(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = torch.empty(1)
-    assert segment.register_memory(memory, "cuda:1")
-    segment.unregister_memory(memory, "cuda:1")
+    assert registration.register_memory(memory, "cuda:1")
+    registration.unregister_memory(memory, "cuda:1")
     assert told == ["cuda:1", "cuda:1"]
 
 
@@ -305,7 +305,7 @@ def test_waiting_for_a_batch_or_a_copy_uses_no_core() -> None:
         torch.empty(2 << 30, dtype=torch.uint8, device="cuda"),
         torch.empty(2 << 30, dtype=torch.uint8),
     )
-    assert segment.register_memory(target, "cuda")
+    assert registration.register_memory(target, "cuda")
 
     def work() -> None:
         for _ in range(50):
@@ -324,6 +324,6 @@ def test_waiting_for_a_batch_or_a_copy_uses_no_core() -> None:
 
     waited()
     took_s, busy_s = waited()
-    segment.unregister_memory(target, "cuda")
+    registration.unregister_memory(target, "cuda")
     assert took_s > 0.05
     assert busy_s < took_s / 5

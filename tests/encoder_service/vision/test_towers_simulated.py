@@ -19,6 +19,7 @@ from tests.waiting import PATIENCE_S, soon
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
 from tests.simulated_gpu import simulated_gpu
+from tests.simulated_gpu.tensors import DeviceTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -155,3 +156,23 @@ def test_tables_that_another_thread_made_are_waited_for(folders, gpu, monkeypatc
         tower.prepare(GRIDS[2])
     encode(random_patches([GRIDS[2]], tower.spec.patch_values), [GRIDS[2]])
     assert any(finding.startswith("race") for finding in gpu.findings) != waits
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_tables_that_are_evicted_during_a_forward_stay_in_memory(folders, gpu, monkeypatch, records):
+    """The cache keeps the tables of recent grids only."""
+    tower, _ = loaded(folders["qwen3_vl"], graphs=False)
+    if not records:
+        monkeypatch.setattr(DeviceTensor, "record_stream", lambda *_: None)
+    with CudaStream("cuda:1").use():
+        tower.prepare(GRIDS[2])
+    patches = [
+        image.pin_memory().to("cuda:1") for image in random_patches([GRIDS[2]], tower.spec.patch_values)
+    ]
+    stream = CudaStream("cuda:1")
+    torch.cuda.synchronize()
+    with stream.use():
+        rows = tower.encode(patches, [GRIDS[2]])
+        tower._tables.cache.clear()
+    assert rows[0].is_cuda
+    assert any(finding.startswith("freed") for finding in gpu.findings) != records

@@ -101,9 +101,7 @@ class Runtime:
         return (0,)
 
 
-@pytest.mark.parametrize(
-    ("current", "used", "made_current"), [(1, 1, []), (0, 1, [1, 0, 1, 0]), (0, 0, [1])]
-)
+@pytest.mark.parametrize(("current", "used", "made_current"), [(1, 1, []), (0, 1, [1, 0, 1, 0]), (0, 0, [1])])
 def test_device_memory_makes_no_context_on_other_gpus(
     monkeypatch: pytest.MonkeyPatch, current: int, used: int, made_current: list[int]
 ) -> None:

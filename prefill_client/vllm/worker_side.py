@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
@@ -75,6 +76,9 @@ def register(memory: MappedMemory, device: torch.device) -> bool:
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0))  # type: ignore[no-untyped-call]
     if error:
+        # CUDA keeps the error of the call, and this thread's next launch of a kernel would report it as its own.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
         _log.warning(
             "CUDA cannot register the host memory for rows (cudaError %d), so loading rows is slower. A locked-memory "
             "limit is the usual reason: see `ulimit -l`",

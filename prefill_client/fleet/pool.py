@@ -14,6 +14,7 @@ from prefill_client.fleet.routing import Router
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import WHY_S, Connection, Description
+from prefill_client.transport.shared_memory import unmap_dead
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +255,7 @@ class Pool:
             self.router.mark_down(endpoint)
             if connection is not None:
                 self._drop(endpoint, connection)
+            await asyncio.to_thread(unmap_dead)
             await asyncio.sleep(WATCH_AGAIN_S)
 
     def _drop(self, endpoint: str, connection: Connection) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, open_memory
 from encoder_contract.errors import InternalError, StaleHandleError
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
-from encoder_contract.segment_file import open_segment, segment_proof
+from encoder_contract.segment_file import open_segment, remove_if_ownerless, segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.receiver import Arrival, Receiver
 from prefill_client.transport.rows import OwnRows, Rows, element_type
@@ -192,16 +193,24 @@ def _mapped(handle: Handle) -> _MappedSegment:
         segment = _segments.get(handle.segment)
         if segment is None or segment.segment_id != handle.segment_id:
             segment = _map(handle)
-            _unmap_dead()
+            for path in [path for path in _segments if not os.path.exists(path)]:
+                del _segments[path]
             _segments[handle.segment] = segment
     _check_bounds(handle, len(segment.content))
     return segment
 
 
-def _unmap_dead() -> None:
-    """Unmap segments whose server is gone, to free their memory. Views in use stay valid."""
-    for path in [path for path in _segments if not os.path.exists(path)]:
-        del _segments[path]
+def unmap_dead() -> None:
+    """Unmap the segments of servers that have ended, and remove the files of those that were killed.
+
+    A server that starts again on the GPU needs the memory, which the driver frees when nobody has it open. Views in
+    use stay valid. Freeing memory takes up to a second per tens of GiB: call this on a thread.
+    """
+    for path in list(_segments):
+        if not os.path.exists(path) or remove_if_ownerless(Path(path)):
+            with _segments_lock:
+                segment = _segments.pop(path, None)
+            del segment  # without the lock, because this frees memory
 
 
 def _map(handle: Handle) -> _MappedSegment:

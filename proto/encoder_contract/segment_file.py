@@ -35,10 +35,11 @@ def create_owned(folder: Path, prefix: str) -> tuple[Path, int]:
 
 def remove_ownerless(folder: Path, prefix: str) -> list[Path]:
     """Remove the files in `folder` whose owners have ended, so that a crash leaks no memory; return their paths."""
-    return [path for path in folder.glob(f"{prefix}*.rows") if _remove_ownerless(path)]
+    return [path for path in folder.glob(f"{prefix}*.rows") if remove_if_ownerless(path)]
 
 
-def _remove_ownerless(path: Path) -> bool:
+def remove_if_ownerless(path: Path) -> bool:
+    """Remove a file if its owner has ended; return whether that is so."""
     try:
         # The folder may hold other files: without O_NONBLOCK, opening a FIFO would block until it has a writer.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

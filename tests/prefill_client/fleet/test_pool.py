@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -100,6 +101,26 @@ async def test_a_killed_and_restarted_server_shares_its_memory_again(config: Con
                     return await transport(client) == "shm"
 
                 await soon(is_shared)
+
+
+def device_mappings() -> list[str]:
+    """Return the mappings of this process of memory that stands in for a GPU's."""
+    maps = Path("/proc/self/maps").read_text()
+    return [line for line in maps.splitlines() if "encoder-service-device" in line]
+
+
+async def test_memory_of_a_killed_server_is_unmapped_before_another_starts(config: Config) -> None:
+    """On a GPU, a restarted server would find no room for its tier."""
+    options = {"store_device_gib": 0.02, "store_host_gib": 0.05}
+    with running(config.model, **options) as server:
+        async with await EncoderClient.connect(server.endpoint) as client:
+            (answer,) = await client.submit([photo(64, 96, 61)], timeout_s=PATIENCE_S)
+            found = await collect(client, [RowRequest(answer.digest)], transports=["device"])
+            assert [each.transport for each in found.values()] == ["device"]
+            del found
+            assert device_mappings()
+            server.kill()
+            await soon(lambda: not device_mappings())
 
 
 NAME = "dns:encoder:50051"

@@ -34,7 +34,7 @@ from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.image.decoder_process import end_with_parent
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.signals import leave_to_the_server
-from encoder_service.store.registration import Registration
+from encoder_service.store.registration import CudaRegistration
 from encoder_service.store.store import tensor_over
 from encoder_service.vision import Tower
 from encoder_service.vision.ulysses import UlyssesGroup
@@ -121,7 +121,7 @@ def _memory(begin: messages.Begin, device: Device) -> Memory:
     os.close(file)
     memory = {"host": segment[begin.data_offset :]}
     if device.kind == "cuda":  # copies to registered memory run at full speed, beside the tower
-        Registration(segment, device.name)
+        CudaRegistration(segment, device.name)
     if begin.tier is not None:
         gpu = int(device.name.partition(":")[2] or 0)
         memory["device"] = tensor_over(open_memory(*begin.tier, gpu, writes=True), device.name)

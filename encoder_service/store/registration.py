@@ -13,10 +13,10 @@ from encoder_service.store.segment import GIB
 log = logging.getLogger(__name__)
 
 REGISTERED_BYTES = 4 * GIB
-"""Size of a piece of a `Registration`: about a second of work."""
+"""Size of a piece of a `CudaRegistration`: about a second of work."""
 
 
-class Registration:
+class CudaRegistration:
     """Registers memory with CUDA on a background thread, because 0.1 to 0.3 s per GiB would delay the start by minutes.
 
     Copies meanwhile are correct, and slower. The memory is registered in pieces: recent drivers refuse 512 GiB in one
@@ -52,7 +52,7 @@ class Registration:
 
 
 def within_piece(memory: Tensor) -> int:
-    """Return how many bytes from the beginning of `memory` on lie in one piece of a `Registration`.
+    """Return how many bytes from the beginning of `memory` on lie in one piece of a `CudaRegistration`.
 
     CUDA refuses a copy whose host memory is partly registered, or registered in two pieces.
     """

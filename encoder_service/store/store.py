@@ -27,7 +27,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.store.arena import AnyTier, Entry, PageLayout, Tier, TierName
 from encoder_service.store.disk import THREADS, Disk
 from encoder_service.store.pin import Incoming, Pin
-from encoder_service.store.registration import Registration, within_piece
+from encoder_service.store.registration import CudaRegistration, within_piece
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Store:
         # In the order in which `pin` looks.
         self._tiers = (self._host,) if self._device is None else (self._host, self._device)
         on_gpu = on_device is not None and device.startswith("cuda")
-        self._registration = Registration(memory, device) if on_gpu else None
+        self._registration = CudaRegistration(memory, device) if on_gpu else None
         if prefault and not on_gpu:
             threading.Thread(target=self.segment.prefault, name="store-prefault", daemon=True).start()
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
-from encoder_service.store import segment
+from encoder_service.store import registration
 from prefill_client.vllm.host_memory import HostMemory, RowLoad
 from prefill_client.vllm.worker_side import RowLoader
 from tests.simulated_gpu import simulated_gpu
@@ -49,5 +49,5 @@ def test_a_step_after_a_refused_registration_does_not_fail(refused: Any) -> None
 
 
 def test_a_server_after_a_refused_registration_goes_on(refused: Any) -> None:
-    assert not segment.register_memory(torch.empty(64, dtype=torch.uint8), "cuda:1")
+    assert not registration.register_memory(torch.empty(64, dtype=torch.uint8), "cuda:1")
     assert torch.ones(4, device="cuda:1").is_cuda

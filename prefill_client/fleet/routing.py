@@ -4,14 +4,16 @@ Servers of different speeds get images by the rates that they measure. It also s
 """
 
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from time import monotonic
+from typing import cast
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from encoder_contract.errors import UnavailableError
@@ -29,6 +31,8 @@ EQUAL_RATES = 1.5
 # No server is faster than this, patches/s. It would get all images.
 MAX_RATE = 1e9
 ROUNDING = 1e-9  # of shares
+# How many of an image's best endpoints are sorted. In most calls one of them gets the image.
+BEST = 8
 # A restart takes about a second. A server that stays away costs one call every half minute.
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
@@ -39,7 +43,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Endpoint:
-    seed: int
     rate: float = 0.0  # patches/s, as the server measured; 0: unknown
     weight: float = 1.0  # its rate, relative to the fastest endpoint
     images: int = 0
@@ -68,6 +71,10 @@ class Router:
         self._idle_images = idle_images
         self._clock = clock
         self._endpoints: dict[str, _Endpoint] = {}
+        self._names: tuple[str, ...] = ()
+        self._seeds: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._weights: NDArray[np.float64] = np.empty(0)
+        self._distinct_weights: set[float] = set()
         self.ignored_rates = 0
         """How many rates were ignored because no server has such a rate."""
         self.set_endpoints(endpoints)
@@ -85,7 +92,9 @@ class Router:
     def set_endpoints(self, endpoints: Iterable[str]) -> None:
         """Replace the endpoints after a new DNS answer. Endpoints that remain keep their load and state."""
         before = self._endpoints
-        self._endpoints = {name: before.get(name) or _Endpoint(_hash(name.encode(), 0)) for name in endpoints}
+        self._names = tuple(sorted(set(endpoints)))
+        self._endpoints = {name: before.get(name) or _Endpoint() for name in self._names}
+        self._seeds = _hashes(name.encode() for name in self._names)
         self._weigh()
 
     def set_rate(self, endpoint: str, patches_per_s: float) -> None:
@@ -111,7 +120,8 @@ class Router:
         Endpoints that are up and below the bound come first, then those that are up and above it, both by preference.
         Endpoints that are down come last, by the time at which they may be tried again.
         """
-        return self._order(digest, self._bounds(1))
+        [scores] = self._scores([digest])
+        return self._order(scores, self._bounds(1))
 
     def place(
         self,
@@ -130,23 +140,19 @@ class Router:
         """
         if not self._endpoints:
             raise UnavailableError("no encoder endpoint is known")
+        distinct = list(dict.fromkeys(digests))
         bounds = self._bounds(len(digests)) if bounded else None
-        up = [name for name in self._endpoints if self.is_up(name)] or list(self._endpoints)
-        mean = sum(self._endpoints[name].weight for name in up) / len(up)
-        per_weight = len(set(digests)) / (mean * len(up))
-        fast = {name: known for name in up if 2 * (known := self._endpoints[name]).weight >= mean}
-        shares = {name: ceil(per_weight * known.weight - ROUNDING) for name, known in fast.items()}
-        end_s = min((known.images + shares[name]) / known.weight for name, known in fast.items())
+        shares = self._shares(len(distinct))
+        best: dict[bytes, list[int]] = {}
         placed: dict[bytes, str] = {}
-        given: Counter[str] = Counter()
         for digest in digests:
             if digest not in placed:
                 endpoint = sent_to(digest)
                 if endpoint is None or not self.is_up(endpoint) or self._is_above(endpoint, bounds):
-                    order = self._order(digest, bounds)
-                    endpoint = order[0] if bounds is None else self._next(order, shares, given, end_s)
+                    best = best or dict(zip(distinct, _best(self._scores(distinct)), strict=True))
+                    endpoint = self._choose(digest, best[digest], bounds, shares)
                 placed[digest] = endpoint
-                given[endpoint] += 1
+                shares.given[endpoint] += 1
             self.begin(placed[digest])
         return [placed[digest] for digest in digests]
 
@@ -231,49 +237,68 @@ class Router:
         least, most = min(known, default=1.0), max(known, default=1.0)
         for endpoint in self._endpoints.values():
             endpoint.weight = (endpoint.rate or least) / most if most >= EQUAL_RATES * least else 1.0
+        self._weights = np.array([endpoint.weight for endpoint in self._endpoints.values()])
+        self._distinct_weights = set(self._weights.tolist())
 
-    def _bounds(self, more: int) -> dict[str, int]:
-        """Return the bound of each endpoint."""
-        by_weight = {
-            weight: self.bound(more, weight) for weight in {e.weight for e in self._endpoints.values()}
-        }
-        return {name: by_weight[endpoint.weight] for name, endpoint in self._endpoints.items()}
+    def _bounds(self, more: int) -> dict[float, int]:
+        """Return the bound of endpoints by their weight."""
+        return {weight: self.bound(more, weight) for weight in self._distinct_weights}
 
-    def _is_above(self, endpoint: str, bounds: Mapping[str, int] | None) -> bool:
-        return bounds is not None and self._endpoints[endpoint].images >= bounds[endpoint]
-
-    def _seconds_to_end(self, endpoint: str) -> float:
-        """Return when an endpoint would end another image, in image times of the fastest endpoint."""
+    def _is_above(self, endpoint: str, bounds: Mapping[float, int] | None) -> bool:
         known = self._endpoints[endpoint]
-        return (known.images + 1) / known.weight
+        return bounds is not None and known.images >= bounds[known.weight]
 
-    def _next(
-        self, order: Sequence[str], shares: Mapping[str, float], given: Mapping[str, int], end_s: float
-    ) -> str:
-        """Return the first endpoint of an image's `order` that has less than its share of the call's images.
-
-        An endpoint that is not in `shares` is much slower: it gets what it ends before `end_s`, when the others end.
-        """
-        for name in order:
-            if name in shares:
-                if given[name] < shares[name]:
-                    return name
-            elif self.is_up(name) and self._seconds_to_end(name) < end_s:
-                return name
-        return min(shares, key=self._seconds_to_end)
-
-    def _order(self, digest: bytes, bounds: Mapping[str, int] | None) -> list[str]:
+    def _shares(self, images: int) -> "_Shares":
+        """Return the shares of a call of so many distinct images."""
         now = self._clock()
-        ranked = sorted(
-            self._endpoints.items(),
-            key=lambda item: (_score(_hash(digest, item[1].seed), item[1].weight), item[0]),
-            reverse=True,
-        )
-        up = [name for name, endpoint in ranked if endpoint.down_until <= now]
-        down = [(name, endpoint) for name, endpoint in ranked if endpoint.down_until > now]
+        up = {name: each for name, each in self._endpoints.items() if each.down_until <= now}
+        up = up or self._endpoints
+        mean = sum(known.weight for known in up.values()) / len(up)
+        per_weight = images / (mean * len(up))
+        sizes = {
+            weight: ceil(per_weight * weight - ROUNDING)
+            for weight in self._distinct_weights
+            if 2 * weight >= mean
+        }
+        fast = {name: known for name, known in up.items() if known.weight in sizes}
+        end_s = min((known.images + sizes[known.weight]) / known.weight for known in fast.values())
+        return _Shares(sizes, fast, end_s)
+
+    def _choose(
+        self, digest: bytes, best: Sequence[int], bounds: Mapping[float, int] | None, shares: "_Shares"
+    ) -> str:
+        """Return where an image goes. `best` are the numbers of its preferred endpoints, the best one first."""
+        for at in best:
+            name = self._names[at]
+            has_room = bounds is None or shares.has_room(name, self._endpoints[name])
+            if has_room and self.is_up(name) and not self._is_above(name, bounds):
+                return name
+        [scores] = self._scores([digest])
+        order = self._order(scores, bounds)
+        if bounds is None:
+            return order[0]
+        for name in order:
+            known = self._endpoints[name]
+            if (name in shares.fast or self.is_up(name)) and shares.has_room(name, known):
+                return name
+        return min(shares.fast, key=lambda name: _seconds_to_end(shares.fast[name]))
+
+    def _order(self, scores: NDArray[np.float64], bounds: Mapping[float, int] | None) -> list[str]:
+        now = self._clock()
+        ranked = [self._names[at] for at in np.argsort(-scores, kind="stable").tolist()]
+        up = [name for name in ranked if self._endpoints[name].down_until <= now]
+        down = [name for name in ranked if self._endpoints[name].down_until > now]
         below = [name for name in up if not self._is_above(name, bounds)]
         above = [name for name in up if self._is_above(name, bounds)]
-        return below + above + [name for name, _ in sorted(down, key=lambda item: item[1].down_until)]
+        return below + above + sorted(down, key=lambda name: self._endpoints[name].down_until)
+
+    def _scores(self, digests: Sequence[bytes]) -> NDArray[np.float64]:
+        """Return the scores of weighted rendezvous hashing [digests, endpoints].
+
+        Each endpoint has the highest score for its share of the images.
+        """
+        mixed = _mixed(_hashes(digests)[:, None] ^ self._seeds)
+        return -self._weights / np.log(((mixed >> np.uint64(11)) + 0.5) / (1 << 53))
 
     def is_up(self, endpoint: str) -> bool:
         """Return whether the endpoint is known and not down. It is up once its backoff has passed."""
@@ -285,11 +310,46 @@ def _backoff_s(failures: int) -> float:
     return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 16))
 
 
-def _hash(data: bytes, seed: int) -> int:
-    # Content digests are already BLAKE3 hashes, so this hash only has to spread them, not resist attacks.
-    return xxh3_64_intdigest(data, seed)
+@dataclass(slots=True)
+class _Shares:
+    """How many of a call's images each endpoint should get, by its rate: a request waits for its last image."""
+
+    sizes: Mapping[float, int]  # by weight
+    fast: Mapping[str, _Endpoint]
+    """Those that are up. All others are much slower, and get what they end before `end_s`, when these end."""
+    end_s: float  # in image times of the fastest endpoint
+    given: Counter[str] = field(default_factory=Counter)
+
+    def has_room(self, name: str, known: _Endpoint) -> bool:
+        """Return whether an endpoint has less than its share."""
+        if name in self.fast:
+            return self.given[name] < self.sizes[known.weight]
+        return _seconds_to_end(known) < self.end_s
 
 
-def _score(hashed: int, weight: float) -> float:
-    """Return the score of weighted rendezvous hashing: each endpoint is first for its share of the images."""
-    return -weight / math.log(((hashed >> 11) + 0.5) / (1 << 53))
+def _seconds_to_end(known: _Endpoint) -> float:
+    """Return when an endpoint would end another image, in image times of the fastest endpoint."""
+    return (known.images + 1) / known.weight
+
+
+def _best(scores: NDArray[np.float64]) -> list[list[int]]:
+    """Return the numbers of the `BEST` endpoints of each image by score, the best one first."""
+    losses = -scores
+    if losses.shape[1] > BEST:
+        few = np.argpartition(losses, BEST, axis=1)[:, :BEST]
+        order = np.argsort(np.take_along_axis(losses, few, axis=1), axis=1)
+        few = np.take_along_axis(few, order, axis=1)
+    else:
+        few = np.argsort(losses, axis=1)
+    return cast("list[list[int]]", few.tolist())
+
+
+def _hashes(data: Iterable[bytes]) -> NDArray[np.uint64]:
+    return np.fromiter(map(xxh3_64_intdigest, data), np.uint64)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return well mixed hashes of hashes: the last steps of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
 from encoder_service.scheduler.admission import RECENT_S, Rate
 from prefill_client import EncoderClient, RowRequest
+from prefill_client.fleet import routing
 from prefill_client.fleet.routing import EQUAL_RATES, FIRST_BACKOFF_S, IDLE_IMAGES, LAST_BACKOFF_S, Router
 from prefill_client.images import Image
 from prefill_client.transport.connection import Connection
@@ -53,6 +55,32 @@ def test_removing_an_endpoint_moves_only_its_images_to_their_next_choice(
     before = Router(endpoints).order(digest)
     after = Router([name for name in endpoints if name != gone]).order(digest)
     assert after == [name for name in before if name != gone]
+
+
+@given(
+    loads=st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([0, 0, 100, 1000])), min_size=3, max_size=30
+    ),
+    down=st.sets(st.integers(0, 29)),
+    digests=st.lists(some_digest, min_size=1, max_size=20),
+    bounded=st.booleans(),
+)
+def test_a_choice_among_the_best_endpoints_is_that_among_all(
+    loads: list[tuple[int, int]], down: set[int], digests: list[bytes], bounded: bool
+) -> None:
+    """Only a few endpoints of each image are sorted, unless none of them takes the image."""
+
+    def placed(best: int) -> list[str]:
+        router = Router([f"10.0.0.1:{at}" for at in range(len(loads))])
+        for at, (images, rate) in enumerate(loads):
+            router.begin(f"10.0.0.1:{at}", images)
+            router.set_rate(f"10.0.0.1:{at}", rate)
+            if at in down:
+                router.mark_down(f"10.0.0.1:{at}")
+        with patch.object(routing, "BEST", best):
+            return router.place(digests, bounded=bounded)
+
+    assert placed(2) == placed(1000)
 
 
 def test_another_process_makes_the_same_choices() -> None:

@@ -189,8 +189,8 @@ MAX_IMAGES_PER_CALL = 512
 PINNED_SHARE = 0.9
 # The part of it that callers may read in place, for as long as they like. The rest is room for rows that are sent.
 LENT_SHARE = 0.75
-# Health calls come from the channels of all clients, and from probes.
-HEALTH_CALLS = 512
+# More than a cluster needs: every client of every engine has one to every replica, and keeps a health watch open on it.
+MAX_CONNECTIONS = 4096
 REFLECTION_CALLS = 8
 # A request of an honest caller comes with its call, so few calls wait for one at a time.
 ARRIVING_CALLS = 64
@@ -241,7 +241,7 @@ class Budgets:
             calls=Budget(config.max_calls, "open calls"),
             # Submits stay open while their callers keep images. They must leave room for other calls.
             submits=Budget(config.max_calls, "open Submit calls"),
-            health_calls=Budget(HEALTH_CALLS, "open health calls"),
+            health_calls=Budget(MAX_CONNECTIONS, "open health calls"),
             reflection_calls=Budget(REFLECTION_CALLS, "open reflection calls"),
             arriving=Budget(ARRIVING_CALLS, "calls whose request has not arrived"),
             # Those of health, and of callers that only their request can identify. They leave others their places.

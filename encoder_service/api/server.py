@@ -22,7 +22,7 @@ from encoder_service.api.admin import AdminService
 from encoder_service.api.inbound import Answers, CallGate, Inbound, Methods
 from encoder_service.api.service import EncoderService
 from encoder_service.config import ConfigError, flag
-from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets, Caller
+from encoder_service.limits import MAX_CONNECTIONS, MAX_IMAGES_PER_CALL, Budgets, Caller
 
 # Calls of a method that wait until the event loop accepts them. gRPC resets further ones, which clients take for a
 # server that stops: they try again. Without this bound, the windows of a thousand calls or more could fill meanwhile.
@@ -53,8 +53,6 @@ OPTIONS = (
 )
 # The methods that engines call.
 REGISTERED = ("Describe", "Submit", "Fetch", "Check", "Watch")
-# More than a cluster needs. At most half of the file descriptors, so that the rest is left for other files.
-MAX_CONNECTIONS = 4096
 # After the last call, clients have this long to read their last rows and close the connection; closing it earlier would
 # lose the rows. By then a client whose machine has disappeared is detected.
 LAST_READ_S = 10.0
@@ -93,6 +91,7 @@ class Listener:
         """
         window = ("grpc.http2.lookahead_bytes", window_bytes)
         largest = ("grpc.max_receive_message_length", messages.max_request_bytes(MAX_IMAGES_PER_CALL))
+        # At most half of the file descriptors, so that the rest is left for other files.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         connections = ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, files // 2))
         self._server = grpc.aio.server(options=(*OPTIONS, window, largest, connections))

@@ -9,7 +9,13 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_contract.errors import DeadlineError, EncoderError, ModelMismatchError, UnavailableError
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    ModelMismatchError,
+    OverloadedError,
+    UnavailableError,
+)
 from prefill_client.fleet.routing import Router
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.channels import Channels
@@ -20,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # Pause before a server that went away is tried again: cheap, and as short as a restart.
 WATCH_AGAIN_S = 1.0
+# Pause before a server is watched again that refused it. A full server has thousands of watchers already.
+WATCH_REFUSED_S = 10.0
 # How long the other servers of a fleet may take to connect after the first one before they are marked down.
 OTHERS_S = 0.25
 # How long a call waits for a connection once the first server has answered. Another server is quicker than that.
@@ -130,6 +138,8 @@ class Pool:
         """Mark servers down that have not connected yet. Their health checks mark them up later."""
         await asyncio.wait(attempts.values(), timeout=OTHERS_S)
         for endpoint, attempt in attempts.items():
+            if attempt.done() and isinstance(attempt.exception(), OverloadedError):
+                continue
             if not attempt.done() or attempt.exception() is not None:
                 self.router.mark_down(endpoint)
 
@@ -249,9 +259,12 @@ class Pool:
                 watch.cancel()  # otherwise a draining server would wait for this call
             except (EncoderError, grpc.aio.AioRpcError) as error:
                 log.debug("%s: %s", endpoint, error)
+                if _is_refusal(error):  # it answers, so only calls show whether it serves
+                    self.router.mark_up(endpoint)
+                    self.why_down.pop(endpoint, None)
+                    await asyncio.sleep(WATCH_REFUSED_S)
+                    continue
                 self.why_down[endpoint] = _text_of(error)
-                if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
-                    return  # the server has no health service, so only calls show whether it is up
             self.router.mark_down(endpoint)
             if connection is not None:
                 self._drop(endpoint, connection)
@@ -294,6 +307,23 @@ class Pool:
 
 def _text_of(error: EncoderError | grpc.aio.AioRpcError) -> str:
     return error.message if isinstance(error, EncoderError) else f"{error.code().name}: {error.details()}"
+
+
+def _is_refusal(error: EncoderError | grpc.aio.AioRpcError) -> bool:
+    """Return whether a server that lives refused a watch, or the connection for it."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() not in _GONE
+    return isinstance(error, OverloadedError)
+
+
+# What a watch ends with if the server ended, or nobody knows why. With any other status, the server refused it.
+_GONE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 def _is_open(connecting: "asyncio.Task[Connection]") -> bool:

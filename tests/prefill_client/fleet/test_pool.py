@@ -1,8 +1,10 @@
 """The pool of connections: reconnecting to restarted servers, and resolving names."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_contract.credentials import Credentials
 from encoder_contract.errors import UnavailableError
@@ -17,6 +20,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
+from encoder_service.limits import Budget
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet import pool
 from prefill_client.transport.channels import Channels
@@ -121,6 +125,44 @@ async def test_memory_of_a_killed_server_is_unmapped_before_another_starts(confi
             assert device_mappings()
             server.kill()
             await soon(lambda: not device_mappings())
+
+
+async def held_watches(endpoint: str, count: int, stack: AsyncExitStack) -> int:
+    """Hold health watches, 40 a connection; return how many the server answered."""
+    answered = 0
+    while count > 0:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(endpoint, options=options))
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        here, count = min(count, 40), count - 40
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(here)]
+        for watch in watches:
+            answered += (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            stack.callback(watch.cancel)
+    return answered
+
+
+async def test_a_refused_watch_does_not_say_that_a_server_is_down(
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "WATCH_REFUSED_S", 0.02)
+    caplog.set_level(logging.DEBUG, pool.__name__)
+    budget = Budget(1, "open health calls")
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(server_of(config, model, limits={"health_calls": budget}))
+        assert await held_watches(server.endpoint, 1, stack) == 1
+        async with await EncoderClient.connect(server.endpoint) as client:
+            await soon(lambda: caplog.text.count("open health calls (1) is reached") > 3)
+            assert client.any_serves
+            assert client._pool.router.is_up(server.endpoint)
+            assert not client.why_down
+            assert await transport(client) == "shm"
+
+
+async def test_a_server_is_watched_by_a_thousand_clients(config: Config, model: Model) -> None:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(server_of(config, model))
+        assert await held_watches(server.endpoint, 1000, stack) == 1000
 
 
 NAME = "dns:encoder:50051"

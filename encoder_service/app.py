@@ -290,7 +290,6 @@ class Server:
         )
         return RedisCluster(
             settings.with_timeouts_scaled(self._patience),
-            self.jobs,
             peers,
             self.store,
             on_call=self.metrics.index_call,

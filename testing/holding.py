@@ -28,4 +28,4 @@ def cluster_of(
     recipe, geometry = Recipe(b"m" * 32, b"p" * 32, "float32"), Geometry(16, 2, 65536, 1 << 24)
     peers = Peers(recipe, 8, torch.float32, geometry)
     store = cast(Store, Holding() if held is None else held)
-    return RedisCluster(settings, (), peers, store, on_call=on_call)
+    return RedisCluster(settings, peers, store, on_call=on_call)

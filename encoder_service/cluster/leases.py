@@ -30,15 +30,16 @@ class _Ended(Enum):
 class _Lease:
     since: float
     renew_at: float
+    is_recorded: bool  # whether Redis granted it; while this replica is alone, every lease is granted here
     ended: bool = False  # published, retracted or released; renewed until that has been sent
 
 
 class Leases:
     """The leases of this replica, and the last unsent change of each address. Not thread-safe: one event loop.
 
-    `publish`, `retract` and `release` return at once; a task sends the changes in batches. If sending a publication
-    fails while this replica is joined, it is sent again with the next heartbeat. Until then its lease is renewed, so
-    that no other replica encodes the image.
+    `publish`, `retract` and `release` return at once; a task sends the changes in batches. If sending a publication or
+    a release fails, it is sent again with the next heartbeat: leases live for minutes, and until one ends, no other
+    replica encodes its image.
     """
 
     def __init__(self, index: RedisIndex, *, renew_s: float, clock: Callable[[], float] = monotonic) -> None:
@@ -69,7 +70,8 @@ class Leases:
         now = self._clock()
         for address in addresses:
             since = self._leases[address].since if self.holds(address) else now
-            self._leases[address] = _Lease(since, now + self._renew_s)
+            is_recorded = self._index.state is IndexState.JOINED
+            self._leases[address] = _Lease(since, now + self._renew_s, is_recorded)
             if self._changes.get(address) is _Ended.RELEASED:
                 del self._changes[address]
 
@@ -133,16 +135,27 @@ class Leases:
         # Includes an address that was published and evicted before either change was sent.
         ended = [a for a, change in changes.items() if isinstance(change, _Ended) and self._has_ended(a)]
         if ended:
-            self._forget(ended)
-            await self._index.release(ended)
+            await self._release(ended)
         if grids := {address: change for address, change in changes.items() if isinstance(change, Grid)}:
-            # While alone nothing is sent: after the outage, every address that is held is republished.
-            if await self._index.publish(grids) or self._index.state is not IndexState.JOINED:
+            if await self._index.publish(grids):
                 self._forget(filter(self._has_ended, grids))
+            elif self._index.state is not IndexState.JOINED:
+                # After the outage, every address that is still held is published, and every lease released.
+                await self._release(filter(self._has_ended, grids))
             else:
                 for address, grid in grids.items():
                     if address in self._leases:  # without a lease, no replica waits for the address
                         self._changes.setdefault(address, grid)
+
+    async def _release(self, addresses: Iterable[bytes]) -> None:
+        """Release leases that have ended; note those that Redis has and that could not be released."""
+        ended = {address: self._leases[address] for address in addresses}
+        if not await self._index.release(list(ended)):
+            unsent = [address for address, lease in ended.items() if lease.is_recorded]
+            self._changes = dict.fromkeys(unsent, _Ended.RELEASED) | self._changes
+        self._forget(
+            a for a, lease in ended.items() if self._leases.get(a) is lease and a not in self._changes
+        )
 
     async def _run(self) -> None:
         while True:

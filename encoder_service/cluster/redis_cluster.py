@@ -8,9 +8,12 @@ recently requested first.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence, Sized
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -29,7 +32,7 @@ from encoder_service.cluster.cluster import (
     Locations,
     Replica,
 )
-from encoder_service.cluster.leases import Leases, Republisher
+from encoder_service.cluster.leases import COLLECT_S, Leases, Republisher
 from encoder_service.cluster.peers import MAX_CHANNELS, Peers
 from encoder_service.cluster.redis import RedisIndex, RedisSettings
 from encoder_service.cluster.redis.session import OnCall
@@ -51,15 +54,14 @@ class RedisCluster(Cluster):
     def __init__(
         self,
         settings: RedisSettings,
-        jobs: Sized,
         peers: Peers,
         store: Store,
         *,
         on_call: OnCall = lambda *_: None,
     ) -> None:
-        """`jobs` is this replica's queue; `on_call` is called after every call to Redis."""
+        """`on_call` is called after every call to Redis."""
         super().__init__()
-        self.index = RedisIndex(settings, jobs, self, on_call=on_call)
+        self.index = RedisIndex(settings, self, on_call=on_call)
         self.leases = Leases(self.index, renew_s=settings.lease_ttl_ms / 3000)
         self._peers = peers
         self._store = store
@@ -69,6 +71,7 @@ class RedisCluster(Cluster):
         self._transfers = Transfers(self.index, self.leases, peers, store)
         self._republisher = Republisher(store.grids, self.index.publish, settings.location_ttl_s)
         self._republishing: asyncio.Task[None] | None = None
+        self._acquiring: dict[frozenset[str], _Acquiring] = {}
         self._recent: LRUCache[bytes, ImageKey] = LRUCache(RECENT_IMAGES)
 
     @property
@@ -135,18 +138,36 @@ class RedisCluster(Cluster):
     async def acquire(self, addresses: Sequence[bytes], excluding: Collection[str] = ()) -> Acquired:
         """Request leases to encode the addresses. Leases that this replica already has cost no call to Redis."""
         missing = [address for address in addresses if not self.leases.holds(address)]
-        answer = Acquired(frozenset(), {})
-        if missing:
-            excluding = {*excluding, *self._transfers.quarantined}
-            acquiring = asyncio.ensure_future(self.index.acquire(missing, excluding))
-            try:
-                answer = await asyncio.shield(acquiring)
-            except asyncio.CancelledError:
-                # Otherwise other replicas would wait until the leases expire.
-                acquiring.add_done_callback(self._release_unused)
-                raise
-        self.leases.add(answer.granted)
-        return Acquired(frozenset(filter(self.leases.holds, addresses)), answer.located)
+        if not missing:
+            return Acquired(frozenset(addresses), {})
+        but = frozenset({*excluding, *self._transfers.quarantined})
+        batch = self._acquiring.get(but)
+        if batch is None:
+            batch = self._acquiring[but] = _Acquiring()
+            batch.task = asyncio.create_task(self._acquire(batch, but), name="cluster-acquire")
+        batch.wanted.update(missing)
+        try:
+            answer = await asyncio.shield(batch.task)
+        except asyncio.CancelledError:
+            batch.wanted.subtract(missing)
+            if batch.task.done():  # at this very moment
+                for address in batch.task.result().granted.difference(+batch.wanted):
+                    self.leases.release(address)
+            raise
+        located = {address: answer.located[address] for address in missing if address in answer.located}
+        return Acquired(frozenset(filter(self.leases.holds, addresses)), located)
+
+    async def _acquire(self, batch: "_Acquiring", excluding: frozenset[str]) -> Acquired:
+        """Acquire what callers want within `COLLECT_S`: one call to Redis for all of them, not one for each image."""
+        await asyncio.sleep(COLLECT_S)
+        del self._acquiring[excluding]
+        answer = await self.index.acquire(list(+batch.wanted), excluding)
+        unwanted = answer.granted.difference(
+            +batch.wanted
+        )  # their callers were cancelled: do not let others wait
+        self.leases.add(answer.granted - unwanted)
+        self.leases.release_unused(unwanted)
+        return answer
 
     async def wait_published(
         self, address: bytes, timeout_s: float, excluding: Collection[str] = ()
@@ -195,9 +216,14 @@ class RedisCluster(Cluster):
         """Read an address that changed."""
         self._waiters.changed(address)
 
-    def _release_unused(self, acquiring: "asyncio.Future[Acquired]") -> None:
-        if not acquiring.cancelled() and acquiring.exception() is None:
-            self.leases.release_unused(acquiring.result().granted)
+
+@dataclass
+class _Acquiring:
+    """Leases that callers request together."""
+
+    wanted: Counter[bytes] = field(default_factory=Counter)
+    """How many callers want each address."""
+    task: asyncio.Task[Acquired] = field(init=False)
 
 
 # A peer that is unreachable or sends wrong data is not asked again for this time: a prompt of many images waits for it
@@ -284,7 +310,7 @@ CONCURRENT_HANDOVERS = 4
 async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, within_s: float) -> None:
     """Have peers fetch those of the images `held` that no peer holds, for at most `within_s`.
 
-    The peers get images in turn, beginning with the least loaded peer.
+    The peers get images in turn, in any order.
     """
     located = await index.locate([key.address for key in held])
     remaining = iter([key for key in held if key.address not in located])
@@ -299,8 +325,9 @@ async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, w
             except EncoderError as error:
                 log.info("the peer %s did not take over %s: %s", endpoint, key.named, error)
 
-    if by_load := sorted(index.peers(), key=lambda peer: peer.load):
-        endpoints = itertools.cycle([peer.endpoint for peer in by_load])
+    if peers_now := list(index.peers()):
+        random.shuffle(peers_now)  # several replicas may leave at once
+        endpoints = itertools.cycle([peer.endpoint for peer in peers_now])
         try:
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*(offer(endpoints) for _ in range(CONCURRENT_HANDOVERS)))

@@ -176,9 +176,9 @@ class RedisConnection:
                 answers[position] = reply
         return answers
 
-    async def run_once(self, script: Script, key: bytes, *arguments: Any) -> Any:
-        """Run a script over one key and return its whole reply."""
-        return (await self._evaluate(script, [_ScriptRun([key], arguments)]))[0]
+    async def run_once(self, script: Script, keys: Sequence[bytes], *arguments: Any) -> Any:
+        """Run a script over keys of one slot and return its whole reply."""
+        return (await self._evaluate(script, [_ScriptRun(keys, arguments)]))[0]
 
     async def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the values of many keys, with one command, or one for each slot."""

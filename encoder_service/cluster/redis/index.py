@@ -5,7 +5,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from encoder_contract.geometry import Grid
@@ -47,13 +47,13 @@ class RedisIndex:
     """
 
     def __init__(
-        self, settings: RedisSettings, jobs: Sized, events: IndexEvents, *, on_call: OnCall = lambda *_: None
+        self, settings: RedisSettings, events: IndexEvents, *, on_call: OnCall = lambda *_: None
     ) -> None:
-        """`jobs` is this replica's queue; `on_call` is called after every call to Redis."""
+        """`on_call` is called after every call to Redis."""
         self.settings = settings
         self._keys = Keys(settings.namespace)
         self._events = events
-        self._session = RedisSession(settings, jobs, on_call, events, self._keys.replicas)
+        self._session = RedisSession(settings, on_call, events, self._keys.membership)
         self._subscriptions: Subscriptions | None = None
 
     @property
@@ -145,12 +145,18 @@ class RedisIndex:
             ours.update(batch if replies is None else (a for a, r in zip(batch, replies, strict=True) if r))
         return frozenset(ours)
 
-    async def release(self, addresses: Sequence[bytes]) -> None:
-        """Release leases without publishing, and wake waiting replicas. Does not touch leases of other replicas."""
+    async def release(self, addresses: Sequence[bytes]) -> bool:
+        """Release leases without publishing, and wake waiting replicas; return whether all calls succeeded.
+
+        Does not touch leases of other replicas.
+        """
+        succeeded = True
         for batch in batches(addresses):
-            await self._session.run(
+            replies = await self._session.run(
                 "release", RELEASE, self._pairs(batch), self._token, self._session.notify_command
             )
+            succeeded &= replies is not None
+        return succeeded
 
     async def find(self, addresses: Sequence[bytes]) -> dict[bytes, Locations]:
         """Return the live peers that hold each address, and no peers for an address that a live peer is encoding.

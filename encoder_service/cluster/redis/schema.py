@@ -3,7 +3,7 @@
 import re
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Location, Locations, Replica
 from encoder_service.cluster.redis.connection import RedisConnection, Script
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # A token identifies one start of a replica: 64 bits of a hash over its id and epoch. After a restart, no replica has
 # the token in the old locations. Two of a thousand replicas collide with probability 3e-14; a collision causes failed
@@ -47,6 +47,8 @@ class Keys:
     def __init__(self, namespace: str) -> None:
         self._prefix = namespace.encode() + b":{"
         self.replicas = self._prefix + b"replicas}"
+        self.membership = (self.replicas, self.replicas + b":deadlines", self.replicas + b":version")
+        """The keys of the list of live replicas: see `heartbeat.lua`."""
 
     def location(self, address: bytes) -> bytes:
         """Return the key of the address's location records. It is also the channel for changes of the address."""
@@ -90,12 +92,11 @@ def records(value: bytes | None) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another live replica, as of the last heartbeat. `load` is the number of images in its queue."""
+    """Another live replica, as of the last heartbeat."""
 
     replica_id: str
     epoch: int
     endpoint: str
-    load: float
 
 
 # A replica's name appears in logs and on the status page, so it must not contain control characters or spaces.
@@ -109,11 +110,11 @@ def readable(name: bytes) -> str:
 
 def _peer(replica_id: bytes, record: bytes) -> Peer:
     """Parse an entry of the replica list. Raises `ValueError` for an invalid one."""
-    _, epoch, _, load, endpoint = record.decode("ascii").split(" ")
+    epoch, _, endpoint = record.decode("ascii").split(" ")
     if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
         raise ValueError("invalid name")
     Endpoint.parse(endpoint)
-    return Peer(replica_id.decode(), int(epoch), endpoint, float(load))
+    return Peer(replica_id.decode(), int(epoch), endpoint)
 
 
 def parse_peers(entries: Sequence[bytes]) -> dict[bytes, Peer]:
@@ -136,13 +137,13 @@ MAX_DEAD = 256
 class Membership:
     """One start of this replica, and its peers as of the last heartbeat."""
 
-    def __init__(self, replica: Replica, replicas_key: bytes, ttl_ms: int, jobs: Sized) -> None:
-        """The number of `jobs` is published as this replica's load."""
+    def __init__(self, replica: Replica, keys: Sequence[bytes], ttl_ms: int) -> None:
+        """`keys` are those of the list of live replicas: see `Keys.membership`."""
         self.token = replica_token(replica.replica_id, replica.epoch)
         self._replica = replica
-        self._replicas_key = replicas_key
+        self._keys = keys
         self._ttl_ms = ttl_ms
-        self._jobs = jobs
+        self._version = b""
         self.dead: set[bytes] = set()
         self.peers: dict[bytes, Peer] = {}
 
@@ -155,14 +156,14 @@ class Membership:
         ours = self._replica
         reply = await connection.run_once(
             HEARTBEAT,
-            self._replicas_key,
+            self._keys,
             verb,
             ours.replica_id,
             ours.epoch,
             fingerprint(ours),
-            len(self._jobs),
             ours.endpoint,
             self._ttl_ms,
+            self._version,
         )
         if reply[0] == b"mismatch":
             theirs = f"{readable(reply[1])} serves {readable(reply[2])}"
@@ -172,8 +173,11 @@ class Membership:
             )
         if reply[0] == b"superseded":
             raise ModelMismatchError(f"a later start of replica {ours.replica_id} has taken its place")
-        self.peers = parse_peers(reply[2])
-        self.dead -= self.peers.keys()
+        self._version, *listed = reply[2:]
+        for entries in listed:  # none if the version is the one that we know
+            self.peers = parse_peers(entries)
+            self.peers.pop(self.token, None)
+            self.dead -= self.peers.keys()
         return bool(reply[1] == 1)
 
     def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:

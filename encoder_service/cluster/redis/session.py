@@ -7,7 +7,7 @@ one kind in time and number.
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence, Sized
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -41,9 +41,10 @@ class RedisSettings:
     beat_timeout_ms: int = 2000
     heartbeat_ms: int = 500
     replica_ttl_ms: int = 2000  # four heartbeats
-    # Leases are renewed three times within it. A replica that dies loses its leases as soon as its `replica_ttl_ms` is
-    # over; this time only ends leases that no other replica asks about. It is long, as a full queue has many to renew.
-    lease_ttl_ms: int = 10_000
+    # A lease lives as long as its replica: a dead one loses its leases as soon as its `replica_ttl_ms` is over. This time
+    # ends leases that nobody asks about, and those that were never released. It is long, because a fleet with full
+    # queues has more than 100,000 leases, and they are renewed three times within it.
+    lease_ttl_ms: int = 300_000
     location_ttl_s: int = 3600  # locations are republished three times within it
 
     def with_timeouts_scaled(self, factor: float) -> Self:
@@ -156,17 +157,15 @@ class RedisSession:
     def __init__(
         self,
         settings: RedisSettings,
-        jobs: Sized,
         on_call: OnCall,
         events: IndexEvents,
-        replicas_key: bytes,
+        membership_keys: Sequence[bytes],
     ) -> None:
         self._settings = settings
         self._url = RedisUrl(settings.url)
-        self._jobs = jobs
         self._on_call = on_call
         self._events = events
-        self._replicas_key = replicas_key
+        self._membership_keys = membership_keys
         self.calls = Bulkhead(settings.call_timeout_ms / 1000, asyncio.Semaphore(MAX_CALLS))
         self.beats = Bulkhead(settings.beat_timeout_ms / 1000, asyncio.Semaphore(1))
         self._breaker = Breaker()
@@ -248,7 +247,7 @@ class RedisSession:
     async def register(self, replica: Replica) -> None:
         """Join, or stay alone and keep trying. Raises `ModelMismatchError`, before anything is started."""
         assert self.membership is None, "a replica registers once"
-        self.membership = Membership(replica, self._replicas_key, self._settings.replica_ttl_ms, self._jobs)
+        self.membership = Membership(replica, self._membership_keys, self._settings.replica_ttl_ms)
         try:
             await self._probe()
         except FAULTS as fault:

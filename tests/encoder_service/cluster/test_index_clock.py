@@ -1,4 +1,4 @@
-"""Redis's clock set forward or back: the tests write the resulting replica list, as they cannot set the clock."""
+"""Redis's clock set forward or back: the tests write the resulting deadlines, as they cannot set the clock."""
 
 from encoder_service.cluster.cluster import IndexState
 from encoder_service.cluster.redis.schema import Keys
@@ -6,7 +6,7 @@ from testing.redis_servers import redis_server
 from tests.index_replicas import SHORT_TTL_MS, JoinWatched, new_addresses
 from tests.waiting import soon
 
-REPLICAS = Keys("faults").replicas
+REPLICAS, DEADLINES, _ = Keys("faults").membership
 HOUR_MS = 3_600_000
 
 
@@ -15,11 +15,8 @@ async def test_dead_replicas_expire_when_the_clock_is_set_back(join_watched: Joi
         a, dead = [await join_watched(server.url, name, ttl_ms=SHORT_TTL_MS) for name in ("a", "dead")]
         await soon(lambda: [peer.replica_id for peer in a.index.peers()] == ["dead"])
         with server.client() as client:
-            entry = client.hget(REPLICAS, "dead")
             await dead.index.close()
-            client.hset(
-                REPLICAS, "dead", b"%d %s" % (int(entry.split()[0]) + HOUR_MS, entry.split(b" ", 1)[1])
-            )
+            client.zincrby(DEADLINES, HOUR_MS, "dead")
         await soon(lambda: a.index.peers() == ())
         assert a.index.state is IndexState.JOINED
 
@@ -33,8 +30,8 @@ async def test_a_fleet_recovers_when_redis_sets_its_clock_forward(
         await a.hold(held)
         assert (await a.cluster.acquire(leased)).granted == set(leased)
         with server.client() as client:
-            for name, record in client.hgetall(REPLICAS).items():
-                client.hset(REPLICAS, name, b"1 " + record.split(b" ", 1)[1])
+            for name in client.hkeys(REPLICAS):
+                client.zadd(DEADLINES, {name: 1})
             for address in held + leased:  # their times to live use the same clock of Redis
                 client.delete(Keys("faults").location(address), Keys("faults").lease(address))
 

@@ -16,11 +16,12 @@ from encoder_service.cluster.redis.schema import parse_peers
 from encoder_service.cluster.redis.session import (
     LAST_PROBE_S,
     Breaker,
+    IndexEvents,
     RedisSettings,
 )
 from encoder_service.config import ConfigError
 from testing.holding import Holding
-from tests.index_replicas import grids, new_addresses
+from tests.index_replicas import grids, new_addresses, redis_settings
 from tests.waiting import soon
 
 
@@ -92,15 +93,16 @@ def test_a_breaker_that_reopens_soon_keeps_its_long_delays() -> None:
     ],
 )
 def test_an_invalid_entry_of_the_replica_list_is_skipped(replica_id: str, endpoint: str) -> None:
-    record = f"9 1 m.p 0.5 {endpoint}"
-    entries = [b"a", b"9 1 m.p 0.5 a.example:50051", replica_id.encode(), record.encode()]
+    record = f"1 m.p {endpoint}"
+    entries = [b"a", b"1 m.p a.example:50051", replica_id.encode(), record.encode()]
     (peer,) = parse_peers(entries).values()
     assert (peer.replica_id, peer.endpoint) == ("a", "a.example:50051")
 
 
 def test_leases_become_due_and_are_not_renewed_forever() -> None:
     now = 0.0
-    leases = Leases(cast(RedisIndex, None), renew_s=3.0, clock=lambda: now)
+    index = RedisIndex(redis_settings("redis://127.0.0.1:1", "nowhere"), cast(IndexEvents, None))
+    leases = Leases(index, renew_s=3.0, clock=lambda: now)
     leases.add([b"a"])
     assert leases.due() == []
     now = 3.0

@@ -180,6 +180,11 @@ class Membership:
             self.dead -= self.peers.keys()
         return bool(reply[1] == 1)
 
+    def forget_peers(self) -> None:
+        """Forget the peers until the next heartbeat."""
+        self.peers.clear()
+        self._version = b""
+
     def unknown(self, tokens: Iterable[bytes]) -> set[bytes]:
         """Return the tokens whose replicas may have joined since the last heartbeat."""
         return set(tokens) - self.peers.keys() - self.dead - {self.token}

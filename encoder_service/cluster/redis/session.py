@@ -346,7 +346,7 @@ class RedisSession:
 
     def _go_alone(self, reason: str) -> None:
         assert self.membership is not None
-        self.membership.peers.clear()
+        self.membership.forget_peers()
         self._set_state(IndexState.ALONE, reason)
         self._events.on_unavailable()
 

@@ -5,6 +5,7 @@
 -- Returns {'ok', 1 if it was listed already, version} and, if that is another one, {id, record, ...};
 -- {'mismatch', id, fingerprint} if a live replica serves another model; or {'superseded', epoch} if a later start of
 -- the same replica has joined.
+local KEPT_MS = 86400000 -- a list that no replica renews is removed after a day at most
 local verb, id, epoch, fingerprint, endpoint, ttl_ms, known = unpack(ARGV)
 local list, deadlines, versions = unpack(KEYS)
 local time = redis.call('TIME')
@@ -53,8 +54,10 @@ if changed or not version then
   version = string.format('%.0f', math.max(now_us, (tonumber(version) or 0) + 1))
   redis.call('SET', versions, version)
 end
-for _, key in ipairs(KEYS) do
-  redis.call('PEXPIRE', key, ttl_ms * 2)
+if redis.call('PTTL', list) < KEPT_MS / 2 then
+  for _, key in ipairs(KEYS) do
+    redis.call('PEXPIRE', key, KEPT_MS)
+  end
 end
 local reply = { 'ok', its_epoch == epoch and 1 or 0, version }
 if version ~= known then

@@ -151,8 +151,9 @@ class Leases:
         """Release leases that have ended; note those that Redis has and that could not be released."""
         ended = {address: self._leases[address] for address in addresses}
         if not await self._index.release(list(ended)):
-            unsent = [address for address, lease in ended.items() if lease.is_recorded]
-            self._changes = dict.fromkeys(unsent, _Ended.RELEASED) | self._changes
+            for address, lease in ended.items():
+                if lease.is_recorded:
+                    self._changes.setdefault(address, _Ended.RELEASED)
         self._forget(
             a for a, lease in ended.items() if self._leases.get(a) is lease and a not in self._changes
         )

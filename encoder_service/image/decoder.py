@@ -67,6 +67,9 @@ class FileDecoder(Protocol):
         The error is `AbandonedError` if `is_wanted` returns False while the frames before them are being decoded.
         """
 
+    def close_videos(self) -> None:
+        """Stop the processes for videos; the next video starts one again."""
+
     def close(self) -> None:
         """Stop the decoder's processes; a further use starts them again."""
 
@@ -96,6 +99,9 @@ class PillowDecoder:
     def read_frames(self, *_: object) -> Pixels | EncoderError:
         """Refuse the file, as `open_video` does."""
         return InvalidImageError("this server takes no videos")
+
+    def close_videos(self) -> None:
+        """Do nothing: it has no processes."""
 
     def close(self) -> None:
         """Do nothing: it has no processes."""
@@ -139,6 +145,10 @@ class Decoder:
         if self._jpegs:
             self._jpegs.start(BATCH_IMAGES)
         self._files.start()
+
+    def close_videos(self) -> None:
+        """See `FileDecoder`."""
+        self._files.close_videos()
 
     def close(self) -> None:
         """Stop the decoder's processes; a further use starts them again."""

@@ -612,6 +612,10 @@ class DecoderPool:
     def close(self) -> None:
         """End all processes, each after its current image; a further use starts them again."""
         self._for_all(self._children, DecoderChild.end)
+        self.close_videos()
+
+    def close_videos(self) -> None:
+        """See `FileDecoder`."""
         self._for_all(self._video_children, DecoderChild.end)
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:

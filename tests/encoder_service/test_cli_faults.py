@@ -88,7 +88,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tls-client-ca", "ca.pem"], "--tls-client-ca needs --tls-cert"),
         (
             ["--tls-cert", "/nowhere/cert.pem", "--tls-key", "/nowhere/key.pem"],
-            "--tls-cert: /nowhere/cert.pem and /nowhere/key.pem: No such file",
+            "--tls-cert: /nowhere/cert.pem: No such file or directory",
         ),
         (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must differ from --listen"),
         (

@@ -252,7 +252,7 @@ def test_flags_win_over_the_environment() -> None:
 
 def test_an_unservable_model_ends_the_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--model", str(tmp_path)]) == 2
-    assert "no config.json" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
     assert main(["--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
     assert "--chunk-tokens must be positive" in capsys.readouterr().err
 

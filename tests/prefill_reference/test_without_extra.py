@@ -16,8 +16,8 @@ def prefill_reference(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_serve_names_what_is_missing_and_the_extra_that_installs_it(tmp_path: Path) -> None:
-    result = prefill_reference("--model", tmp_path, "--listen", "127.0.0.1:0")
+def test_serve_names_what_is_missing_and_the_extra_that_installs_it(checkpoint: Path) -> None:
+    result = prefill_reference("--model", checkpoint, "--listen", "127.0.0.1:0")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert "uvicorn" in result.stderr, "the first that is imported"
     assert "pip install '.[reference]'" in result.stderr

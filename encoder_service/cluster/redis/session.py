@@ -41,9 +41,9 @@ class RedisSettings:
     beat_timeout_ms: int = 2000
     heartbeat_ms: int = 500
     replica_ttl_ms: int = 2000  # four heartbeats
-    # A lease lives as long as its replica: a dead one loses its leases as soon as its `replica_ttl_ms` is over. After this
-    # time, leases end that nobody asks about, or that were never released. It is long, because a fleet with full queues
-    # has more than 100,000 leases, and they are renewed three times within it.
+    # A lease lives as long as its replica: a dead one loses its leases once its `replica_ttl_ms` is over. This time
+    # ends leases that nobody asks about, or that were never released. It is long: they are renewed three times within
+    # it, and a fleet with full queues has more than 100,000.
     lease_ttl_ms: int = 300_000
     location_ttl_s: int = 3600  # locations are republished three times within it
 

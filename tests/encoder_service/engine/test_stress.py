@@ -28,6 +28,8 @@ EVENTS = 2000  # in `make test`: seconds
 GRIDS = [Grid(1, 4, 4), Grid(1, 8, 8), Grid(1, 16, 16), Grid(1, 64, 64)]
 PAGES = 40
 CALLERS = 24
+# Each device dies after so many answers at the latest, whatever the dice say.
+FIRST_DEATH = 50
 
 
 class RandomDevice:
@@ -39,6 +41,7 @@ class RandomDevice:
         self._seen = seen
         self._connection = device.theirs
         self._has: list[messages.Decode | messages.Encode | messages.JoinGroup] = []
+        self._left = FIRST_DEATH
 
     async def play(self) -> None:
         """Play until cancelled."""
@@ -58,7 +61,8 @@ class RandomDevice:
             if self._has and self._connection is self._device.theirs:
                 with suppress(OSError):
                     self._answer(self._has.pop(self._dice.randrange(len(self._has))))
-            if self._dice.random() < 0.002:
+            self._left -= bool(self._has)
+            if self._dice.random() < 0.002 or not self._left:
                 self._seen["killed"] += 1
                 self._device.kill()
 

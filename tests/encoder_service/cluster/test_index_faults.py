@@ -41,7 +41,7 @@ async def slowest_empty_answer(replica: Watched) -> float:
         (index.renew([b]), {b}),
         (publish(cluster, grids([a])), None),
         (index.retract([a]), None),
-        (index.release([b]), None),
+        (index.release([b]), False),
         (cluster.wait_published(a, 120.0), ()),
         (index.find([a]), {}),
     ):

@@ -173,9 +173,9 @@ class Membership:
             )
         if reply[0] == b"superseded":
             raise ModelMismatchError(f"a later start of replica {ours.replica_id} has taken its place")
-        self._version, *listed = reply[2:]
-        for entries in listed:  # none if the version is the one that we know
-            self.peers = parse_peers(entries)
+        version, *listed = reply[2:]
+        for entries in listed:  # none if the version is the one that we sent
+            self._version, self.peers = version, parse_peers(entries)
             self.peers.pop(self.token, None)
             self.dead -= self.peers.keys()
         return bool(reply[1] == 1)

@@ -148,8 +148,16 @@ class Inbound(Generic[Request]):
     requests: Requests[Request]
     resources: AsyncExitStack
     on_error: Callable[[EncoderError], None]
-    admit: Callable[[], None]
-    """Gives the call a place among the open ones, until its status is sent. Raises `OverloadedError`."""
+    enter: Callable[[], None]
+    """Reserves the place that `admit` gives."""
+    is_admitted: bool = False
+    is_answered: bool = False
+    """Whether gRPC has sent an answer."""
+
+    def admit(self) -> None:
+        """Give the call a place among the open ones, until its status is sent. Raises `OverloadedError`."""
+        self.enter()
+        self.is_admitted = True
 
     async def request(self, arriving: Budget) -> Request:
         """Admit the call, and return its only request, which counts in `arriving` until it is here."""
@@ -188,7 +196,7 @@ class CallGate:
 
         With `refusal`, a call with the metadata `HALF_CLOSES` ends once its caller has half-closed, as it does after
         its last answer, or the message that `refusal` makes of an error. HAProxy discards the status and the last
-        answers of a call that ends earlier.
+        answers of a call that ends earlier. A call that was not admitted is told, too, but nothing more of it is read.
         """
 
         # gRPC's own iterator of requests is a reference cycle that keeps the last message; `context.read` is not.
@@ -208,21 +216,26 @@ class CallGate:
                     # When the caller disconnects, its call releases its resources now, not at garbage collection.
                     async with aclosing(serve(call)) as answers:
                         async for answer in answers:
-                            await self._send(answer, context)
+                            await self._send(answer, call, context)
                 except Exception as error:  # noqa: BLE001 - logged with an id, which is sent to the caller
                     # Without its traceback, which refers to this frame, which refers to the error.
                     known = known_error(error).with_traceback(None)
                     call.on_error(known)
-            # A call that was not admitted may not stay, and one whose caller reads nothing cannot be told.
+            # One whose caller reads nothing cannot be told.
             if tell is not None and context in self._active:
                 if known is not None and not requests.have_ended:
                     with suppress(DeadlineError):
-                        await self._send(tell(known), context)
+                        await self._send(tell(known), call, context)
                 await requests.half_closed()
+            if call.is_admitted and not call.is_answered and context not in self._active:
+                # gRPC sends no status while the first answer is unread, and keeps what the caller has sent.
+                await asyncio.Event().wait()  # until the caller leaves: its call counts until then
             if known is not None:
                 messages.end_with(context, known)
             if context.code():
                 with suppress(OverloadedError), self._refused.hold(caller):
+                    if tell is not None and known is not None and not call.is_admitted:
+                        await _write(tell(known), context)  # a caller that does not read it counts until it leaves
                     await asyncio.sleep(REFUSAL_S)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
@@ -257,17 +270,16 @@ class CallGate:
 
         return self.stream(answers, parse)
 
-    async def _send(self, answer: Message | bytes, context: Context) -> None:
+    async def _send(self, answer: Message | bytes, call: Inbound[Any], context: Context) -> None:
         try:
             async with asyncio.timeout(self._reader_idle_s):
-                await context.write(answer)
+                await _write(answer, context)
         except TimeoutError as error:
             self._deactivate(context)  # the status is queued behind the unread answer
             raise DeadlineError(
                 f"the caller read no answer for {self._reader_idle_s:g} s: read answers as they come, or cancel"
             ) from error
-        except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
-            raise asyncio.CancelledError from error
+        call.is_answered = True
 
     def _admit(self, caller: Caller, context: Context) -> None:
         hold = self._budget.hold(caller)
@@ -288,6 +300,13 @@ class CallGate:
         self._active.discard(context)
         if not self._active:
             self._idle.set()
+
+
+async def _write(answer: Message | bytes, context: Context) -> None:
+    try:
+        await context.write(answer)
+    except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
+        raise asyncio.CancelledError from error
 
 
 def _retrieve_exception(reading: "asyncio.Task[bytes | None]") -> None:

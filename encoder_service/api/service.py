@@ -77,14 +77,18 @@ class EncoderService:
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
         record = self._begin_record("fetch", inbound)
-        identity, is_signed = self._info.identity, bool(inbound.caller.signature)
-        if not is_signed:
+        identity, is_peer = self._info.identity, False
+        if inbound.caller.signature:
+            # The signature of another replica can be checked only with the request: until then, it has no place.
+            with self._budgets.strangers.hold(inbound.caller):
+                raw = await inbound.requests.only()
+            is_peer = identity.is_peer(raw, inbound.caller)
+            if not is_peer:
+                identity.require("fetch", inbound.caller)  # before anything is parsed
+            inbound.admit()
+        else:
             identity.require("fetch", inbound.caller)  # before anything is read
-        # The signature of another replica can be checked only with the request.
-        raw = await inbound.request(self._budgets.strangers if is_signed else self._budgets.arriving)
-        is_peer = is_signed and identity.is_peer(raw, inbound.caller)
-        if not is_peer:
-            identity.require("fetch", inbound.caller)  # before anything is parsed
+            raw = await inbound.request(self._budgets.arriving)
         request = messages.parse_fetch(raw, self._info.max_images)
         caller = self._admitted("fetch", inbound.caller, request.caller, record, is_peer=is_peer)
         inbound.resources.enter_context(self._budgets.fetched_images.hold(caller, len(request.images)))

@@ -11,6 +11,7 @@ import pytest
 
 from encoder_contract import spans
 from encoder_contract.fleet_key import SIGNATURE_METADATA
+from encoder_contract.half_close import HALF_CLOSES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages, server
@@ -25,7 +26,7 @@ from tests.servers import server_of
 from tests.tenants import TOKENS, guarded_by
 from tests.waiting import PATIENCE_S, soon
 
-INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = "3", "4", "8", "16"
+OK, INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = "0", "3", "4", "8", "16"
 SAMPLED = f"00-{'ab' * 16}-{'cd' * 8}-01"
 STATS = "/encoder_contract.v1.AdminService/Stats"
 MIB = 1 << 20
@@ -80,6 +81,68 @@ async def test_refusals_beyond_a_number_are_not_delayed(
         assert delayed not in raw.trailers
 
 
+async def test_a_refused_caller_that_half_closes_has_its_error_as_a_message(
+    guarded: Config, model: Model
+) -> None:
+    """Through a proxy that loses the status of a call which ends before its caller has half-closed."""
+    limits = {"submits": Budget(1, "open Submit calls")}
+    chat = ("authorization", f"Bearer {TOKENS['chat']}")
+    async with (
+        server_of(guarded, model, limits=limits) as guard,
+        grpc.aio.insecure_channel(guard.endpoint) as channel,
+    ):
+        guard.budgets.submits.reserve(None, 1)
+        for metadata, status in (((), UNAUTHENTICATED), ((chat,), RESOURCE_EXHAUSTED)):
+            call = EncoderServiceStub(channel).Submit(metadata=(*metadata, HALF_CLOSES))
+            answer = await call.read()
+            assert (str(answer.error.code), answer.error.message) == (status, await call.details())
+            with pytest.raises(grpc.aio.AioRpcError):  # no message
+                await EncoderServiceStub(channel).Submit(metadata=metadata).read()
+        guard.budgets.submits.release(None, 1)
+
+
+async def test_a_refused_caller_that_does_not_read_its_error_counts_until_it_leaves(
+    guarded: Config, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbound, "REFUSAL_S", 0.001)
+    limits = {"refused": Budget(1, "delayed refusals")}
+    async with (
+        server_of(guarded, model, limits=limits) as guard,
+        await RawConnection.open(guard.endpoint) as others,
+    ):
+        async with await RawConnection.open(guard.endpoint, window=0) as raw:
+            await raw.call(SUBMIT, headers=(HALF_CLOSES,))
+            await soon(lambda: guard.budgets.refused.held == 1)
+            for _ in range(20):  # each takes longer than a refusal
+                assert await statuses(others, [await others.call(SUBMIT, headers=(HALF_CLOSES,))]) == {
+                    UNAUTHENTICATED
+                }
+            assert guard.budgets.refused.held == 1
+        await soon(lambda: not guard.budgets.refused.held)
+
+
+@pytest.mark.parametrize("path", [SUBMIT, DESCRIBE])
+async def test_a_caller_that_does_not_read_its_first_answer_counts_until_it_leaves(
+    config: Config, model: Model, path: str
+) -> None:
+    """gRPC keeps what it has sent for so long."""
+    async with (
+        server_of(config, model, limits={"reader_idle_s": 0.05}) as server,
+        await RawConnection.open(server.endpoint) as others,
+    ):
+        budget = server.budgets.submits if path == SUBMIT else server.budgets.calls
+        gate = server._listener._submit_gate if path == SUBMIT else server._listener._gate
+        async with await RawConnection.open(server.endpoint, window=0) as raw:
+            # A Submit with an invalid message is told so.
+            await raw.call(path, b"" if path == DESCRIBE else b"invalid", headers=(HALF_CLOSES,))
+            await soon(lambda: budget.held == 1)
+            await gate.wait_idle()
+            for _ in range(20):
+                assert await statuses(others, [await others.call(DESCRIBE, b"")]) == {OK}
+            assert budget.held == 1
+        await soon(lambda: not budget.held)
+
+
 async def test_requests_of_strangers_that_do_not_arrive_leave_tenants_their_places(
     guarded: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +156,7 @@ async def test_requests_of_strangers_that_do_not_arrive_leave_tenants_their_plac
         for path in (FETCH, CHECK, WATCH) * 2:
             await raw.call(path, headers=signed)
         await soon(lambda: guard.budgets.strangers.held == 6)
+        assert not guard.budgets.calls.held
         more = [await raw.call(path, headers=signed) for path in (FETCH, CHECK, WATCH)]
         assert await statuses(raw, more) == {RESOURCE_EXHAUSTED}
         metadata = (("authorization", f"Bearer {TOKENS['chat']}"),)

@@ -235,7 +235,8 @@ class CallGate:
             if context.code():
                 with suppress(OverloadedError), self._refused.hold(caller):
                     if tell is not None and known is not None and not call.is_admitted:
-                        await _write(tell(known), context)  # a caller that does not read it counts until it leaves
+                        # A caller that does not read it counts until it leaves.
+                        await _write(tell(known), context)
                     await asyncio.sleep(REFUSAL_S)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)

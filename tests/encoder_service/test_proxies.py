@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from encoder_contract.errors import ImageLimitError, InternalError, ModelMismatchError
+from encoder_contract.credentials import Credentials
+from encoder_contract.errors import ForbiddenError, ImageLimitError, InternalError, ModelMismatchError
 from encoder_service.app import Server
+from encoder_service.config import Config
+from encoder_service.engine.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.hostile_images import with_trailer
 from testing.photos import photo
 from testing.processes import free_port
 from tests.calls import collect
 from tests.operator_view import numbers
+from tests.servers import server_of
+from tests.tenants import RIGHTS, TOKENS, guarded_by, table
 from tests.waiting import soon
 
 HAPROXY = """
@@ -127,6 +132,23 @@ async def test_a_refused_submit_has_its_error_behind_haproxy(server: Server, tmp
             (answer,) = await client.submit([small(number)])
             assert isinstance(answer.error, ModelMismatchError)
         assert (await submits(server))["FAILED_PRECONDITION"] == CALLS
+
+
+@needs_haproxy
+async def test_a_submit_that_is_not_admitted_has_its_error_behind_haproxy(
+    config: Config, model: Model, tmp_path: Path
+) -> None:
+    token, tenants = tmp_path / "token", tmp_path / "tenants.toml"
+    token.write_text(TOKENS["reader"])
+    tenants.write_text(table("reader", TOKENS["reader"], rights=RIGHTS["reader"]))
+    async with (
+        server_of(guarded_by(tenants, config), model) as guard,
+        behind("haproxy", HAPROXY, tmp_path, guard) as endpoint,
+        await EncoderClient.connect(endpoint, credentials=Credentials(token_file=str(token))) as client,
+    ):
+        for number in range(CALLS):
+            (answer,) = await client.submit([small(number)])
+            assert isinstance(answer.error, ForbiddenError)
 
 
 @needs_nginx

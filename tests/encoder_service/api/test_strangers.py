@@ -125,7 +125,7 @@ async def test_a_refused_caller_that_does_not_read_its_error_counts_until_it_lea
 async def test_a_caller_that_does_not_read_its_first_answer_counts_until_it_leaves(
     config: Config, model: Model, path: str
 ) -> None:
-    """gRPC keeps what it has sent for so long."""
+    """For so long, gRPC keeps what it has sent."""
     async with (
         server_of(config, model, limits={"reader_idle_s": 0.05}) as server,
         await RawConnection.open(server.endpoint) as others,

@@ -426,7 +426,10 @@ class Disk:
         return False
 
     def _find_files(self) -> None:
-        """Enter the files that are there, the least recently written first. Removes torn ones, leaves foreign ones."""
+        """Enter the files that are there, the least recently written first. Removes torn ones, leaves foreign ones.
+
+        A kill may leave two files of one embedding, of two holders: the last one counts.
+        """
         found: list[tuple[int, DiskFile]] = []
         torn: list[str] = []
         foreign = 0
@@ -440,13 +443,14 @@ class Disk:
                     torn.append(entry.name)
                 else:
                     found.append((status.st_mtime_ns, file))
+        found.sort(key=lambda each: each[0])
+        self._files = {file.address: file for _, file in found}
+        torn += [file.name for _, file in found if self._files[file.address] is not file]
         for name in torn:
             self._unlink(name)
         self.damaged += len(torn)
-        found.sort(key=lambda each: each[0])
         now = time.monotonic()
-        for _, file in found:
-            self._files[file.address] = file
+        for file in self._files.values():
             self._order.admit(file, file.tag)
             self._order.use(
                 file, now

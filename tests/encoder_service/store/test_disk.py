@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -354,6 +355,24 @@ def test_a_flood_takes_only_the_room_of_its_holders_share(folder: Path) -> None:
     write_of(disk, "mallory", range(200, 250))
     assert sum(address(number) in disk for number in range(12)) == 10, "nor after a restart"
     assert sum(address(number) in disk for number in range(200, 250)) == 10
+    disk.close()
+
+
+def test_of_two_files_of_an_embedding_a_start_keeps_the_last(folder: Path) -> None:
+    size = HEADER_BYTES + 40 * ROW_BYTES
+    disk = Disk(folder, 3 * size, ROW_BYTES)
+    write(disk, 1)
+    disk.close()
+    [file] = files(folder)
+    other = folder / f"{file.name[:-16]}{disk_module.holder_tag('another')}"
+    shutil.copy(file, other)
+    os.utime(file, ns=(0, 0))
+    disk = Disk(folder, 3 * size, ROW_BYTES)
+    assert (files(folder), disk.used_bytes, disk.damaged) == ([other], size, 1)
+    for number in range(2, 8):
+        write(disk, number)
+        assert read(disk, number) == rows_of(number, 40)
+    assert (len(disk), len(files(folder)), disk.used_bytes) == (3, 3, 3 * size)
     disk.close()
 
 

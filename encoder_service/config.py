@@ -218,6 +218,7 @@ class Config(Settings):
         self._require(
             bool(known), "formats", f"must be all, or a list of {', '.join((*FORMATS, *RARE_FORMATS))}"
         )
+        self._require(self.call_window_kib < 1 << 21, "call_window_kib", "must be less than 2 GiB")
         self._require_endpoint("listen")
         if self.advertise and not is_ip(self.advertise):
             self._require_endpoint("advertise")

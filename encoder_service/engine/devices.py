@@ -70,7 +70,10 @@ class DeviceProcess:
         """Whether it was killed because it did not answer."""
         self.restarts = dict.fromkeys(ENDS, 0)
         self.failures = 0
-        """How many processes have ended in a row without a completed batch; those that one image ended count once."""
+        """How many processes have ended in a row without a completed batch.
+
+        Those that one image ended count twice: when it is first suspected, and when it is found to be the cause.
+        """
         self._counting_lock = threading.Lock()
         self.start()
 

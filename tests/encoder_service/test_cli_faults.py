@@ -97,6 +97,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
         (["--drain-s", "nan"], "--drain-s"),
+        (["--call-window-kib", "2097152"], "--call-window-kib must be less than 2 GiB"),
         (["--attention", "flash"], "--attention"),
         (["--index", "reddis://:secret@host"], "reddis://***@host"),
         (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),

@@ -585,7 +585,9 @@ async def test_an_image_fails_when_three_processes_have_ended_on_it(model: Model
         assert at.jobs._failures.interruptions(other.key) == 0
 
 
-async def test_the_processes_that_end_on_one_image_count_as_one_failure_of_the_device(model: Model) -> None:
+async def test_the_three_processes_that_end_on_one_image_count_as_two_failures_of_the_device(
+    model: Model,
+) -> None:
     async with floor(model) as at:
         [device] = at.devices
         for name in (b"one", b"two"):

@@ -93,7 +93,7 @@ async def test_a_refused_caller_that_half_closes_has_its_error_as_a_message(
     ):
         guard.budgets.submits.reserve(None, 1)
         for metadata, status in (((), UNAUTHENTICATED), ((chat,), RESOURCE_EXHAUSTED)):
-            call = EncoderServiceStub(channel).Submit(metadata=(*metadata, HALF_CLOSES))
+            call: Any = EncoderServiceStub(channel).Submit(metadata=(*metadata, HALF_CLOSES))
             answer = await call.read()
             assert (str(answer.error.code), answer.error.message) == (status, await call.details())
             with pytest.raises(grpc.aio.AioRpcError):  # no message

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hmac import compare_digest
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -64,6 +63,7 @@ from prefill_client.vllm.image_name import (
 )
 from prefill_client.vllm.local_files import read_local
 from prefill_client.vllm.name_key import read_name_key
+from prefill_client.vllm.parts import template_text
 from prefill_client.vllm.request_images import (
     BATCH,
     CHAT,
@@ -322,7 +322,7 @@ class _Service:
         self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
         self._local_folder: str = getattr(args, "allowed_local_media_path", "") or ""
         self._content_format = getattr(args, "chat_template_content_format", "auto")
-        self._chat_template = _text_of(getattr(args, "chat_template", ""))
+        self._chat_template = template_text(getattr(args, "chat_template", ""))
         self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
         self._shows_tokens = getattr(args, "enable_prompt_tokens_details", False)
         self._client = WatchedClient(self._open, _log)
@@ -563,12 +563,6 @@ class _Service:
                 identifier = self._signer.sealed(identifier)
             named.append(NamedImage(identifier, list(answer.grid), medium.stand_in))
         return [*named] if medium.clip is None else prompt_parts(medium.clip, named)
-
-
-def _text_of(chat_template: str | None) -> str:
-    """Return the template that `--chat-template` gives, as the path of a file or as text."""
-    path = Path(chat_template or "")
-    return path.read_text() if "\n" not in str(path) and path.is_file() else chat_template or ""
 
 
 def _is_path(url: str) -> bool:

@@ -5,6 +5,7 @@ of an image: clients that use one class for all parts send every field, most of 
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from encoder_contract.errors import InvalidRequestError
@@ -55,3 +56,11 @@ def reference_of(part: Mapping[str, Any]) -> tuple[str, str]:
 def extra_fields(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a part that reach the chat template."""
     return {key: value for key, value in part.items() if key not in KNOWN_FIELDS}
+
+
+def template_text(chat_template: str | None) -> str:
+    """Return the chat template of `--chat-template`, which is the path of a file or the template itself."""
+    try:
+        return Path(chat_template).read_text() if chat_template else ""
+    except (OSError, ValueError):  # a template is no path, and mostly too long for one
+        return chat_template or ""

@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
 from prefill_client.vllm.image_name import RequestInfo
+from prefill_client.vllm.parts import template_text
 from prefill_client.vllm.request_images import (
     BATCH,
     CHAT,
@@ -308,3 +310,11 @@ def test_unsupported_videos_are_refused(
 def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         RequestImages(request(CHAT, "content", video("b")) | options, CHAT)
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{% for message in messages %}" * 200, "{{\0}}", ""])
+def test_a_chat_template_is_the_path_of_a_file_or_itself(template: str, tmp_path: Path) -> None:
+    assert template_text(template) == template
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    assert template_text(str(file)) == template

@@ -130,6 +130,7 @@ def _connecting(
 ) -> Callable[Parameters, "BlockingClient"]:
     @wraps(connect)
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> "BlockingClient":
+        check_process()  # before there is a thread, which would stay
         loop = LoopThread("encoder-client")
         try:
             return BlockingClient(loop, loop.run(connect(*args, **named)))

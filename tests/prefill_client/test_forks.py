@@ -11,7 +11,7 @@ from encoder_service.app import Server
 from tests.waiting import PATIENCE_S
 
 PROGRAM = """
-    import asyncio, os, signal, sys, time
+    import asyncio, os, signal, sys, threading, time
     from prefill_client import BlockingClient, EncoderClient, EncoderError, RowRequest
 
     endpoint, what = sys.argv[1:]
@@ -20,7 +20,10 @@ PROGRAM = """
     waiting = other.run_until_complete(EncoderClient.connect(endpoint))
 
     def new_client():
-        BlockingClient.connect(endpoint)
+        try:
+            BlockingClient.connect(endpoint)
+        finally:
+            assert threading.active_count() == 1
 
     calls = {
         "nothing": lambda: time.sleep(0.3),  # threads of gRPC used to crash meanwhile

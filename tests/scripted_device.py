@@ -176,7 +176,7 @@ async def floor(
     try:
         yield Floor(jobs, store, engine, scripted, ended, metrics)
         assert not jobs.is_closed, "the queue was aborted"
-        assert not aborted
+        assert not aborted, aborted
     finally:
         jobs.close()
         for each in scripted:

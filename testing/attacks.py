@@ -382,7 +382,12 @@ async def _rows_port(
     target: Target,
 ) -> Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
     """Return a function that connects to the rows port, which is on this host, from another address of it."""
-    port = (await target.stub().Describe(pb.DescribeRequest())).rows_port
+    stub = target.stub()
+    while True:
+        with suppress(grpc.aio.AioRpcError):  # another attacker, or a restart, may have ended the call
+            port = (await stub.Describe(pb.DescribeRequest(), wait_for_ready=True)).rows_port
+            break
+        await asyncio.sleep(RETRY_S)
     return lambda: asyncio.open_connection("127.0.0.1", port, limit=1, local_addr=(ANOTHER_HOST, 0))
 
 

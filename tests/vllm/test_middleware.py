@@ -321,7 +321,7 @@ def test_a_failing_image_host_gets_a_422(http: HttpEngine, album: str, path: str
     response = http.chat([{"type": "text", "text": "x"}, part])
     assert response.status_code == 422
     assert response.json()["error"]["type"] == "UnprocessableEntityError"
-    assert f"image 0: {album}{path} " in response.json()["error"]["message"]
+    assert f"image 0: {album}{path}" in response.json()["error"]["message"]
 
 
 def test_an_unknown_image_host_gets_a_422(http: HttpEngine) -> None:

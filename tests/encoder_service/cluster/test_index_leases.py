@@ -234,3 +234,29 @@ async def test_a_lease_that_is_released_while_it_is_renewed_goes_to_the_next_cal
         await a.close()
         await b.close()
         await proxy.stop()
+
+
+async def test_a_lease_that_is_released_during_an_outage_is_released_after_it(redis: RedisServer) -> None:
+    """Leases live for minutes, and a live replica keeps its own: nobody else could encode the image."""
+    proxy = await TcpProxy(redis.port).start()
+    settings = replace(redis_settings(redis.url, NAMESPACE), lease_ttl_ms=10 * TTL_MS)
+    a = cluster_of(replace(settings, url=f"redis://127.0.0.1:{proxy.port}", call_timeout_ms=500))
+    b = cluster_of(settings)
+    try:
+        await a.join(as_replica("a"))
+        await b.join(as_replica("b"))
+        (address,) = new_addresses(1)
+        assert (await a.acquire([address])).granted == {address}
+        proxy.delay(2.0)
+        await release(a, [address])
+        assert (await b.acquire([address])).granted == frozenset()
+        proxy.mend()
+
+        async def granted() -> bool:
+            return (await b.acquire([address])).granted == {address}
+
+        await soon(granted, TTL_MS / 1000)
+    finally:
+        await a.close()
+        await b.close()
+        await proxy.stop()

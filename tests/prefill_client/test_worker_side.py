@@ -48,8 +48,11 @@ def test_every_image_of_a_plan_is_copied_completely(memory: HostMemory, device: 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A fake of CUDA's runtime that records calls; `copies` has `non_blocking` of each copy."""
-    found = SimpleNamespace(error=0, registered=[], copies=[])
+    """A fake of CUDA's runtime that records calls; `copies` has `non_blocking` of each copy.
+
+    As CUDA does, it keeps the error of a refused call until the thread's next kernel, which then fails.
+    """
+    found = SimpleNamespace(error=0, kept=0, registered=[], copies=[])
 
     @contextmanager
     def device(_device: object) -> Iterator[None]:
@@ -57,7 +60,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def host_register(address: int, size_bytes: int, flags: int) -> int:
         found.registered.append((address, size_bytes, flags))
+        found.kept = found.error
         return found.error
+
+    def kernel(*_: object, device: object) -> None:
+        kept, found.kept = found.kept, 0
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept}")
 
     copy: Callable[..., torch.Tensor] = torch.Tensor.copy_
 
@@ -75,6 +84,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch, "empty", lambda size, *, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch, "ones", kernel)
     return found
 
 
@@ -97,6 +107,7 @@ def test_unregistered_memory_is_copied_synchronously(
     with caplog.at_level(logging.WARNING, "vllm.encoder_service"):
         loader.load(memory.path, [load], {})
     assert set(cuda.copies) == {False}
+    assert not cuda.kept, "the step's first kernel would fail with the error of the registration"
     assert "ulimit -l" in caplog.text
 
 

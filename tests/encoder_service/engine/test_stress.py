@@ -42,11 +42,14 @@ class RandomDevice:
         self._connection = device.theirs
         self._has: list[messages.Decode | messages.Encode | messages.JoinGroup] = []
         self._left = FIRST_DEATH
+        self.dies = True
 
     async def play(self) -> None:
         """Play until cancelled."""
         while True:
             await asyncio.sleep(self._dice.choice((0, 0, 0, 0.001, 0.005)))
+            # The server gives up once all its devices only fail.
+            self._device.failures = min(self._device.failures, MOST_FAILURES - 2)
             with suppress(Empty):
                 while True:
                     connection, sent = self._device.sent.get_nowait()
@@ -62,7 +65,7 @@ class RandomDevice:
                 with suppress(OSError):
                     self._answer(self._has.pop(self._dice.randrange(len(self._has))))
             self._left -= bool(self._has)
-            if self._dice.random() < 0.002 or not self._left:
+            if self.dies and (self._dice.random() < 0.002 or not self._left):
                 self._seen["killed"] += 1
                 self._device.kill()
 
@@ -123,18 +126,19 @@ async def run(model: Model, events: int, seed: int) -> Counter[str]:
     """Run so many calls; check that nothing is left at the end."""
     dice, seen = random.Random(seed), Counter[str]()
     async with floor(model, devices=2, store_bytes=PAGES << 16, group_patches=4096, decode_threads=3) as at:
-        playing = [asyncio.create_task(RandomDevice(each, dice, seen).play()) for each in at.devices]
+        players = [RandomDevice(each, dice, seen) for each in at.devices]
+        playing = [asyncio.create_task(player.play()) for player in players]
         left = events
 
         async def caller() -> None:
             nonlocal left
             while left > 0:
                 left -= 1
-                for device in at.devices:  # the server gives up devices that only fail
-                    device.failures = min(device.failures, MOST_FAILURES - 2)
                 await call(at, dice, seen)
 
         await asyncio.gather(*(caller() for _ in range(CALLERS)))
+        for player in players:
+            player.dies = False
         await soon(lambda: not at.jobs, 120)
         await soon(lambda: all(link.is_up and not link._jobs and link.is_idle for link in at.links), 120)
         for task in playing:

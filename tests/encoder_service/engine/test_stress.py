@@ -67,6 +67,7 @@ class RandomDevice:
             self._left -= bool(self._has)
             if self.dies and (self._dice.random() < 0.002 or not self._left):
                 self._seen["killed"] += 1
+                self._left -= 1  # once, even if the next process is sent nothing
                 self._device.kill()
 
     def _answer(self, sent: messages.Decode | messages.Encode | messages.JoinGroup) -> None:

@@ -225,7 +225,13 @@ class Server:
     # Construction
 
     def _build_store(self) -> Store:
-        config = self._config
+        config, tier = self._config, self._model.device.name
+        for device in self._devices if config.store_device_gib else ():
+            if not Device(device.name).can_access(tier):
+                raise ConfigError(
+                    f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {tier}, because the "
+                    "two have no peer access (`nvidia-smi topo -p2p r`): set it to 0, or start a server on each GPU"
+                )
         try:
             return Store(
                 host_bytes=int(config.store_host_gib * GIB),

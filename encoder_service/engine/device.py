@@ -82,6 +82,10 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.set_device(self.name)
 
+    def can_access(self, other: str) -> bool:
+        """Whether kernels on this device can use memory of the device `other`: over NVLink, or PCIe between peers."""
+        return other == self.name or torch.cuda.can_device_access_peer(self.name, other)
+
     def stream(self) -> CudaStream:
         """Return a new stream."""
         return CudaStream(self.name)

@@ -3,7 +3,7 @@
 import os
 
 # Where the interpreter, libraries and caches are, and the settings of the libraries that a device's process uses.
-_NAMES = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "USER")
+_NAMES = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "USER", "CC")  # Triton compiles with `CC`
 _PREFIXES = (
     *("PYTHON", "LD_", "LC_", "XDG_", "MALLOC_", "GLIBC_"),
     *("OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "OPENCV_", "ATEN_"),

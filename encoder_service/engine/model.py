@@ -6,6 +6,7 @@
 import logging
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -34,6 +35,8 @@ from encoder_service.store.segment import unused_memory_bytes
 from encoder_service.vision.load import DTYPES
 
 log = logging.getLogger(__name__)
+
+_DEVICE_FILES = Path("/dev")
 
 # On a GPU these threads parse files and do what its decoding engines cannot; on the CPU they compete with the tower.
 DECODE_THREADS = {"cuda": 8, "cpu": 2}
@@ -200,12 +203,27 @@ def _dtype(config: Config) -> str:
 
 def _device(name: str) -> str:
     if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            return "cuda:0"
+        if gpus := list(_DEVICE_FILES.glob("nvidia[0-9]*")):
+            log.warning(
+                "%s auto: the CPU, although %s is there: %s", flag("devices"), gpus[0], _why_no_cuda()
+            )
+        return "cpu"
     if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= (seen := torch.cuda.device_count()):
         raise ConfigError(
             f"{flag('devices')} {name}: torch {torch.__version__} sees {seen} CUDA devices; use {flag('devices')} cpu"
         )
     return name
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA: install the one for this machine's driver"
+    return (
+        f"torch's CUDA {torch.version.cuda} finds no device: is the driver new enough (`nvidia-smi` prints the CUDA "
+        "that it serves), and CUDA_VISIBLE_DEVICES not empty?"
+    )
 
 
 @dataclass(frozen=True, slots=True)

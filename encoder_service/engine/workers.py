@@ -165,16 +165,9 @@ class Prepare:
         self._cut(good, stream, timing)
 
     def _prepare_single(self, image: DeviceImage, stream: CudaStream) -> None:
-        began, key = monotonic(), image.key
-        frames = key.frames if key is not None else None
-        pixels: Tensor | EncoderError
+        began = monotonic()
         try:
-            if frames is None:
-                pixels = self._decoder.decode(image.source)
-            else:
-                pixels = self._decoder.decode_frames(
-                    image.source, frames, partial(self._inbox.is_wanted, image)
-                )
+            pixels = self._decoded(image)
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             pixels = self._faults.known_error(error)
         ended = monotonic()
@@ -183,12 +176,21 @@ class Prepare:
         if isinstance(pixels, EncoderError):
             self._inbox.drop(image, pixels, began, ended - began)
             return
-        if key is not None:
-            image.pixels = key.of_pixels(pixels.cpu().numpy())
         good = [(image, pixels)]
         del pixels  # see `_cut`
-        decoder = "ffmpeg" if frames else "pillow"
+        decoder = "pillow" if image.key is None else "ffmpeg"
         self._cut(good, stream, Timing(decoder, began, ended, image.source.header.pixels))
+
+    def _decoded(self, image: DeviceImage) -> Tensor | EncoderError:
+        """Return the pixels of an image or of two frames, on the device, or their error. Note the digest of frames."""
+        if image.key is None or image.key.frames is None:
+            return self._decoder.decode(image.source)
+        is_wanted = partial(self._inbox.is_wanted, image)
+        frames = self._decoder.decode_frames(image.source, image.key.frames, is_wanted)
+        if isinstance(frames, EncoderError):
+            return frames
+        image.pixels = image.key.of_pixels(frames)
+        return self._decoder.on_device(frames)
 
     def _cut(self, good: list[tuple[DeviceImage, Tensor]], stream: CudaStream, timing: "Timing") -> None:
         """Cut decoded images into patches. If that fails, cut one image at a time, so that each fails by itself.

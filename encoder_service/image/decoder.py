@@ -184,18 +184,18 @@ class Decoder:
         Raises `RuntimeError` for what is not the image's fault: no decoder process starts, or the pixels cannot be
         copied to the device.
         """
-        return self._on_device(self._files.decode(source))
+        pixels = self._files.decode(source)
+        return pixels if isinstance(pixels, EncoderError) else self.on_device(pixels)
 
     def decode_frames(
         self, source: Source, frames: Frames, is_wanted: Callable[[], bool]
-    ) -> Tensor | EncoderError:
-        """Return the pixels of two frames of a video, uint8 [2, H, W, 3], or their error.
+    ) -> Pixels | EncoderError:
+        """Return the pixels of two frames of a video, uint8 [2, H, W, 3], on the host, or their error.
 
         See `FileDecoder.read_frames`. Raises as `decode` does.
         """
-        return self._on_device(self._files.read_frames(source, frames.first, frames.second, is_wanted))
+        return self._files.read_frames(source, frames.first, frames.second, is_wanted)
 
-    def _on_device(self, pixels: Pixels | EncoderError) -> Tensor | EncoderError:
-        if isinstance(pixels, EncoderError):
-            return pixels
+    def on_device(self, pixels: Pixels) -> Tensor:
+        """Copy pixels to the device; on the CPU, return a view of them."""
         return torch.from_numpy(pixels).to(self._device)

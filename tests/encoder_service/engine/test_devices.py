@@ -15,12 +15,15 @@ from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.engine import model as loading
+from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess, start_devices
+from encoder_service.engine.environment import device_environment
 from encoder_service.engine.model import Model, load_model
 from encoder_service.engine.served import served_model
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip
+from testing.device_thread import DeviceThread
 from testing.photos import photo
 from tests.calls import collect
 from tests.servers import server_of
@@ -172,3 +175,42 @@ def test_each_missing_gpu_is_reported(config: Config) -> None:
     two = replace(config, devices="cuda:0,cuda:1")
     with pytest.raises(ConfigError, match=r"--devices cuda:0: torch .* sees 0 CUDA devices"):
         served_model(two, start_devices(two))
+
+
+def test_the_cpu_beside_a_gpu_is_said_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` found no CUDA device: a driver too old, or a torch without CUDA, would cost a user a hundredfold."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loading, "_DEVICE_FILES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert (loading._device("auto"), caplog.text) == ("cpu", "")
+    (tmp_path / "nvidia0").touch()
+    for version, reason in ((None, "is a build without CUDA"), ("13.0", "torch's CUDA 13.0 finds no device")):
+        caplog.clear()
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert loading._device("auto") == "cpu"
+        assert "nvidia0 is there" in caplog.text
+        assert reason in caplog.text
+
+
+async def test_a_device_tier_that_another_device_cannot_write_is_refused_at_start(
+    config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes would end as soon as they map the tier, and be started again for ever."""
+    peers = {("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in peers)
+    assert Device("cuda:1").can_access("cuda:0")
+    assert Device("cuda:2").can_access("cuda:2")
+    device = DeviceThread(config, model)
+    device.name = "cuda:2"
+    with pytest.raises(ConfigError, match="cuda:2 cannot write to the device tier on cpu"):
+        Server(replace(config, store_device_gib=0.01), model, [device])
+
+
+def test_a_device_process_gets_the_compiler_that_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/opt/cc")
+    monkeypatch.setenv("REDIS_PASSWORD", "secret")
+    environment = device_environment()
+    assert environment["CC"] == "/opt/cc"
+    assert "REDIS_PASSWORD" not in environment

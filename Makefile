@@ -242,6 +242,10 @@ soak: setup ## Run clients among attackers, restarts and faults (MINUTES=20, SEE
 gpu-check: ## Check and time every GPU path, on a CUDA machine with torch (PART=names, OUT=folder)
 	@PY=$${GPU_PYTHON:-$(PY)}; PYTHONPATH=.:proto:$$PYTHONPATH $$PY -m bench.gpu_check $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)')
 
+.PHONY: gpu-first
+gpu-first: ## Run the first quarter of an hour on a GPU (CALL=1, 2 or 3: one of its calls; OUT=folder)
+	@PY=$${GPU_PYTHON:-$(PY)}; PYTHONPATH=.:proto:$$PYTHONPATH $$PY -m bench.gpu_check --first $(CALL) $(if $(OUT),--out '$(OUT)')
+
 .PHONY: clean
 clean: ## Remove everything the other targets created
 	@rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .certs .docs

@@ -1,6 +1,7 @@
 """Checks and times every path on a CUDA machine, in parts; on a CPU, runs all parts without meaningful figures.
 
     python -m bench.gpu_check --part env attention --out DIR [--budget-s 600]
+    python -m bench.gpu_check --first [1 2 3]       # the first quarter of an hour on a GPU, or some of its three calls
     python -m bench.gpu_check --dry-run             # every part on a tiny tower on the CPU
     python -m bench.gpu_check --keep DIR/gpu.jsonl  # store the results of another machine; name the files of its runs
 
@@ -30,6 +31,7 @@ from bench.harness.results import Result, store
 # Part → its share of the time; the most important parts come first.
 PARTS = {
     "env": 1,
+    "driver": 2,
     "attention": 4,
     "products": 3,
     "tests": 5,
@@ -42,6 +44,13 @@ PARTS = {
     "sanitize": 4,
 }
 BUDGET_S = 1500.0
+# What to run first on a machine that is lent for a quarter of an hour: the parts and the seconds of each call. `edge`
+# needs no GPU, and `sanitize` takes minutes.
+FIRST = (
+    (("env", "driver", "attention", "products", "group", "tests"), 165.0),
+    (("tower",), 225.0),
+    (("load", "decode", "server"), 200.0),
+)
 DRY_BUDGET_S = 86_400.0  # a busy machine skips nothing
 LATE_S = 60.0  # a part checks its budget between measurements; one that is this late hangs
 MAX_SUMMARY = 8000  # characters
@@ -113,6 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         help=f"seconds for all parts together (default {BUDGET_S:g}, in a dry run a day)",
     )
+    parser.add_argument(
+        "--first",
+        type=int,
+        nargs="*",
+        choices=range(1, len(FIRST) + 1),
+        metavar="CALL",
+        help=f"in place of --part and --budget-s: the parts for the first {sum(s for _, s in FIRST):.0f} s on a GPU",
+    )
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny sizes")
     parser.add_argument(
         "--keep",
@@ -130,11 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out: Path = args.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        budget_s = args.budget_s
-        if budget_s is None:
-            budget_s = DRY_BUDGET_S if args.dry_run else BUDGET_S
+        calls = [(args.part, args.budget_s or BUDGET_S)]
+        if args.first is not None:
+            calls = [FIRST[number - 1] for number in args.first or range(1, len(FIRST) + 1)]
         PROCESSES.set_forkserver_preload(PRELOADED_DRY if args.dry_run else PRELOADED)
-        _run(args.part, out, time.monotonic() + budget_s, dry=args.dry_run)
+        for parts, budget_s in calls:
+            left_s = DRY_BUDGET_S if args.dry_run and args.budget_s is None else budget_s
+            _run(parts, out, time.monotonic() + left_s, dry=args.dry_run)
         lines = read(out / "gpu.jsonl")
         (out / "summary.txt").write_text(text := summary(lines))
     print(json.dumps(_figures(lines)) if args.json else text, flush=True)

@@ -30,18 +30,24 @@ MIB = 2**20
 
 
 def run(probe: Probe) -> None:
-    """Note the speed of every variant in every case, then exactness, then the speed of `transformers`."""
+    """Note speed and exactness of the default, speed of the other variants, other models, then `transformers`."""
     torch.backends.cudnn.allow_tf32 = False  # the reference's convolution must be exact
     torch.backends.cuda.matmul.allow_tf32 = False
     folder, runs = one_checkpoint(probe), _backends(probe)
     others: list[dict[str, Any]] = [{"attention": name, "graphs": name != "sdpa"} for name in runs]
     more: list[dict[str, Any]] = [{"graphs": False}, {"batch_invariant": True}, *BUDGETS]
-    for options in (DEFAULT, *({**DEFAULT, **each} for each in more), *others):
+    variants = [DEFAULT, *({**DEFAULT, **each} for each in more), *others]
+    for number, options in enumerate(variants):
         probe.attempt({**options, "what": "variant"}, partial(_variant, probe, folder, options))
-    for model_type in MODEL_TYPES[: 1 if probe.dry else None]:
-        label = {"what": "exactness", "model": model_type}
-        probe.attempt(label, partial(_exactness, probe, model_type))
+        if not number:  # right comes before fast
+            _note_exactness(probe, MODEL_TYPES[0])
+    for model_type in () if probe.dry else MODEL_TYPES[1:]:
+        _note_exactness(probe, model_type)
     probe.attempt({"what": "transformers"}, partial(_time_transformers, probe, folder))
+
+
+def _note_exactness(probe: Probe, model_type: str) -> None:
+    probe.attempt({"what": "exactness", "model": model_type}, partial(_exactness, probe, model_type))
 
 
 def one_checkpoint(probe: Probe, model_type: str = MODEL_TYPES[0]) -> Path:

@@ -101,6 +101,7 @@ def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path)
         assert "seconds" in rows[-1]
     assert any(line.get("from") == "device tier" and line["passed"] for line in lines)
     for part, names in {
+        "driver": {"launch_us"},
         "load": {"vit_ms", "service_over_bare_tower"},
         "group": {"group_ms"},
         "edge": {"new_ms", "lag_p99_ms", "upload_far_s"},
@@ -110,6 +111,19 @@ def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path)
     assert len(summary) <= gpu.MAX_SUMMARY
     assert ran.stdout.endswith(f"{summary}\n")
     assert gpu.main(["--keep", str(tmp_path / "gpu.jsonl")]) == 2, "figures of a dry run mean nothing"
+
+
+def test_the_first_calls_on_a_gpu_fit_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 900 s, starts and transfers take two minutes, and a part may end late."""
+    ran: list[str] = []
+    monkeypatch.setattr(gpu, "_run_part", lambda part, *_: ran.append(part))
+    monkeypatch.setattr(gpu, "_failures", lambda _: "")
+    assert gpu.main(["--dry-run", "--first"]) == 0
+    assert set(ran) == set(gpu.PARTS) - {"edge", "sanitize"}
+    assert sum(seconds for _, seconds in gpu.FIRST) <= 600
+    ran.clear()
+    assert gpu.main(["--dry-run", "--first", "3"]) == 0
+    assert ran == ["load", "decode", "server"]
 
 
 @pytest.mark.timeout(600)

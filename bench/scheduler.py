@@ -22,7 +22,7 @@ from bench.simulation.trials import (
     Trial,
     answer,
 )
-from encoder_service.scheduler import Claim, QueueLimits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, Task
 
 BENCHMARK = Benchmark(
     "scheduler",
@@ -164,7 +164,7 @@ def cost_section() -> Section:
         return result
 
     limits = QueueLimits(images=20_000, patches=10**9, source_bytes=10**12, claims=10**6)
-    scheduler = Scheduler(limits, max_ahead_patches=16_384, max_ahead_images=64)
+    scheduler = Scheduler[Task](limits, max_ahead_patches=16_384, max_ahead_images=64)
     claims: list[Claim] = []
     for turn in range(4_000):
         now = turn * 0.01
@@ -175,7 +175,7 @@ def cost_section() -> Section:
                 f"request-{turn}", f"client-{turn % 50}", 0, chunk, now + chunk * 0.1, demanded=True
             )
             patches = source.choice((1024, 3520, 8160))
-            timed("admit", scheduler.admit, claim, source.randbytes(32), patches, 300_000, now)
+            timed("admit", scheduler.admit, claim, Task(source.randbytes(32), patches, 300_000), now)
             claims.append(claim)
         if turn < 2_000:
             continue

@@ -434,9 +434,9 @@ class Server:
             asyncio.get_running_loop()
         except RuntimeError:
             counts: Future[Snapshot] = Future()
-            self._loop.call_soon_threadsafe(lambda: counts.set_result(self.jobs.snapshot()))
+            self._loop.call_soon_threadsafe(lambda: counts.set_result(self.jobs.scheduler.snapshot()))
             return counts.result(SNAPSHOT_S)
-        return self.jobs.snapshot()
+        return self.jobs.scheduler.snapshot()
 
     def banner(self) -> str:
         """Return the start-up block for standard output: the settings in effect, and last where the server listens."""

@@ -206,7 +206,7 @@ class Images:
     @property
     def patches_per_s(self) -> float:
         """The rate at which this replica encodes; 0 until it is known."""
-        return self._jobs.patches_per_s
+        return self._jobs.scheduler.recent_patches_per_s
 
     # What a Submit needs
 
@@ -294,7 +294,7 @@ class Images:
         for image in images:
             self.withdraw(image.claim)
             self.release_lease(image.key)
-        if not by_queue or not self._jobs.is_empty:
+        if not by_queue or self._jobs.scheduler.queued.images:
             return refusal
         return ImageLimitError(
             f"{len(images)} images together do not fit into the empty queue ({refusal.message}): submit fewer at a "

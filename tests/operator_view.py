@@ -59,14 +59,14 @@ async def settled(server: Server, name: str, value: float, **labels: str) -> Scr
 
 async def images_wait(server: Server, images: int) -> None:
     """Wait until `images` images are queued or running, with or without a waiting Fetch."""
-    await soon(lambda: sum(server.jobs.snapshot().images.values()) == images)
+    await soon(lambda: sum(server.jobs.scheduler.snapshot().images.values()) == images)
 
 
 async def fetches_wait_for(server: Server, images: int) -> None:
     """Wait until `images` images are queued or running, each with a waiting Fetch."""
 
     def waited_for() -> int:
-        counts = server.jobs.snapshot().images
+        counts = server.jobs.scheduler.snapshot().images
         return sum(count for (_, is_demanded), count in counts.items() if is_demanded)
 
     await soon(lambda: waited_for() == images)

@@ -1,6 +1,6 @@
 """A scheduler with ample limits, and shorthands for its calls."""
 
-from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, QueueLimits, Scheduler
+from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, QueueLimits, Scheduler, Task
 
 PATCHES = 100
 ROOMY = QueueLimits(images=10**6, patches=10**9, source_bytes=10**12, claims=10**6)
@@ -17,7 +17,7 @@ def want(
     scheduler, address, request="r", *, patches=PATCHES, now=0.0, single=False, pixels=0, **claim
 ) -> Claim:
     wanted = Claim(request, claim.pop("client", "c"), **{"demanded": True, **claim})
-    scheduler.admit(wanted, address.encode(), patches, 1000, now, source_pixels=pixels, single=single)
+    scheduler.admit(wanted, Task(address.encode(), patches, 1000, source_pixels=pixels), now, single=single)
     return wanted
 
 

@@ -78,7 +78,7 @@ class RunResult:
 
 @dataclass(eq=False, slots=True)
 class _Replica:
-    scheduler: Scheduler
+    scheduler: Scheduler[Task]
     rate: float
     preparing: bool = False
     encoding: bool = False
@@ -150,7 +150,7 @@ class Simulation:
                 needed_at=job.arrived_s + chunk * self._machine.prefill_s,
             )  # fmt: skip
             try:
-                replica.scheduler.admit(claim, image.address, image.patches, SOURCE_BYTES, now)
+                replica.scheduler.admit(claim, Task(image.address, image.patches, SOURCE_BYTES), now)
             except OverloadedError as error:
                 self._outcome.retry_after_ms.append(error.retry_after_ms)
                 progress.refused = True

@@ -108,11 +108,11 @@ class Dispatcher:
         """Push what the devices may have now. Waits for nothing."""
         for link in self.links:
             link.push_batches(self._others[link], self._group_number)
-        may_decode = self._queue.may_decode
-        self._share_out(Link.push_decode_batch, partial(may_decode, single=False))
-        self._share_out(Link.push_single, partial(may_decode, single=True))
+        scheduler = self._queue.scheduler
+        self._share_out(Link.push_decode_batch, partial(scheduler.may_decode, single=False))
+        self._share_out(Link.push_single, partial(scheduler.may_decode, single=True))
         if idle := [link for link in self.links if link.is_idle]:
-            is_starved = self._queue.waiting_images > 0
+            is_starved = scheduler.waiting_images > 0
             for link in idle:
                 if is_starved is (link.idle_since is None):
                     link.note_idle(is_starved=is_starved)
@@ -127,7 +127,7 @@ class Dispatcher:
 
     def _gone(self, job: Job) -> None:
         if self.links:
-            self.links[job.task.device].gone(job)
+            self.links[job.device].gone(job)
 
     def _on_freed(self) -> None:
         """Take note that the store may have space. Called on any thread, with the store's lock held."""

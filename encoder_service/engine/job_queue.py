@@ -8,7 +8,7 @@ that can never be encoded, so that a broken file is decoded only once.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -29,7 +29,7 @@ from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.limits import AT_A_TIME
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import MOST_INTERRUPTIONS, Claim, Scheduler, Snapshot, State, Task
+from encoder_service.scheduler import MOST_INTERRUPTIONS, Claim, Scheduler, State, Task
 from encoder_service.store import Pin, Store
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,13 @@ Waiter = Callable[[Pin | EncoderError], None]
 """What a caller that waits for a job passes to `JobQueue.watch`: called once, with a pin of its own or the error."""
 
 
-@dataclass(eq=False, slots=True)
-class Job:
-    """One image to encode, and the callers that wait for its rows."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Job(Task):
+    """One image to encode: a task of the scheduler with its image, and the callers that wait for its rows."""
 
     key: ImageKey
     source: Source
     grid: Grid
-    task: Task
     queued_at: float
     number: int = 0  # its name in messages to the device that has it
     pixels: bytes = b""  # of frames: see `ImageKey.of_pixels`
@@ -70,7 +69,7 @@ class JobQueue:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Job],
         decoder: Decoder,
         store: Store,
         *,
@@ -85,9 +84,7 @@ class JobQueue:
 
         `on_end` is called at the end of every job, `on_abort` when no job can succeed.
         """
-        self._scheduler = scheduler
-        self.may_decode, self.may_encode = scheduler.may_decode, scheduler.may_encode
-        """Whether there is work of a kind: asked often, and cheaper than to ask for the work."""
+        self.scheduler = scheduler
         self._decoder = decoder
         self._store = store
         self._metrics = metrics or Metrics()
@@ -123,18 +120,9 @@ class JobQueue:
         """Whether there is a job for the image, or the store holds its rows."""
         return key in self or self._store.contains(key.address)
 
-    def snapshot(self) -> Snapshot:
-        """Return the counts of the queue at this moment."""
-        return self._scheduler.snapshot()
-
-    @property
-    def patches_per_s(self) -> float:
-        """The rate of all devices in the last second of their time; 0 before the first measurement."""
-        return self._scheduler.recent_patches_per_s
-
     def encode_s(self, patches: int) -> float:
         """Return the seconds that a device needs for `patches` at the measured rate; 0 before the first measurement."""
-        rate = self._scheduler.patches_per_s
+        rate = self.scheduler.patches_per_s
         return patches * self._devices / rate if rate else 0.0
 
     def check_room(self, key: ImageKey, patches: int, size_bytes: int, claim: Claim) -> None:
@@ -144,14 +132,9 @@ class JobQueue:
         0 is an unknown amount.
         """
         if claim.reserves:
-            self._scheduler.reserve(claim, key.address, patches, size_bytes)
+            self.scheduler.reserve(claim, key.address, patches, size_bytes)
         elif patches:
-            self._scheduler.check_room(claim, patches)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no image is queued, being encoded or expected."""
-        return not self._scheduler.queued.images
+            self.scheduler.check_room(claim, patches)
 
     def known_error(self, error: Exception) -> EncoderError:
         """Translate an error for callers that wait for rows; see `Faults`."""
@@ -171,23 +154,23 @@ class JobQueue:
             return job
         if self._closed:
             raise UnavailableError("the server is shutting down: use another server")
-        now = monotonic()
-        size, pixels = len(source.data), source.header.pixels
-        self._scheduler.admit(
-            claim,
+        now, pixels = monotonic(), source.header.pixels
+        if key.frames is not None:
+            pixels = 2 * max(pixels, math.prod(key.frames.bilinear or ()))
+        job = Job(
             key.address,
             grid.patches,
-            size,
-            now,
-            source_pixels=pixels
-            if key.frames is None
-            else 2 * max(pixels, math.prod(key.frames.bilinear or ())),
-            single=not self._decoder.can_batch(source),
+            len(source.data),
+            source_pixels=pixels,
             as_large=key.frames is not None,
             interruptions=self._failures.interruptions(key),
+            key=key,
+            source=source,
+            grid=grid,
+            queued_at=now,
         )
-        assert claim.task is not None
-        job = self._jobs[key.address] = Job(key, source, grid, claim.task, now)
+        self.scheduler.admit(claim, job, now, single=not self._decoder.can_batch(source))
+        self._jobs[key.address] = job
         if not self._answer_due:
             self._answer_due = True
             self._loop.call_later(ANSWER_FIRST_S, self._answered)
@@ -235,12 +218,10 @@ class JobQueue:
 
     def withdraw(self, claim: Claim) -> None:
         """End a claim. A job without claims is dropped, unless its batch has started."""
-        task = self._scheduler.withdraw(claim)
-        if task is None:
-            return
-        self.poke()
-        if (job := self._jobs.get(task.address)) is not None and job.task is task:
-            self._abandon(job)
+        if (job := self.scheduler.withdraw(claim)) is not None:
+            self.poke()
+            if self._jobs.get(job.address) is job:
+                self._abandon(job)
 
     def fail_all(self, error: EncoderError) -> None:
         """End all jobs with `error`."""
@@ -255,76 +236,36 @@ class JobQueue:
             self._dispatch_due = True
             self._loop.call_soon(self._dispatch)
 
-    @property
-    def waiting_images(self) -> int:
-        """The number of images whose encoding has not started."""
-        return self._scheduler.waiting_images
-
-    def next_to_prepare(self, device: int, max_images: int, max_pixels: int) -> list[Job]:
-        """Take images for a device to decode in one batch."""
-        return self._of(self._scheduler.next_to_prepare(monotonic(), max_images, max_pixels, device))
-
-    def next_single(self, device: int, decoding: Iterable[Task], max_pixels: int) -> list[Job]:
-        """Take an image for a device to decode by itself, beside those that it decodes now.
-
-        They hold at most `max_pixels` together, plus one image that the scheduler calls large.
-        """
-        tasks = list(decoding)
-        pixels = [task.source_pixels for task in tasks if not self._scheduler.is_large(task)]
-        room = max_pixels - sum(pixels) if pixels else math.inf
-        has_large = len(pixels) < len(tasks)
-        return self._of(self._scheduler.next_single(monotonic(), room, large=not has_large, device=device))
-
-    def next_batch(self, device: int, budget_patches: int) -> list[Job]:
-        """Take a device's next batch."""
-        return self._of(self._scheduler.next_batch(monotonic(), budget_patches, device))
-
-    def next_overtaking(
-        self, device: int, batch: Iterable[Job], most_patches: int, most_of: Callable[[str], int]
-    ) -> list[Job]:
-        """Take an image to encode in the middle of `batch`, or nothing. See the scheduler."""
-        tasks = [job.task for job in batch]
-        return self._of(
-            self._scheduler.next_overtaking(tasks, monotonic(), most_patches, device, most_of=most_of)
-        )
-
-    def decoded(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Report how many seconds a thread spent on decoding these jobs together, including jobs that failed."""
-        self._scheduler.decoded([job.task for job in jobs], seconds)
-
-    def retry_single(self, job: Job) -> None:
-        """Report that the batch decoder failed on a job's image: queue it to be decoded by itself."""
-        self._scheduler.retry_single(job.task, monotonic())
-
     def prepared(self, job: Job) -> None:
         """Report that the patches of a job are ready.
 
         Frames whose pixels were encoded before, in this video or another, get a copy of those rows, if it can be made.
         """
         address = self._of_pixels.get(job.pixels) if job.pixels else None
-        if address is not None and job.task.state is not State.GONE:
+        if address is not None and job.state is not State.GONE:
             copying = self._loop.create_task(self._copy(job, job.number, address), name="copy-of-frames")
             self._copying.add(copying)
             copying.add_done_callback(self._copying.discard)
         else:
-            self._scheduler.prepared(job.task, monotonic())
+            self.scheduler.prepared(job, monotonic())
 
     def put_back(self, jobs: Sequence[Job]) -> None:
         """Return jobs of a batch to the queue, for a later batch. Jobs without claims end."""
-        self._abandon_ended(jobs, self._scheduler.put_back([job.task for job in jobs]))
+        for job in self.scheduler.put_back(jobs):
+            self._abandon(job)
 
     def failed(self, jobs: Sequence[Job], error: EncoderError) -> None:
         """Report that a batch failed: one image ends with `error`, several are retried in smaller batches."""
-        ended = self._scheduler.failed([job.task for job in jobs])
-        if len(jobs) > 1:
-            self._abandon_ended(jobs, ended)
-        else:
-            self._end(jobs[0], error)
+        for job in self.scheduler.failed(jobs):
+            if len(jobs) > 1:
+                self._abandon(job)
+            else:
+                self._end(job, error)
 
     def encoded(self, jobs: Sequence[Job], outcomes: Sequence[Pin | EncoderError], seconds: float) -> None:
         """Report the outcome of each job of a batch, and the seconds that the device was busy with the batch."""
         # The rate of admission is that of all devices together.
-        self._scheduler.done([job.task for job in jobs], seconds / self._devices)
+        self.scheduler.done(jobs, seconds / self._devices)
         for job, outcome in zip(jobs, outcomes, strict=True):
             if job.pixels and isinstance(outcome, Pin):
                 self._of_pixels[job.pixels] = outcome.address
@@ -333,7 +274,7 @@ class JobQueue:
 
     def end(self, job: Job, outcome: Pin | EncoderError) -> None:
         """End a job before its batch is encoded: it failed, or its rows are held."""
-        self._scheduler.drop(job.task)
+        self.scheduler.drop(job)
         self._end(job, outcome)
 
     def interrupted(self, device: int, unwanted: Sequence[Job] = ()) -> bool:
@@ -342,15 +283,17 @@ class JobQueue:
         An image fails if this was the third loss of a device that was decoding or encoding it. Return whether the loss
         counts against the device: not if an earlier suspect was alone there and will be tried again.
         """
-        suspect = self._scheduler.suspect(device)
+        suspect = self.scheduler.suspect(device)
         earlier = suspect.interruptions if suspect is not None else 0
-        ended = set(self._scheduler.interrupted(device, monotonic()))
+        ended = self.scheduler.interrupted(device, monotonic())
         for job in unwanted:
-            job.task.interruptions += 1
+            job.interruptions += 1
         for job in (*unwanted, *self._jobs.values()):
-            self._failures.note_interruptions(job.key, job.task.interruptions)
-        for job in [job for job in self._jobs.values() if job.task in ended]:
-            if job.task.interruptions >= MOST_INTERRUPTIONS:
+            self._failures.note_interruptions(job.key, job.interruptions)
+        for job in ended:
+            if self._jobs.get(job.address) is not job:  # all jobs were failed
+                continue
+            if job.interruptions >= MOST_INTERRUPTIONS:
                 self._end(job, InternalError(ENDS_DEVICES))
             else:
                 self._abandon(job)
@@ -369,13 +312,10 @@ class JobQueue:
 
     # Internals
 
-    def _of(self, tasks: Iterable[Task]) -> list[Job]:
-        return [self._jobs[task.address] for task in tasks]
-
     def _join(self, key: ImageKey, claim: Claim) -> Job | None:
         job = self._jobs.get(key.address)
         if job is not None and claim.task is None:
-            self._scheduler.claim(claim, key.address, monotonic())
+            self.scheduler.claim(claim, key.address, monotonic())
             if claim.demanded:
                 self.poke()  # as a demanded image it may be decoded now
         return job
@@ -400,10 +340,10 @@ class JobQueue:
         except BaseException as error:
             self.abort("copying the rows of equal frames failed", error)
             raise
-        is_waiting = job.number == number and job.task.state is State.PREPARING_SINGLE
+        is_waiting = job.number == number and job.state is State.PREPARING_SINGLE
         if copy is None:
             if is_waiting:
-                self._scheduler.prepared(job.task, monotonic())
+                self.scheduler.prepared(job, monotonic())
                 self.poke()
         elif is_waiting:
             self._of_pixels[job.pixels] = job.key.address
@@ -420,7 +360,7 @@ class JobQueue:
         with held:
             try:
                 held.to_host()
-                copy = self._store.receive(job.key.address, held.tokens, held.grid, job.task.holder)
+                copy = self._store.receive(job.key.address, held.tokens, held.grid, job.holder)
                 if copy is None:
                     return self._store.pin(job.key.address)
                 for piece in held.rows():
@@ -435,11 +375,6 @@ class JobQueue:
         error = UnavailableError(f"{why}: use another server")
         self.fail_all(error)
         self._on_abort(error)
-
-    def _abandon_ended(self, jobs: Sequence[Job], ended: Sequence[Task]) -> None:
-        for job in jobs:
-            if job.task in ended:
-                self._abandon(job)
 
     def _abandon(self, job: Job) -> None:
         """End a job without claims. It is no failure: it is not counted."""
@@ -465,7 +400,7 @@ class JobQueue:
             self._on_end(job, outcome)
             self._fail(job, outcome)
             return
-        if job.task.interruptions:
+        if job.interruptions:
             self._failures.acquit(job.key)
         self._on_end(job, outcome)
         self._give(outcome, job.waiters)

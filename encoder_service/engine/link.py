@@ -77,7 +77,7 @@ class SentBatch:
     @property
     def holders(self) -> set[str]:
         """The holders that are charged for its images."""
-        return {holder for job in self.jobs for holder in job.task.holders}
+        return {holder for job in self.jobs for holder in job.holders}
 
 
 @dataclass(eq=False, slots=True)
@@ -145,7 +145,8 @@ class Link(asyncio.Protocol):
         """Set when the process has closed its end."""
         self.is_up = False
         self._shared = shared
-        self._queue, self._store, self._metrics = shared.queue, shared.store, shared.metrics
+        self._queue, self._scheduler = shared.queue, shared.queue.scheduler
+        self._store, self._metrics = shared.store, shared.metrics
         self._numbers = count(1)
         self._numbers_of_batches = count(1)
         self._forget_all()
@@ -261,7 +262,7 @@ class Link(asyncio.Protocol):
 
         A large image is encoded with the `others` if all devices are idle.
         """
-        if self._queue.may_encode(self.device.number):
+        if self._scheduler.may_encode(self.device.number):
             while self.is_up and self.share is None and self._has_credit():
                 if not self._push_batch(others, group_number):
                     break
@@ -276,9 +277,9 @@ class Link(asyncio.Protocol):
         is_idle = self.is_idle and not self._prepared and not self._decoding
         images, pixels = BATCH_IMAGES, self._shared.decode_pixels
         if is_idle:
-            half = (self._queue.waiting_images + 1) // 2
+            half = (self._scheduler.waiting_images + 1) // 2
             images, pixels = min(images, max(IDLE_IMAGES, half)), min(pixels, IDLE_PIXELS)
-        jobs = self._queue.next_to_prepare(self.device.number, images, pixels)
+        jobs = self._scheduler.next_to_prepare(monotonic(), images, pixels, self.device.number)
         if jobs:
             self._decode_batches.append(self._decode(jobs, single=False))
         return bool(jobs)
@@ -287,8 +288,10 @@ class Link(asyncio.Protocol):
         """Send one image to decode by itself; return whether there was one, and credit for it."""
         if len(self._singles) >= self.device.facts.decode_threads or not self._can_send:
             return False
-        tasks = [self._jobs[number].task for number in self._singles]
-        jobs = self._queue.next_single(self.device.number, tasks, self._shared.decode_pixels)
+        beside = [self._jobs[number] for number in self._singles]
+        jobs = self._scheduler.next_single(
+            monotonic(), self._shared.decode_pixels, beside=beside, device=self.device.number
+        )
         for job in jobs:
             decoding = self._decode([job], single=True)
             self._singles[job.number] = decoding
@@ -359,7 +362,7 @@ class Link(asyncio.Protocol):
         written: list[Job] = []  # others write their rows now
         budget = self.device.facts.batch_patches
         batch: SentBatch | None = None
-        while batch is None and (jobs := self._queue.next_batch(self.device.number, budget)):
+        while batch is None and (jobs := self._scheduler.next_batch(monotonic(), budget, self.device.number)):
             placed, more = self._placed(jobs, written)
             if placed:
                 group = self._group(placed, others, group_number)
@@ -385,8 +388,12 @@ class Link(asyncio.Protocol):
         while self.is_up and overtaken:
             most = min(each.room for each in overtaken) // 2
             smaller = min(each.patches for each in overtaken) // 2
-            jobs = self._queue.next_overtaking(
-                self.device.number, _jobs_of(overtaken), most, partial(self._most_of, smaller)
+            jobs = self._scheduler.next_overtaking(
+                list(_jobs_of(overtaken)),
+                monotonic(),
+                most,
+                self.device.number,
+                most_of=partial(self._most_of, smaller),
             )
             if not jobs:
                 return
@@ -440,7 +447,7 @@ class Link(asyncio.Protocol):
         for at, job in enumerate(jobs):
             tokens = shared.tokens(job.grid)
             try:
-                found = self._store.place(job.key.address, tokens, job.grid, job.task.holder)
+                found = self._store.place(job.key.address, tokens, job.grid, job.holder)
             except EncoderError as error:
                 self._queue.end(job, error)
                 continue
@@ -469,7 +476,7 @@ class Link(asyncio.Protocol):
         if more or not least or job.key.frames or job.grid.patches < least:
             return None
         # An image whose encoding was interrupted is encoded by one device.
-        if job.task.interruptions or self.batches or not all(link.is_up and link.is_idle for link in others):
+        if job.interruptions or self.batches or not all(link.is_up and link.is_idle for link in others):
             return None
         return Group(number, self.device.number, self._shared.devices, job.grid)
 
@@ -546,9 +553,9 @@ class Link(asyncio.Protocol):
             job.stage("queue", job.queued_at, message.decode_began)
             job.stage("decode", message.decode_began, message.decode_ended)
             job.stage("preprocess", message.cut_began, message.cut_ended)
-            self._metrics.queued(message.decode_began - job.queued_at, demanded=job.task.demanded)
+            self._metrics.queued(message.decode_began - job.queued_at, demanded=job.demanded)
         self._metrics.decoded(message.decoder, len(jobs))
-        self._queue.decoded(jobs, message.seconds)
+        self._scheduler.decoded(jobs, message.seconds)
         for job, pixels in zip(jobs, message.pixels or [b""] * len(jobs), strict=True):
             job.pixels = pixels
             if job.number in self._unwanted:
@@ -560,21 +567,21 @@ class Link(asyncio.Protocol):
 
     def _on_retry(self, message: messages.Retry) -> None:
         jobs = [self._left_decoding(number) for number in message.images]
-        self._queue.decoded(jobs, message.seconds)
+        self._scheduler.decoded(jobs, message.seconds)
         for job in jobs:
             self._forget(job.number)
             if job.number in self._unwanted:
                 self._unwanted.discard(job.number)
             else:
-                self._queue.retry_single(job)
+                self._scheduler.retry_single(job, monotonic())
 
     def _on_dropped(self, message: messages.Dropped) -> None:
         job = self._left_decoding(message.image)
         self._forget(job.number)
-        self._queue.decoded([job], message.seconds)
+        self._scheduler.decoded([job], message.seconds)
         job.stage("queue", job.queued_at, message.began)
         job.stage("decode", message.began, message.began + message.seconds)
-        self._metrics.queued(message.began - job.queued_at, demanded=job.task.demanded)
+        self._metrics.queued(message.began - job.queued_at, demanded=job.demanded)
         if job.number in self._unwanted:
             self._unwanted.discard(job.number)
         else:

@@ -45,7 +45,7 @@ class Task:
     address: bytes
     patches: int
     source_bytes: int
-    holder: str  # of the claim that admitted it: the task counts against this holder's share of the queue
+    holder: str = ""  # of the claim that admitted it, in whose share of the queue it counts
     source_pixels: int = 0  # of the image file: the cost of decoding it
     as_large: bool = False  # counts as large when it is decoded by itself
     state: State = State.WAITING

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Generic, TypeVar, cast
 
 from encoder_service.scheduler.admission import RECENT_S, Admission, QueueLimits
 from encoder_service.scheduler.policy import (
@@ -33,7 +34,10 @@ IN_WORK = (*DECODING, State.ENCODING)
 ON_DEVICE = (*IN_WORK, State.PREPARED, State.SPLIT)
 
 
-class RequestTable:
+AnyTask = TypeVar("AnyTask", bound=Task)
+
+
+class RequestTable(Generic[AnyTask]):
     """Keeps tasks, claims and requests consistent with each other, and counts them.
 
     Each holder has a work clock: the patches handed to the device for it so far. Its requests age by this clock, so
@@ -44,7 +48,7 @@ class RequestTable:
         self._policy = policy
         self.orders = {state: Order(policy) for state in (State.WAITING, *SINGLES)}
         self.prepared = [Order(policy) for _ in range(devices)]  # one for each device: it has the patches
-        self.tasks: dict[bytes, Task] = {}
+        self.tasks: dict[bytes, AnyTask] = {}
         self.requests: dict[tuple[str, str], LlmRequest] = {}  # by holder and identifier
         self.holders: dict[str, Holder] = {}
         self.claims = 0
@@ -59,7 +63,7 @@ class RequestTable:
         self._ended = 0
         self._numbers = 0
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """Add a new task. The caller must attach a claim at once."""
         assert task.address not in self.tasks, task
         self.tasks[task.address] = task
@@ -230,10 +234,8 @@ MOST_COST = 8.0
 # The first tasks of this many holders are looked at if there is no room to decode the first of them.
 MOST_PASSED = 16
 
-Batch = Sequence[Task]
 
-
-class Scheduler:
+class Scheduler(Generic[AnyTask]):
     """Pure and synchronous: it has no clock, thread or device. The caller serialises the calls.
 
     `now` is in seconds on any monotonic clock. An image goes through `admit`, `next_to_prepare` or `next_single`,
@@ -264,46 +266,33 @@ class Scheduler:
         self._places: Counter[tuple[str, str]] = Counter()  # reserved, by holder and request
         self._max_ahead = Amount(max_ahead_images, max_ahead_patches)
         self._large_pixels = large_pixels
-        self._table = RequestTable(policy, devices)
-        self._split: tuple[deque[list[Task]], ...] = tuple(deque() for _ in range(devices))
-        self._suspects: set[Task] = set()  # those that were interrupted: they may be why
+        self._table: RequestTable[AnyTask] = RequestTable(policy, devices)
+        self._split: tuple[deque[list[AnyTask]], ...] = tuple(deque() for _ in range(devices))
+        self._suspects: set[AnyTask] = set()  # those that were interrupted: they may be why
 
     # Claims
 
-    def admit(
-        self,
-        claim: Claim,
-        address: bytes,
-        patches: int,
-        source_bytes: int,
-        now: float,
-        *,
-        source_pixels: int = 0,
-        single: bool = False,
-        as_large: bool = False,
-        interruptions: int = 0,
-    ) -> bool:
-        """Attach a claim to the task of an address; return whether the task is new.
+    def admit(self, claim: Claim, task: AnyTask, now: float, *, single: bool = False) -> bool:
+        """Attach a claim to the task of an address: the one that is queued, or `task`; return whether that is new.
 
-        A `single` task is decoded by itself; with `as_large` it counts as large there. `source_pixels` does not follow
-        from `patches`: variants bound the patches of an image with many pixels. `interruptions` are those of earlier
-        tasks for the same image.
-        Joining an existing task takes no space in the queue. Raises `OverloadedError` with `retry_after_ms`, or
-        `ImageLimitError` for an image that can never fit; the claim is then not attached. Cannot raise for an image
-        that fits into the place that its claim reserved.
+        A `single` task is decoded by itself, and so is one that was interrupted. Joining an existing task takes no
+        space in the queue. Raises `OverloadedError` with `retry_after_ms`, or `ImageLimitError` for an image that can
+        never fit; the claim is then not attached. Cannot raise for an image that fits into the place that its claim
+        reserved.
         """
         place = self._leave_place(claim)
-        fits = place is not None and patches <= place.patches and source_bytes <= place.source_bytes
-        if self._join(claim, address, now, checked=fits):
+        fits = place is not None and task.patches <= place.patches and task.source_bytes <= place.source_bytes
+        if self._join(claim, task.address, now, checked=fits):
             return False
-        task = Task(address, patches, source_bytes, claim.holder, source_pixels, as_large=as_large)
-        if single or interruptions:
+        task.holder = claim.holder
+        if single or task.interruptions:
             task.state = self._single_state(task)
         if fits:
             self._admission.count(task)
         else:
             self._admission.admit(task, alone=self._is_alone(claim))
-        self._suspect(task, interruptions)
+        if task.interruptions:
+            self._suspects.add(task)
         self._table.open(task)
         self._table.attach(claim, task, now)
         return True
@@ -337,15 +326,15 @@ class Scheduler:
         self._table.attach(claim, task, now)
         return True
 
-    def withdraw(self, claim: Claim) -> Task | None:
+    def withdraw(self, claim: Claim) -> AnyTask | None:
         """End a claim. Return its task if that was the last claim and the task is dropped.
 
         A task that is being encoded continues. Does nothing if the task has ended.
         """
         self._leave_place(claim)
-        task = claim.task
-        if task is None:
+        if claim.task is None:
             return None
+        task = self._task(claim)
         self._table.detach(claim)
         if task.claims or task.state is State.ENCODING:
             return None
@@ -356,12 +345,12 @@ class Scheduler:
 
     def next_to_prepare(
         self, now: float, max_images: int, max_pixels: float = math.inf, device: int = 0
-    ) -> list[Task]:
+    ) -> list[AnyTask]:
         """Take the tasks that a device decodes in its next batch, in order, within the bounds on decoding ahead.
 
         A task of more than `max_pixels` is decoded alone.
         """
-        taken: list[Task] = []
+        taken: list[AnyTask] = []
         pixels = 0
         while len(taken) < max_images:
             if (task := self._first_with_room(State.WAITING, device, now)) is None:
@@ -375,27 +364,26 @@ class Scheduler:
         return taken
 
     def next_single(
-        self, now: float, max_pixels: float, *, large: bool = True, device: int = 0
-    ) -> list[Task]:
+        self, now: float, max_pixels: float, *, beside: Sequence[Task] = (), device: int = 0
+    ) -> list[AnyTask]:
         """Take the next task that a device decodes by itself, within the bounds on decoding ahead.
 
-        The task has at most `max_pixels`. With `large`, a large task may be taken too; a large task that may not be
-        taken does not hold up others.
+        It and those that the device decodes `beside` it have at most `max_pixels` together, plus one large task. A
+        large task that may not be taken does not hold up others.
         """
+        pixels = [task.source_pixels for task in beside if not self._is_large(task)]
+        room = max_pixels - sum(pixels) if pixels else math.inf
+        may_be_large = len(pixels) == len(beside)
         for state in self._single_states(now):
             if (task := self._first_with_room(state, device, now)) is None:
                 continue
-            if large if state is State.LARGE else task.source_pixels <= max_pixels:
+            if may_be_large if state is State.LARGE else task.source_pixels <= room:
                 self._table.take(task, device)
                 self._table.move(task, State.PREPARING_SINGLE, now)
                 return [task]
         return []
 
-    def is_large(self, task: Task) -> bool:
-        """Whether a task has more source pixels than are decoded at a time, or counts as if it had."""
-        return task.as_large or task.source_pixels > self._large_pixels
-
-    def decoded(self, tasks: Sequence[Task], seconds: float) -> None:
+    def decoded(self, tasks: Sequence[AnyTask], seconds: float) -> None:
         """Report how many seconds a thread spent on decoding these tasks together, including tasks that failed.
 
         The holders were charged the patches when the tasks were taken, so that they get equal shares of the device. If
@@ -422,7 +410,7 @@ class Scheduler:
         self._table.move(task, State.PREPARED, now)
         return True
 
-    def next_batch(self, now: float, budget_patches: int, device: int = 0) -> list[Task]:
+    def next_batch(self, now: float, budget_patches: int, device: int = 0) -> list[AnyTask]:
         """Take a device's next batch of prepared tasks: as many, in order, as fit the budget.
 
         A task above the budget is encoded alone. Halves of a failed batch, and tasks that were put back, come first.
@@ -437,13 +425,13 @@ class Scheduler:
 
     def next_overtaking(
         self,
-        batch: Batch,
+        batch: Sequence[AnyTask],
         now: float,
         most_patches: int,
         device: int = 0,
         *,
         most_of: Callable[[str], int] = lambda _holder: 0,
-    ) -> list[Task]:
+    ) -> list[AnyTask]:
         """Take a task of a device that may be encoded in the middle of `batch`; return it, or nothing.
 
         The task must be demanded, the first of its holder, and its lane must be as good as those of all tasks that its
@@ -462,7 +450,7 @@ class Scheduler:
 
         first = order.first(now)
         for claim in islice(order.firsts(now, helps), MOST_PASSED):
-            task, holder = _task(claim), claim.holder
+            task, holder = self._task(claim), claim.holder
             if any(self._table.comes_before(other, claim, now) for other in batch):
                 continue
             is_first = first is not None and holder == first.holder
@@ -471,7 +459,7 @@ class Scheduler:
                 return self._start([task], now)
         return []
 
-    def done(self, batch: Batch, seconds: float) -> None:
+    def done(self, batch: Sequence[AnyTask], seconds: float) -> None:
         """Report that a batch is encoded, and the seconds that the device was busy with it.
 
         The holders were charged the patches when the tasks were taken. The difference to the patches that are encoded
@@ -489,7 +477,7 @@ class Scheduler:
                 order.charge(task, difference)
             self._forget(task)
 
-    def failed(self, batch: Batch) -> list[Task]:
+    def failed(self, batch: Sequence[AnyTask]) -> list[AnyTask]:
         """Report that a batch failed. Return the tasks that end now, without rows.
 
         A task that fails alone is the cause, and ends. A larger batch is split into two halves, which the next calls
@@ -502,13 +490,13 @@ class Scheduler:
         self._requeue(wanted[middle:])
         return self._end(task for task in batch if task not in wanted)
 
-    def put_back(self, tasks: Batch) -> list[Task]:
+    def put_back(self, tasks: Sequence[AnyTask]) -> list[AnyTask]:
         """Put tasks of a batch back: they come first in `next_batch`. Tasks without claims are dropped and returned."""
         wanted = [task for task in tasks if task.claims]
         self._requeue(wanted)
         return self._end(task for task in tasks if task not in wanted)
 
-    def interrupted(self, device: int, now: float) -> list[Task]:
+    def interrupted(self, device: int, now: float) -> list[AnyTask]:
         """Report that a device lost its decoded images and its batch: queue those tasks to be decoded again.
 
         Return the tasks that end: those without claims, and those that were decoded or encoded when a device was lost
@@ -520,7 +508,9 @@ class Scheduler:
         self._split[device].clear()
         ended = []
         for task in lost:
-            self._suspect(task, task.state in IN_WORK)
+            task.interruptions += task.state in IN_WORK
+            if task.interruptions:
+                self._suspects.add(task)
             if not task.claims or task.interruptions >= MOST_INTERRUPTIONS:
                 self._forget(task)
                 ended.append(task)
@@ -530,11 +520,11 @@ class Scheduler:
                 self._table.move(task, waits_in, now)
         return ended
 
-    def suspect(self, device: int) -> Task | None:
+    def suspect(self, device: int) -> AnyTask | None:
         """Return the task that a device has alone, because earlier processes ended while they worked on it."""
         return next((t for t in self._suspects if t.device == device and t.state in ON_DEVICE), None)
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: AnyTask) -> None:
         """Drop a task that failed before it was encoded. Does nothing if it is gone already."""
         if task.state is not State.GONE:
             self._forget(task)
@@ -593,8 +583,12 @@ class Scheduler:
         states = SINGLES if task.decoded_from in SINGLES else (task.decoded_from,)
         return [self._table.orders[state] for state in states]
 
+    def _is_large(self, task: Task) -> bool:
+        """Whether a task has more source pixels than are decoded at a time, or counts as if it had."""
+        return task.as_large or task.source_pixels > self._large_pixels
+
     def _single_state(self, task: Task) -> State:
-        return State.LARGE if self.is_large(task) else State.SINGLE
+        return State.LARGE if self._is_large(task) else State.SINGLE
 
     def _single_states(self, now: float) -> tuple[State, ...]:
         """Return the states of tasks that wait to be decoded by themselves; the state of the best task first."""
@@ -603,16 +597,16 @@ class Scheduler:
             return State.LARGE, State.SINGLE
         return State.SINGLE, State.LARGE
 
-    def _choose(self, now: float, budget_patches: int, device: int) -> list[Task]:
+    def _choose(self, now: float, budget_patches: int, device: int) -> list[AnyTask]:
         order = self._table.prepared[device]
         first = order.first(now)
         if first is None:
             return []
         room = budget_patches if first.demanded else int(budget_patches * SPECULATIVE_BUDGET_SHARE)
-        batch: list[Task] = []
+        batch: list[AnyTask] = []
         claim: Claim | None = first
         while claim is not None and claim.demanded == first.demanded:
-            task = _task(claim)
+            task = self._task(claim)
             if batch and task.patches > room:
                 break
             batch.append(task)
@@ -621,26 +615,26 @@ class Scheduler:
             claim = order.first(now)
         return batch
 
-    def _start(self, batch: list[Task], now: float) -> list[Task]:
+    def _start(self, batch: list[AnyTask], now: float) -> list[AnyTask]:
         for task in batch:
             self._table.move(task, State.ENCODING, now)
             self._table.encoding(task)
         return batch
 
-    def _requeue(self, batch: list[Task]) -> None:
+    def _requeue(self, batch: list[AnyTask]) -> None:
         for task in batch:
             self._table.move(task, State.SPLIT, 0.0)
         if batch:
             self._split[batch[0].device].append(batch)
 
-    def _end(self, batch: Iterable[Task]) -> list[Task]:
+    def _end(self, batch: Iterable[AnyTask]) -> list[AnyTask]:
         ended = list(batch)
         for task in ended:
             assert task.state is State.ENCODING, task
             self._forget(task)
         return ended
 
-    def _first_with_room(self, state: State, device: int, now: float) -> Task | None:
+    def _first_with_room(self, state: State, device: int, now: float) -> AnyTask | None:
         """Return the first task that a device may decode ahead; None if there is none.
 
         That is the first of its stage. If there is no room for it, the first of another holder that has no decoded
@@ -652,19 +646,23 @@ class Scheduler:
         if self._suspects:
             if self.suspect(device) is not None:
                 return None
-            firsts = [_task(claim) for each in self._table.orders.values() if (claim := each.first(now))]
+            firsts = [self._task(claim) for each in self._table.orders.values() if (claim := each.first(now))]
             if any(task.interruptions for task in firsts):
-                is_next = first is not None and _task(first).interruptions and not self._has_tasks(device)
-                return _task(first) if first is not None and is_next else None
-        if first is None or self._has_room_ahead(first, device, now):
-            return None if first is None else _task(first)
+                is_next = (
+                    first is not None and self._task(first).interruptions and not self._has_tasks(device)
+                )
+                return self._task(first) if first is not None and is_next else None
+        if first is None:
+            return None
+        if self._has_room_ahead(first, device, now):
+            return self._task(first)
         for claim in islice(order.firsts(now), 1, MOST_PASSED):
-            if prepared.has_demanded(claim.holder) or _task(claim).interruptions:
+            if prepared.has_demanded(claim.holder) or self._task(claim).interruptions:
                 continue
             demanded, speculative = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
             images, patches = demanded.images + speculative.images, demanded.patches + speculative.patches
-            if self._fits(images, patches, _task(claim), 2):
-                return _task(claim)
+            if self._fits(images, patches, self._task(claim), 2):
+                return self._task(claim)
         return None
 
     def _has_tasks(self, device: int) -> bool:
@@ -679,7 +677,7 @@ class Scheduler:
         The bounds double for a demanded task beside speculative ones, and for a task that will be the next in the ViT.
         Tasks being decoded by themselves do not count: they may be slow, and must not keep others from being decoded.
         """
-        task = _task(first)
+        task = self._task(first)
         demanded, speculative = (self._table.ahead(device, demanded=wanted) for wanted in (True, False))
         images, patches = demanded.images + speculative.images, demanded.patches + speculative.patches
         if images == 0:
@@ -694,7 +692,7 @@ class Scheduler:
         return self._fits(demanded.images, demanded.patches, task, 1) or self._is_next(first, device, now)
 
     def _is_next(self, first: Claim, device: int, now: float) -> bool:
-        prepared, state = self._table.prepared[device], _task(first).state
+        prepared, state = self._table.prepared[device], self._task(first).state
         if prepared.first(now) is None:
             # Only batches in decoding are ahead, and there may always be another.
             return state in SINGLES
@@ -718,23 +716,18 @@ class Scheduler:
                 del self._places[name]
         return place
 
-    def _suspect(self, task: Task, interruptions: int) -> None:
-        task.interruptions += interruptions
-        if task.interruptions:
-            self._suspects.add(task)
-
     def _is_alone(self, claim: Claim) -> bool:
         """Whether all that is queued is of the claim's request."""
         name = claim.holder, claim.request_id
         request = self._table.requests.get(name)
         return self._admission.held.images == self._places[name] + (len(request.tasks) if request else 0)
 
-    def _forget(self, task: Task) -> None:
+    def _forget(self, task: AnyTask) -> None:
         self._suspects.discard(task)
         self._table.close(task)
         self._admission.release(task)
 
-
-def _task(claim: Claim) -> Task:
-    assert claim.task is not None
-    return claim.task
+    @staticmethod
+    def _task(claim: Claim) -> AnyTask:
+        assert claim.task is not None
+        return cast(AnyTask, claim.task)  # every task of its claims was passed to `admit`

@@ -3,7 +3,7 @@
 import pytest
 
 from encoder_service.collectors import queue_readings
-from encoder_service.scheduler import Claim, QueueLimits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, Task
 
 
 def queue() -> Scheduler:
@@ -12,8 +12,8 @@ def queue() -> Scheduler:
     scheduler = Scheduler(limits, max_ahead_patches=10_000, max_ahead_images=64)
     for number in range(3):
         claim = Claim(f"request {number}", "holder", demanded=True, needed_at=0.0)
-        scheduler.admit(claim, bytes([number]) * 32, 1000, 100, 0.0)
-    scheduler.admit(Claim("ahead", "holder"), b"a" * 32, 500, 100, 0.0)
+        scheduler.admit(claim, Task(bytes([number]) * 32, 1000, 100), 0.0)
+    scheduler.admit(Claim("ahead", "holder"), Task(b"a" * 32, 500, 100), 0.0)
     return scheduler
 
 

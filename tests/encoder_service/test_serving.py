@@ -105,9 +105,11 @@ async def test_an_image_named_many_times_in_a_call_is_pinned_once(
         named = [RowRequest(image.digest, row, row + 1) for row in range(image.tokens)]
         waiting = asyncio.create_task(collect(client, named, transports=[transport]))
         await soon(
-            lambda: any(jobs for (_, demanded), jobs in server.jobs.snapshot().images.items() if demanded)
+            lambda: any(
+                jobs for (_, demanded), jobs in server.jobs.scheduler.snapshot().images.items() if demanded
+            )
         )
-        assert server.jobs.snapshot().claims == 2, "that of the Submit, and one of the Fetch"
+        assert server.jobs.scheduler.snapshot().claims == 2, "that of the Submit, and one of the Fetch"
     assert [outcome.error for outcome in (await waiting).values()] == [None] * len(named)
     [before] = server.store.stats().tiers
     outcomes = await collect(client, named, transports=[transport])

@@ -37,7 +37,7 @@ def naming_together(client: EncoderClient, numbers: range, *, together: bool = T
 
 def queued(server: Server) -> int:
     """The number of images that are queued or have a place."""
-    return server.jobs._scheduler.queued.images
+    return server.jobs.scheduler.queued.images
 
 
 async def send(call: Any, numbers: range) -> None:

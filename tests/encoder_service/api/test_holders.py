@@ -147,10 +147,10 @@ async def test_requests_of_one_tenant_do_not_delay_another_tenant(
             flood = [
                 asyncio.create_task(want(chat, "chat", n, priority=8, request_id=f"r{n}")) for n in range(24)
             ]
-            await soon(lambda: gated.jobs.snapshot().claims == 48)
+            await soon(lambda: gated.jobs.scheduler.snapshot().claims == 48)
             victim = asyncio.create_task(want(search, "search", 100, request_id="r0"))
-            await soon(lambda: gated.jobs.snapshot().claims == 50)
-            assert gated.jobs.snapshot().requests == 25, "r0 is another request for each tenant"
+            await soon(lambda: gated.jobs.scheduler.snapshot().claims == 50)
+            assert gated.jobs.scheduler.snapshot().requests == 25, "r0 is another request for each tenant"
         await asyncio.gather(victim, *flood)
     # The first two were being decoded already, and two more may be in the same batch as the victim.
     assert done.index("search") <= 8, done
@@ -164,7 +164,7 @@ async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
         assert (await collect(chat, [RowRequest(first.digest)]))[0].error is None
         assert first.grid is not None
         # As if encoding an image of this size had taken 16 of the 160 s.
-        gated.jobs._scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
+        gated.jobs.scheduler._admission.rate.add(first.grid.patches * 10**6, 16 * 10**6)
         with gate.closed():
             # Requests of one image each: an empty queue accepts all images of one request.
             flood = [

@@ -31,7 +31,7 @@ async def video(client: EncoderClient, checkpoint: Path) -> Video:
 
 def demanded(server: Server) -> int:
     """Return how many images a Fetch waits for."""
-    return sum(jobs for (_, demanded), jobs in server.jobs.snapshot().images.items() if demanded)
+    return sum(jobs for (_, demanded), jobs in server.jobs.scheduler.snapshot().images.items() if demanded)
 
 
 async def test_pairs_are_decoded_in_the_order_in_which_prefill_needs_them(

@@ -73,7 +73,7 @@ async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
         first = asyncio.create_task(bench.rows(photo(64, 64, 99), demanded("first")))
         await gate.reached(1)
         waiting = [asyncio.create_task(bench.rows(image, demanded())) for image in images]
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == len(images))
+        await soon(lambda: bench.jobs.scheduler.snapshot().images[State.PREPARED, True] == len(images))
         gate.open.set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         (await first).release()

@@ -170,7 +170,7 @@ async def test_images_are_shared_out_to_the_device_with_least_work(model: Model)
         for _ in range(2):
             for device in at.devices:
                 await device.next(messages.Decode)
-        assert sorted(job.task.device for job in jobs) == [0, 0, 1, 1]
+        assert sorted(job.device for job in jobs) == [0, 0, 1, 1]
 
 
 async def test_a_device_that_reads_nothing_blocks_neither_the_loop_nor_memory(model: Model) -> None:

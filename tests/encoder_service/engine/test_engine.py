@@ -90,7 +90,7 @@ async def test_a_fetch_promotes_images_over_speculative_ones(model: Model) -> No
             bench.submit(image, Claim(f"s{n}", "test"))
         waiting = asyncio.create_task(bench.rows(urgent, demanded("u")))
         promoted = asyncio.create_task(bench.rows(speculative[3], demanded("p")))
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
+        await soon(lambda: bench.jobs.scheduler.snapshot().images[State.PREPARED, True] == 2)
         gate.open.set()
         (await waiting).release()
         (await promoted).release()
@@ -113,7 +113,7 @@ async def test_the_job_is_dropped_when_its_last_waiter_cancels(
         first = asyncio.create_task(bench.rows(shared, demanded("1")))
         second = asyncio.create_task(bench.rows(shared, demanded("2")))
         alone = asyncio.create_task(bench.rows(lonely, demanded("3")))
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
+        await soon(lambda: bench.jobs.scheduler.snapshot().images[State.PREPARED, True] == 2)
         first.cancel()
         alone.cancel()
         await asyncio.gather(first, alone, return_exceptions=True)
@@ -250,7 +250,7 @@ async def test_images_withdrawn_during_a_failed_batch_can_start_again(model: Mod
         blocker = asyncio.create_task(bench.rows(photo(64, 64, 0), demanded("blocker")))
         await gate.reached(1)
         left = [asyncio.create_task(bench.rows(image, demanded("left"))) for image in images]
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] == 2)
+        await soon(lambda: bench.jobs.scheduler.snapshot().images[State.PREPARED, True] == 2)
         gate.open.set()
         assert await asyncio.to_thread(failing.wait, PATIENCE_S)
         for task in left:
@@ -300,7 +300,7 @@ async def test_a_batch_larger_than_the_store_is_encoded_in_smaller_batches(model
 
         reading = [asyncio.create_task(read(n)) for n in range(20)]
         await gate.reached(1)
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] >= 15)
+        await soon(lambda: bench.jobs.scheduler.snapshot().images[State.PREPARED, True] >= 15)
         gate.open.set()
         await asyncio.gather(*reading)
     assert max(map(len, gate.batches)) < 15

@@ -119,19 +119,19 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count(State.WAITING))
     @rule(images=st.integers(1, 3))
     def next_to_prepare(self, images: int) -> None:
-        self.preparing += self.queue.next_to_prepare(0, images, 10**9)
+        self.preparing += self.queue.scheduler.next_to_prepare(0.0, images, 10**9)
 
     @precondition(lambda self: self.count(State.SINGLE))
     @rule()
     def next_single(self) -> None:
-        jobs = self.queue.next_single(0, (), 10**9)
-        assert len(jobs) == 1 or any(job.task.interruptions for job in self.queue._jobs.values())
+        jobs = self.queue.scheduler.next_single(0.0, 10**9)
+        assert len(jobs) == 1 or any(job.interruptions for job in self.queue._jobs.values())
         self.preparing += jobs
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
     def retry_single(self, data: st.DataObject) -> None:
-        self.queue.retry_single(self.take(data, self.preparing))
+        self.queue.scheduler.retry_single(self.take(data, self.preparing), 0.0)
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data())
@@ -146,7 +146,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count(State.PREPARED) + self.count(State.SPLIT))
     @rule(images=st.integers(1, 4))
     def next_batch(self, images: int) -> None:
-        jobs = self.queue.next_batch(0, images * GRID.patches)
+        jobs = self.queue.scheduler.next_batch(0.0, images * GRID.patches)
         assert jobs
         self.batches.append(jobs)
 
@@ -184,19 +184,19 @@ class QueueMachine(RuleBasedStateMachine):
         assert set(self.told) == set(self.ended) == self.gone
         assert len(self.told) == len(self.ended)
         for job in open_jobs:
-            assert job.task.state is not State.GONE
-            assert job.task.claims or job.task.state is State.ENCODING, "somebody wants it"
+            assert job.state is not State.GONE
+            assert job.claims or job.state is State.ENCODING, "somebody wants it"
 
     def teardown(self) -> None:
         """Finish all jobs; then every image can be submitted and encoded again."""
         self.work_off()
         assert not self.queue
         assert set(self.made) == set(self.ended)
-        empty = self.queue.snapshot()
+        empty = self.queue.scheduler.snapshot()
         assert (empty.claims, empty.requests, empty.clients, empty.source_bytes) == (0, 0, 0, 0)
         for job in {job.key: job for job in self.made}.values():
             again = submit(self.queue, job.key.address, Claim("again", "again"))
-            assert again.task.claims
+            assert again.claims
             self.made.append(again)
         self.work_off()
         assert set(self.made) == set(self.ended)
@@ -204,10 +204,10 @@ class QueueMachine(RuleBasedStateMachine):
     def work_off(self) -> None:
         """Let the device work on everything that is left: an interrupted image once nothing else is."""
         while self.queue:
-            self.preparing += self.queue.next_to_prepare(0, 10**6, 10**9)
-            self.preparing += self.queue.next_single(0, (), 10**9)
+            self.preparing += self.queue.scheduler.next_to_prepare(0.0, 10**6, 10**9)
+            self.preparing += self.queue.scheduler.next_single(0.0, 10**9)
             while self.count(State.PREPARED) + self.count(State.SPLIT):
-                self.batches.append(self.queue.next_batch(0, 10**6))
+                self.batches.append(self.queue.scheduler.next_batch(0.0, 10**6))
             assert self.preparing or self.batches, "the device is never idle"
             for job in self.preparing:
                 self.queue.prepared(job)
@@ -224,7 +224,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.ended.append(job)
 
     def count(self, state: State) -> int:
-        images = self.queue.snapshot().images
+        images = self.queue.scheduler.snapshot().images
         return images[state, True] + images[state, False]
 
     def take(self, data: st.DataObject, among: list[Any]) -> Any:

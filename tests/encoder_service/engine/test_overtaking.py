@@ -53,7 +53,7 @@ class Held:
 
 def on_the_device(bench: Bench) -> int:
     """Return how many demanded images the device has decoded, or is encoding."""
-    images = bench.jobs.snapshot().images
+    images = bench.jobs.scheduler.snapshot().images
     return sum(images[state, True] for state in (State.PREPARED, State.ENCODING, State.SPLIT))
 
 

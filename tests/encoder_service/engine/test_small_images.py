@@ -14,7 +14,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.engine import job_queue, messages
 from encoder_service.engine import link as linking
 from encoder_service.engine.model import Model
-from encoder_service.scheduler import Claim
+from encoder_service.scheduler import Claim, Scheduler
 from encoder_service.store import Pin
 from tests.scripted_device import Floor, ScriptedDevice, floor
 from tests.virtual_time import VirtualTimeLoop
@@ -159,7 +159,7 @@ def test_the_small_first_batch_of_an_idle_device_slows_no_small_images(
     """It has few pixels and half of what waits, so that the tower begins soon. That must not keep batches small."""
     with_rule = in_virtual_time(_closed_loop(model, callers, GPU))
     monkeypatch.setattr(linking, "IDLE_PIXELS", 10**9)
-    monkeypatch.setattr(job_queue.JobQueue, "waiting_images", 10**6)
+    monkeypatch.setattr(Scheduler, "waiting_images", 10**6)
     without = in_virtual_time(_closed_loop(model, callers, GPU))
     assert with_rule.images_per_s >= 0.95 * without.images_per_s
     if callers <= 16:  # without the rule the callers wait and send in step: the tower waits for each decode

@@ -148,7 +148,7 @@ async def run(model: Model, events: int, seed: int) -> Counter[str]:
             left_over: list[object] = [link._decoding, link._decode_batches, link._singles, link._prepared]
             left_over += [link.batches, link._unwanted, link._files, link.patches]
             assert not any(left_over), left_over
-        counts = at.jobs.snapshot()
+        counts = at.jobs.scheduler.snapshot()
         assert (counts.claims, counts.requests, counts.clients, counts.source_bytes) == (0, 0, 0, 0)
         assert at.store.stats().pins == 0
         at.store.flush()

@@ -121,7 +121,7 @@ async def test_the_next_image_is_decoded_while_the_vit_is_busy(model: Model) -> 
     async with running(model, gate.encode, batch_patches=300) as bench:
         waiting = [asyncio.create_task(bench.rows(photo(256, 256 + n, n), demanded())) for n in range(4)]
         await gate.reached(1)
-        await soon(lambda: bench.jobs.snapshot().images[State.PREPARED, True] >= 2)
+        await soon(lambda: bench.jobs.scheduler.snapshot().images[State.PREPARED, True] >= 2)
         assert len(gate.batches) == 1, "the first batch is still in the tower"
         gate.open.set()
         for task in waiting:

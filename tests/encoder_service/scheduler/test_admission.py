@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_service.scheduler import Claim, QueueLimits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, Task
 
 
 def limits(**changes) -> QueueLimits:
@@ -18,7 +18,7 @@ def make(**changes) -> Scheduler:
 
 def admit(scheduler, number, *, client="c", patches=10, source_bytes=100) -> Claim:
     claim = Claim(f"r{number}", client, demanded=True)
-    scheduler.admit(claim, f"{number}".encode(), patches, source_bytes, 0.0)
+    scheduler.admit(claim, Task(f"{number}".encode(), patches, source_bytes), 0.0)
     return claim
 
 
@@ -47,11 +47,11 @@ def test_refusals_hold_nothing_and_released_places_are_free():
     (claim,) = fill(scheduler, 1)
     refused = Claim("other", "other")
     with pytest.raises(OverloadedError):
-        scheduler.admit(refused, b"other", 10, 100, 0.0)
+        scheduler.admit(refused, Task(b"other", 10, 100), 0.0)
     assert refused.task is None
     assert scheduler.snapshot().requests == 1
     scheduler.withdraw(claim)
-    assert scheduler.admit(refused, b"other", 10, 100, 0.0)
+    assert scheduler.admit(refused, Task(b"other", 10, 100), 0.0)
 
 
 def test_a_queue_refuses_by_seconds_unless_it_is_empty():
@@ -81,14 +81,14 @@ def test_joining_takes_no_queue_space_up_to_the_claim_limit():
     scheduler = make(images=1, claims=5)
     for number in range(5):
         claim = Claim(f"r{number}", f"c{number}")
-        assert scheduler.admit(claim, b"same", 10, 100, 0.0) == (number == 0)
+        assert scheduler.admit(claim, Task(b"same", 10, 100), 0.0) == (number == 0)
     with pytest.raises(OverloadedError, match="callers"):
         scheduler.claim(Claim("r5", "c5"), b"same", 0.0)
 
 
 def test_one_client_cannot_take_all_claims_with_calls_for_one_image():
     scheduler = make(claims=100)
-    assert scheduler.admit(Claim("r", "greedy"), b"same", 10, 100, 0.0)
+    assert scheduler.admit(Claim("r", "greedy"), Task(b"same", 10, 100), 0.0)
 
     def join_for_ever():
         while True:
@@ -99,7 +99,7 @@ def test_one_client_cannot_take_all_claims_with_calls_for_one_image():
     assert refused.value.retry_after_ms > 0
     assert scheduler.snapshot().claims == 75
     assert scheduler.claim(Claim("other", "other"), b"same", 0.0)
-    assert scheduler.admit(Claim("new", "new"), b"another", 10, 100, 0.0)
+    assert scheduler.admit(Claim("new", "new"), Task(b"another", 10, 100), 0.0)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.75, 0.9])
@@ -221,9 +221,9 @@ def test_a_reserved_place_counts_and_admits_its_image_whatever_came_in_between()
     with pytest.raises(OverloadedError, match="full: 8 images"):
         admit(scheduler, "one more", client="one more")
     for number, claim in enumerate(reserving[:2]):
-        assert scheduler.admit(claim, f"reserved {number}".encode(), 10, 90, 0.0)
+        assert scheduler.admit(claim, Task(f"reserved {number}".encode(), 10, 90), 0.0)
     with pytest.raises(OverloadedError):  # larger than its place
-        scheduler.admit(reserving[2], b"reserved 2", 5000, 100, 0.0)
+        scheduler.admit(reserving[2], Task(b"reserved 2", 5000, 100), 0.0)
     scheduler.withdraw(reserving[3])
     assert scheduler.queued.images == 6
     assert scheduler.claim(Claim("joins", "c"), b"reserved 0", 0.0), "the places have become tasks"
@@ -249,7 +249,7 @@ def test_a_request_longer_than_the_queue_is_served_if_nothing_else_is_queued():
         if number % 2:  # its file is needed
             scheduler.reserve(claim, f"{number}".encode(), 50, 100)
         else:
-            scheduler.admit(claim, f"{number}".encode(), 50, 100, 0.0)
+            scheduler.admit(claim, Task(f"{number}".encode(), 50, 100), 0.0)
     assert scheduler.queued.patches == 16 * 50
     with pytest.raises(OverloadedError, match="2 s"):
         scheduler.reserve(Claim("another", "c", reserves=True), b"another", 50, 100)
@@ -270,7 +270,7 @@ def test_a_claim_that_joins_an_image_leaves_its_place():
     reserving = Claim("r", "c", reserves=True)
     scheduler.reserve(reserving, b"a", 10, 100)
     other = Claim("s", "d")
-    scheduler.admit(other, b"a", 10, 100, 0.0)
+    scheduler.admit(other, Task(b"a", 10, 100), 0.0)
     assert scheduler.queued.images == 2
     assert scheduler.claim(reserving, b"a", 0.0)
     assert scheduler.queued.images == 1

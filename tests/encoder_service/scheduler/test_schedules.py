@@ -145,7 +145,7 @@ class Schedule:
         )  # fmt: skip
         held = [t for t in self.tasks if t.address == address and t.state is not State.GONE]
         try:
-            new = self.scheduler.admit(claim, address, 20 + 10 * address[0], 1000, self.now)
+            new = self.scheduler.admit(claim, Task(address, 20 + 10 * address[0], 1000), self.now)
         except OverloadedError:
             assert claim.task is None
             return
@@ -299,13 +299,13 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
         limits, max_ahead_patches=ahead, max_ahead_images=10, policy=least_work_left(stretch)
     )
     for number in range(50):  # so that the scheduler knows what an ordinary request is: one small image
-        scheduler.admit(Claim(f"w{number}", "warm"), b"warm", PATCHES, 1000, 0.0)
+        scheduler.admit(Claim(f"w{number}", "warm"), Task(b"warm", PATCHES, 1000), 0.0)
         (task,) = scheduler.next_to_prepare(0.0, 10)
         scheduler.prepared(task, 0.0)
         scheduler.done(scheduler.next_batch(0.0, PATCHES), 0.1)
     big = [Claim("big", "big", chunk=chunk, demanded=True) for chunk in range(10)]
     for claim in big:
-        scheduler.admit(claim, f"big{claim.chunk}".encode(), PATCHES, 1000, 0.0)
+        scheduler.admit(claim, Task(f"big{claim.chunk}".encode(), PATCHES, 1000), 0.0)
     encoded = number = 0
     while any(claim.task for claim in big) and encoded < 10**6:
         try:
@@ -313,7 +313,7 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
                 number += 1
                 patches = small_patches[number % len(small_patches)]
                 small = Claim(f"s{number}", "big", demanded=True)
-                scheduler.admit(small, f"s{number}".encode(), patches, 1000, 0.0)
+                scheduler.admit(small, Task(f"s{number}".encode(), patches, 1000), 0.0)
         except OverloadedError:
             pass
         for task in scheduler.next_to_prepare(0.0, 10):

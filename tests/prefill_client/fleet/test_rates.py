@@ -21,7 +21,7 @@ PHOTOS = [photo(64, 64 + number, 700 + number) for number in range(96)]
 def measured(server: Server, patches_per_s: float, seconds: float) -> None:
     """Let the server measure this rate for so long."""
     for _ in range(10):
-        server.jobs._scheduler._admission.recent_rate.add(round(patches_per_s * seconds / 10), seconds / 10)
+        server.jobs.scheduler._admission.recent_rate.add(round(patches_per_s * seconds / 10), seconds / 10)
 
 
 def placed(answers: list[Submitted]) -> Counter[str]:
@@ -50,9 +50,9 @@ async def test_images_follow_the_rates_that_servers_publish(config: Config, mode
 async def test_a_server_publishes_no_rate_before_a_second_of_work(config: Config, model: Model) -> None:
     async with server_of(config, model) as server:
         measured(server, 5e6, 0.9 * RECENT_S)
-        assert server.jobs.patches_per_s == 0.0
+        assert server.jobs.scheduler.recent_patches_per_s == 0.0
         measured(server, 5e6, 0.2 * RECENT_S)
-        assert 4e6 < server.jobs.patches_per_s < 6e6
+        assert 4e6 < server.jobs.scheduler.recent_patches_per_s < 6e6
         async with await EncoderClient.connect(server.endpoint) as client:
             connection = await client._pool.connection(server.endpoint)
             assert 4e6 < connection.patches_per_s < 6e6

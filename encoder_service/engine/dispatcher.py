@@ -7,7 +7,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.tasks import start_task
@@ -53,7 +52,7 @@ class Dispatcher:
         A device decodes at most `decode_pixels` of sources in a batch, and as many again one by one. Give the scheduler
         the same number as `large_pixels`: one image of more pixels is decoded beside these.
         """
-        self._queue = queue
+        self._queue, self._scheduler = queue, queue.scheduler
         self._store = store
         self._shared = Shared(
             queue=queue,
@@ -108,19 +107,18 @@ class Dispatcher:
         """Push what the devices may have now. Waits for nothing."""
         for link in self.links:
             link.push_batches(self._others[link], self._group_number)
-        scheduler = self._queue.scheduler
-        self._share_out(Link.push_decode_batch, partial(scheduler.may_decode, single=False))
-        self._share_out(Link.push_single, partial(scheduler.may_decode, single=True))
+        self._share_out(Link.push_decode_batch, single=False)
+        self._share_out(Link.push_single, single=True)
         if idle := [link for link in self.links if link.is_idle]:
-            is_starved = scheduler.waiting_images > 0
+            is_starved = self._scheduler.waiting_images > 0
             for link in idle:
                 if is_starved is (link.idle_since is None):
                     link.note_idle(is_starved=is_starved)
 
-    def _share_out(self, push: Callable[[Link], bool], may: Callable[[], bool]) -> None:
-        """Push while there `may` be work and a device has credit: always to the device that has the fewest patches."""
+    def _share_out(self, push: Callable[[Link], bool], *, single: bool) -> None:
+        """Push while images wait and a device has credit: always to the device that has the fewest patches."""
         links = list(self.links)
-        while links and may():
+        while links and self._scheduler.may_decode(single=single):
             link = min(links, key=lambda each: each.patches)
             if not push(link):
                 links.remove(link)

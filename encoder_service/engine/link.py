@@ -262,10 +262,11 @@ class Link(asyncio.Protocol):
 
         A large image is encoded with the `others` if all devices are idle.
         """
-        if self._scheduler.may_encode(self.device.number):
-            while self.is_up and self.share is None and self._has_credit():
-                if not self._push_batch(others, group_number):
-                    break
+        device, may_encode = self.device.number, self._scheduler.may_encode
+        while may_encode(device) and self.is_up and self.share is None and self._has_credit():
+            if not self._push_batch(others, group_number):
+                break
+        if may_encode(device):
             self._push_urgent()
         if self._gone:
             self._flush_gone()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -52,7 +52,7 @@ class Task:
     claims: dict[Claim, None] = field(default_factory=dict, repr=False)  # an ordered set
     demands: int = 0
     # The holders charged when it was last taken out of an order: those of demanded claims (True) and speculative ones.
-    payers: dict[bool, list[str]] = field(default_factory=dict, repr=False)
+    payers: dict[bool, dict[str, None]] = field(default_factory=dict, repr=False)  # ordered sets
     decoded_from: State = State.WAITING  # the state in which it waited to be decoded
     device: int = 0  # the number of the device that decodes or decoded it
     interruptions: int = 0  # how often a device process ended while decoding or encoding it
@@ -251,21 +251,14 @@ class FairQueue:
     def __init__(self) -> None:
         self._served_tag = 0.0
         self._flows: dict[str, Flow] = {}
-        self._heads: list[Head] = []
+        self.heads: list[Head] = []
+        """The heads of all flows, in the order in which they would be served."""
         self._absent: dict[str, float] = {}  # tags above `_served_tag` of holders without lines
         self._absent_by_tag: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         """Return the number of holders whose tag is kept."""
         return len(self._flows) + len(self._absent)
-
-    def first(self) -> Head | None:
-        """Return the head of the flow to serve next."""
-        return self._heads[0] if self._heads else None
-
-    def __iter__(self) -> Iterator[Head]:
-        """Yield the heads of all flows, in the order in which they would be served."""
-        return iter(self._heads)
 
     def has(self, holder: str) -> bool:
         """Whether the holder has a flow."""
@@ -282,7 +275,8 @@ class FairQueue:
         flow = self._flows.get(holder)
         if flow is None:
             flow = self._flows[holder] = Flow(holder, self.tag(holder))
-            self._forget(holder)
+            if holder in self._absent:
+                self._forget(holder)
         if line.top is not None:
             _delete(flow.tops, line.top)
         line.top = top
@@ -290,12 +284,12 @@ class FairQueue:
             insort(flow.tops, top)
         self._reposition(flow)
 
-    def serve(self, holders: Sequence[str]) -> None:
+    def serve(self, holders: Iterable[str]) -> None:
         """Record that work of these holders starts; it advances the served tag to the smallest of their tags.
 
         But not beyond the tag of a flow that they have passed: a new holder must not start behind these.
         """
-        first = self._heads[0][0] if self._heads else math.inf
+        first = self.heads[0][0] if self.heads else math.inf
         self._served_tag = max(self._served_tag, min(first, *map(self.tag, holders)))
         while self._absent_by_tag and self._absent_by_tag[0][0] <= self._served_tag:
             self._forget(self._absent_by_tag[0][1])
@@ -311,10 +305,10 @@ class FairQueue:
 
     def _reposition(self, flow: Flow) -> None:
         if flow.head is not None:
-            _delete(self._heads, flow.head)
+            _delete(self.heads, flow.head)
         if flow.tops:
             flow.head = (flow.tag, *flow.tops[0][:4], flow)
-            insort(self._heads, flow.head)
+            insort(self.heads, flow.head)
             return
         del self._flows[flow.holder]
         self._remember(flow.holder, flow.tag)
@@ -327,7 +321,8 @@ class FairQueue:
             self._absent_by_tag.clear()
 
     def _remember(self, holder: str, tag: float) -> None:
-        self._forget(holder)
+        if holder in self._absent:
+            self._forget(holder)
         if tag > self._served_tag:
             self._absent[holder] = tag
             insort(self._absent_by_tag, (tag, holder))
@@ -335,9 +330,7 @@ class FairQueue:
             self._forget(self._absent_by_tag[0][1])
 
     def _forget(self, holder: str) -> None:
-        tag = self._absent.pop(holder, None)
-        if tag is not None:
-            _delete(self._absent_by_tag, (tag, holder))
+        _delete(self._absent_by_tag, (self._absent.pop(holder), holder))
 
 
 class Order:
@@ -351,7 +344,7 @@ class Order:
         self._policy = policy
         self.lines: dict[LlmRequest, dict[int, Line]] = {}
         """By request and lane; empty if no task waits in this stage."""
-        self._demanded, self._speculative = FairQueue(), FairQueue()
+        self._queues = {True: FairQueue(), False: FairQueue()}  # the demanded claims come first
         self._working = 0  # tasks taken out and in progress
         self._ahead: list[Entry] = []  # claims ahead of need, by `needed_at`: the first becomes blocking next
 
@@ -379,15 +372,13 @@ class Order:
         Each holder is charged all patches. If they were split, a client could double its share with two names, one
         that submits and one that fetches.
         """
-        payers = {
-            demanded: list(dict.fromkeys(c.holder for c in task.claims if c.demanded is demanded))
-            for demanded in (True, False)
-        }
-        self._working += 1
-        self._queue(demanded=task.demanded).serve(payers[task.demanded])
+        payers = task.payers = {}
         for claim in task.claims:
-            self.remove(claim)
-        task.payers = payers
+            payers.setdefault(claim.demanded, {})[claim.holder] = None
+        self._working += 1
+        self._queues[task.demanded].serve(payers[task.demanded])
+        for claim in task.claims:
+            self._remove(claim)
         self.charge(task, task.patches)
 
     def ended(self) -> None:
@@ -401,8 +392,8 @@ class Order:
         Does nothing if what holders owe was forgotten meanwhile.
         """
         for demanded, holders in task.payers.items():
-            queue = self._queue(demanded=demanded)
-            for holder in holders if self._working or queue.first() else ():
+            queue = self._queues[demanded]
+            for holder in holders if self._working or queue.heads else ():
                 queue.charge(holder, patches)
 
     def rekey(self, request: LlmRequest) -> None:
@@ -421,22 +412,22 @@ class Order:
         For a request whose best claim in a lane `may` not, the next request of that holder counts.
         """
         self._first(now)
-        for head in self._demanded:
+        for head in self._queues[True].heads:
             yield from islice(filter(may, (top[4].entries[0][2] for top in head[5].tops)), 1)
 
     def has_demanded(self, holder: str) -> bool:
         """Whether the holder has a demanded claim here."""
-        return self._demanded.has(holder)
+        return self._queues[True].has(holder)
 
     def comes_before(self, other: Order, now: float) -> bool:
         """Whether the first task here would be the first in `other`. Neither order may be empty."""
         head, other_head = self._first(now), other._first(now)
         assert head is not None
         assert other_head is not None
-        is_demanded = self._demanded.first() is head
-        if is_demanded is not (other._demanded.first() is other_head):
+        is_demanded, other_is_demanded = bool(self._queues[True].heads), bool(other._queues[True].heads)
+        if is_demanded is not other_is_demanded:
             return is_demanded
-        tag = other._queue(demanded=is_demanded).tag(head[5].holder)
+        tag = other._queues[is_demanded].tag(head[5].holder)
         return (tag, *head[1:5]) < other_head[:5]
 
     def _first(self, now: float) -> Head | None:
@@ -444,13 +435,13 @@ class Order:
             claim = self._ahead[0][2]
             self._remove(claim)
             self.add(claim, now)
-        return self._demanded.first() or self._speculative.first()
+        return next((queue.heads[0] for queue in self._queues.values() if queue.heads), None)
 
     def _forgive(self) -> None:
         """Forget what holders owe once nothing is queued or in progress."""
         if not self._working:
-            self._demanded.forgive()
-            self._speculative.forgive()
+            for queue in self._queues.values():
+                queue.forgive()
 
     def _remove(self, claim: Claim) -> None:
         assert claim.request is not None
@@ -465,13 +456,10 @@ class Order:
             if at < len(self._ahead) and self._ahead[at] == due:
                 del self._ahead[at]
 
-    def _queue(self, *, demanded: bool) -> FairQueue:
-        return self._demanded if demanded else self._speculative
-
     def _place(self, line: Line) -> None:
         """Reposition a line by its request's key and its first claim; remove it if it is empty."""
         request, lane = line.request, line.lane
-        queue = self._queue(demanded=self._policy.is_demanded(lane))
+        queue = self._queues[self._policy.is_demanded(lane)]
         if line.entries:
             rank = (lane, self._policy.request_key(request), line.entries[0][0], request.number, line)
             queue.place(line, rank)

@@ -56,6 +56,7 @@ class RequestTable(Generic[AnyTask]):
         self.amounts = {
             (state, demanded, device): Amount()
             for state in State
+            if state is not State.GONE
             for demanded in (False, True)
             for device in range(devices)
         }
@@ -73,7 +74,6 @@ class RequestTable(Generic[AnyTask]):
         """Remove a task and end the claims on it."""
         for claim in list(task.claims):
             self.detach(claim)
-        self._count(task, -1)
         self._change(task, State.GONE)
         del self.tasks[task.address]
 
@@ -133,32 +133,22 @@ class RequestTable(Generic[AnyTask]):
         for claim in task.claims:
             if claim.lane is not None:
                 self._order(task).remove(claim)
-        self._count(task, -1)
         self._change(task, state)
-        self._count(task, 1)
         order = self.order(task)
         if order is not None:
             for claim in task.claims:
                 order.add(claim, now)
 
-    def take(self, task: Task, device: int) -> None:
-        """Remove a task from the order of its state for a device to work on, and charge its holders."""
+    def take(self, task: Task, device: int, state: State) -> None:
+        """Move a task from the order of its state into the hands of a device, and charge its holders."""
         self._order(task).take(task)
         if task.state is not State.PREPARED:
             task.decoded_from = task.state
-            self._count(task, -1)
-            task.device = device
-            self._count(task, 1)
+        self._change(task, state, device)
 
     def order(self, task: Task) -> Order | None:
         """Return the order that a task is in; None if its state has none."""
         return self.prepared[task.device] if task.state is State.PREPARED else self.orders.get(task.state)
-
-    def encoding(self, task: Task) -> None:
-        """Advance the work clocks for a task that is handed to the device."""
-        self._clock_patches += task.patches
-        for name in dict.fromkeys(claim.holder for claim in task.claims):
-            self.holders[name].clock_patches += task.patches
 
     def comes_before(self, task: Task, claim: Claim, now: float) -> bool:
         """Whether the holder of `claim` has a claim on `task` in a better lane."""
@@ -178,12 +168,22 @@ class RequestTable(Generic[AnyTask]):
         return order
 
     def _count(self, task: Task, sign: int) -> None:
-        self.amounts[task.state, task.demanded, task.device].add(task, sign)
+        self.amounts[task.state, task.demands > 0, task.device].add(task, sign)
 
-    def _change(self, task: Task, state: State) -> None:
-        """Set the state. If that ends the work for which the task was taken out of an order, tell the order."""
+    def _change(self, task: Task, state: State, device: int | None = None) -> None:
+        """Set the state, and the device if it is given. Advance the work clocks for a task that begins to be encoded.
+
+        If that ends the work for which the task was taken out of an order, tell the order.
+        """
         before = self._taken_from(task)
-        task.state = state
+        self._count(task, -1)
+        task.state, task.device = state, task.device if device is None else device
+        if state is not State.GONE:
+            self._count(task, 1)
+        if state is State.ENCODING:
+            self._clock_patches += task.patches
+            for name in dict.fromkeys(claim.holder for claim in task.claims):
+                self.holders[name].clock_patches += task.patches
         if before is not None and self._taken_from(task) is not before:
             before.ended()
 
@@ -201,13 +201,15 @@ class RequestTable(Generic[AnyTask]):
         self.mean_request_patches += (request.named_patches - self.mean_request_patches) / self._ended
 
     def _count_demand(self, task: Task, claim: Claim, sign: int) -> None:
-        self._count(task, -1)
-        task.demands += sign * claim.demanded
-        self._count(task, 1)
+        if claim.demanded:
+            self._count(task, -1)
+            task.demands += sign
+            self._count(task, 1)
 
     def _rekey(self, request: LlmRequest) -> None:
         for order in (*self.orders.values(), *self.prepared):
-            order.rekey(request)
+            if request in order.lines:
+                order.rekey(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +360,7 @@ class Scheduler(Generic[AnyTask]):
             pixels += task.source_pixels
             if taken and pixels > max_pixels:
                 break
-            self._table.take(task, device)
-            self._table.move(task, State.PREPARING, now)
+            self._table.take(task, device, State.PREPARING)
             taken.append(task)
         return taken
 
@@ -378,8 +379,7 @@ class Scheduler(Generic[AnyTask]):
             if (task := self._first_with_room(state, device, now)) is None:
                 continue
             if may_be_large if state is State.LARGE else task.source_pixels <= room:
-                self._table.take(task, device)
-                self._table.move(task, State.PREPARING_SINGLE, now)
+                self._table.take(task, device, State.PREPARING_SINGLE)
                 return [task]
         return []
 
@@ -420,8 +420,10 @@ class Scheduler(Generic[AnyTask]):
         while split:
             half = [task for task in split.popleft() if task.state is not State.GONE]
             if half:
-                return self._start(half, now)
-        return self._start(self._choose(now, budget_patches, device), now)
+                for task in half:
+                    self._table.move(task, State.ENCODING, now)
+                return half
+        return self._choose(now, budget_patches, device)
 
     def next_overtaking(
         self,
@@ -455,8 +457,8 @@ class Scheduler(Generic[AnyTask]):
                 continue
             is_first = first is not None and holder == first.holder
             if task.patches <= (most_of(holder) if holder not in in_batch else most_patches * is_first):
-                self._table.take(task, device)
-                return self._start([task], now)
+                self._table.take(task, device, State.ENCODING)
+                return [task]
         return []
 
     def done(self, batch: Sequence[AnyTask], seconds: float) -> None:
@@ -556,16 +558,18 @@ class Scheduler(Generic[AnyTask]):
     @property
     def waiting_images(self) -> int:
         """The number of images whose encoding has not started."""
-        started = (State.ENCODING, State.GONE)
-        return sum(amount.images for key, amount in self._table.amounts.items() if key[0] not in started)
+        return sum(
+            amount.images
+            for (state, *_), amount in self._table.amounts.items()
+            if state is not State.ENCODING
+        )
 
     def snapshot(self) -> Snapshot:
         images: Counter[tuple[State, bool]] = Counter()
         patches: Counter[tuple[State, bool]] = Counter()
         for (state, demanded, _), amount in self._table.amounts.items():
-            if state is not State.GONE:
-                images[state, demanded] += amount.images
-                patches[state, demanded] += amount.patches
+            images[state, demanded] += amount.images
+            patches[state, demanded] += amount.patches
         return Snapshot(
             images=images,
             patches=patches,
@@ -611,14 +615,8 @@ class Scheduler(Generic[AnyTask]):
                 break
             batch.append(task)
             room -= task.patches
-            self._table.take(task, device)
+            self._table.take(task, device, State.ENCODING)
             claim = order.first(now)
-        return batch
-
-    def _start(self, batch: list[AnyTask], now: float) -> list[AnyTask]:
-        for task in batch:
-            self._table.move(task, State.ENCODING, now)
-            self._table.encoding(task)
         return batch
 
     def _requeue(self, batch: list[AnyTask]) -> None:

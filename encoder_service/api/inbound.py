@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -43,7 +43,8 @@ Methods: TypeAlias = dict[str, Handler]  # of one service, by name
 Request = TypeVar("Request")
 Answers: TypeAlias = "AsyncGenerator[Message | bytes]"
 Parse: TypeAlias = Callable[[bytes], Request]
-Read: TypeAlias = Callable[[], Awaitable[Any]]
+Refusal: TypeAlias = Callable[[EncoderError], Message]
+Read: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class Requests(Generic[Request]):
@@ -53,7 +54,7 @@ class Requests(Generic[Request]):
         """`read` returns the next message, or `grpc.aio.EOF` after the last."""
         self._read = read
         self._parse = parse
-        self._reading: asyncio.Task[bytes | None] | None = None
+        self._reading: asyncio.Task[Any] | None = None
         self.have_ended = False
         """Whether the caller has half-closed, as far as this has read."""
 
@@ -75,15 +76,13 @@ class Requests(Generic[Request]):
         with suppress(TimeoutError, StopAsyncIteration, grpc.aio.InternalError):
             async with asyncio.timeout(HALF_CLOSE_S):
                 while True:
-                    await self._raw_within(None, None)
+                    await self._raw_within(None)
 
-    async def _raw_within(self, timeout_s: float | None, interrupt: asyncio.Event | None) -> bytes:
+    async def _raw_within(self, timeout_s: float | None, interrupt: asyncio.Event | None = None) -> bytes:
         if self.have_ended:
             raise StopAsyncIteration
-        reading = self._reading
-        if reading is None:  # else the wait that began it timed out
-            reading = self._reading = asyncio.create_task(self._next())
-            reading.add_done_callback(_retrieve_exception)
+        # It is there already if the wait that began it timed out.
+        reading = self._reading = self._reading or asyncio.create_task(self._read())
         interrupted = asyncio.ensure_future(interrupt.wait()) if interrupt else None
         try:
             # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
@@ -92,6 +91,8 @@ class Requests(Generic[Request]):
         finally:
             if interrupted is not None:
                 interrupted.cancel()
+            if not reading.done():
+                reading.add_done_callback(_retrieve_exception)
         if not reading.done():
             raise TimeoutError
         self._reading = None
@@ -100,7 +101,7 @@ class Requests(Generic[Request]):
         finally:
             # An exception refers to this frame: the cycle would keep the call's messages.
             del reading, awaited
-        if raw is None:
+        if not isinstance(raw, bytes):
             self.have_ended = True
             raise StopAsyncIteration
         return raw
@@ -108,13 +109,14 @@ class Requests(Generic[Request]):
     async def first(self) -> Request:
         """Return the first request; raises `DeadlineError` if it is late, `InvalidRequestError` if there is none."""
         try:
-            return await self.next_within(REQUEST_S)
+            raw = await self._raw_within(REQUEST_S)
         except TimeoutError as error:
             raise DeadlineError(
                 f"no request arrived within {REQUEST_S:g} s of the start of the call: send the first message at once"
             ) from error
         except StopAsyncIteration as error:
             raise InvalidRequestError("the call ended before its first message: send a request") from error
+        return self._parse(raw)
 
     async def only(self) -> Request:
         """Return the request of a call that has one. The caller must end its requests, and so sends nothing more.
@@ -123,7 +125,7 @@ class Requests(Generic[Request]):
         """
         request = await self.first()
         try:
-            await self.next_within(REQUEST_S)
+            await self._raw_within(REQUEST_S)
         except StopAsyncIteration:
             return request
         except TimeoutError as error:
@@ -131,10 +133,6 @@ class Requests(Generic[Request]):
                 f"the call was not half-closed within {REQUEST_S:g} s of its request: half-close it with the request"
             ) from error
         raise InvalidRequestError("the call has a second request: send one request, and half-close the call")
-
-    async def _next(self) -> bytes | None:
-        message = await self._read()
-        return message if isinstance(message, bytes) else None
 
 
 @dataclass(eq=False, slots=True)
@@ -144,19 +142,21 @@ class Inbound(Generic[Request]):
     Whoever serves it checks the caller's credentials, and then calls `admit`: callers that are refused take no place.
     """
 
+    gate: "CallGate"
+    context: Context
     caller: Caller
     requests: Requests[Request]
-    resources: AsyncExitStack
+    refusal: Refusal | None
+    """Makes the last answer from an error, for a caller that half-closes after it; None for other callers."""
+    resources: ExitStack
     on_error: Callable[[EncoderError], None]
-    enter: Callable[[], None]
-    """Reserves the place that `admit` gives."""
     is_admitted: bool = False
     is_answered: bool = False
     """Whether gRPC has sent an answer."""
 
     def admit(self) -> None:
         """Give the call a place among the open ones, until its status is sent. Raises `OverloadedError`."""
-        self.enter()
+        self.gate.admit(self)
         self.is_admitted = True
 
     async def request(self, arriving: Budget) -> Request:
@@ -178,7 +178,7 @@ class CallGate:
         self._budget = budget
         self._arriving = arriving
         self._refused = refused
-        self._active: set[Context] = set()
+        self._active: set[Inbound[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -190,7 +190,7 @@ class CallGate:
         self,
         serve: Callable[[Inbound[Request]], Answers],
         parse: Parse[Request],
-        refusal: Callable[[EncoderError], Message] | None = None,
+        refusal: Refusal | None = None,
     ) -> Handler:
         """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`.
 
@@ -198,47 +198,7 @@ class CallGate:
         its last answer, or the message that `refusal` makes of an error. HAProxy discards the status and the last
         answers of a call that ends earlier. A call that was not admitted is told, too, but nothing more of it is read.
         """
-
-        # gRPC's own iterator of requests is a reference cycle that keeps the last message; `context.read` is not.
-        async def handle(_unread: AsyncIterator[bytes], context: Context) -> None:
-            caller = caller_of(context)
-            requests, known = Requests(context.read, parse), None
-            tell = refusal if HALF_CLOSES in (context.invocation_metadata() or ()) else None
-            async with AsyncExitStack() as resources:
-                call = Inbound(
-                    caller,
-                    requests,
-                    resources,
-                    partial(_log_refusal, caller),
-                    partial(self._admit, caller, context),
-                )
-                try:
-                    # When the caller disconnects, its call releases its resources now, not at garbage collection.
-                    async with aclosing(serve(call)) as answers:
-                        async for answer in answers:
-                            await self._send(answer, call, context)
-                except Exception as error:  # noqa: BLE001 - logged with an id, which is sent to the caller
-                    # Without its traceback, which refers to this frame, which refers to the error.
-                    known = known_error(error).with_traceback(None)
-                    call.on_error(known)
-            # One whose caller reads nothing cannot be told.
-            if tell is not None and context in self._active:
-                if known is not None and not requests.have_ended:
-                    with suppress(DeadlineError):
-                        await self._send(tell(known), call, context)
-                await requests.half_closed()
-            if call.is_admitted and not call.is_answered and context not in self._active:
-                # gRPC sends no status while the first answer is unread, and keeps what the caller has sent.
-                await asyncio.Event().wait()  # until the caller leaves: its call counts until then
-            if known is not None:
-                messages.end_with(context, known)
-            if context.code():
-                with suppress(OverloadedError), self._refused.hold(caller):
-                    if tell is not None and known is not None and not call.is_admitted:
-                        # A caller that does not read it counts until it leaves.
-                        await _write(tell(known), context)
-                    await asyncio.sleep(REFUSAL_S)
-
+        handle = partial(self._handle, serve, parse, refusal)
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
 
     def one_request(
@@ -271,25 +231,15 @@ class CallGate:
 
         return self.stream(answers, parse)
 
-    async def _send(self, answer: Message | bytes, call: Inbound[Any], context: Context) -> None:
-        try:
-            async with asyncio.timeout(self._reader_idle_s):
-                await _write(answer, context)
-        except TimeoutError as error:
-            self._deactivate(context)  # the status is queued behind the unread answer
-            raise DeadlineError(
-                f"the caller read no answer for {self._reader_idle_s:g} s: read answers as they come, or cancel"
-            ) from error
-        call.is_answered = True
-
-    def _admit(self, caller: Caller, context: Context) -> None:
-        hold = self._budget.hold(caller)
-        self._active.add(context)
+    def admit(self, call: Inbound[Any]) -> None:
+        """Give a call a place: see `Inbound.admit`."""
+        hold = self._budget.hold(call.caller)
+        self._active.add(call)
         self._idle.clear()
 
         def leave(_task: "asyncio.Task[Any]") -> None:
             hold.release()
-            self._deactivate(context)
+            self._deactivate(call)
 
         # A call counts against the budget until its status is sent, even if its caller stopped reading and the call is
         # no longer active. gRPC runs a whole call in one task. A callback on the context would be a reference cycle.
@@ -297,21 +247,73 @@ class CallGate:
         assert task is not None
         task.add_done_callback(leave)
 
-    def _deactivate(self, context: Context) -> None:
-        self._active.discard(context)
+    async def _handle(
+        self,
+        serve: Callable[[Inbound[Request]], Answers],
+        parse: Parse[Request],
+        refusal: Refusal | None,
+        _requests: AsyncIterator[bytes],
+        context: Context,
+    ) -> None:
+        """Serve a call. gRPC's `_requests` is a reference cycle that keeps the last message; `context.read` is not."""
+        caller = caller_of(context)
+        if HALF_CLOSES not in (context.invocation_metadata() or ()):
+            refusal = None
+        error: EncoderError | None = None
+        with ExitStack() as resources:
+            requests = Requests(context.read, parse)
+            call = Inbound(self, context, caller, requests, refusal, resources, partial(_log_refusal, caller))
+            try:
+                # When the caller disconnects, its call releases its resources now, not at garbage collection.
+                async with aclosing(serve(call)) as answers:
+                    async for answer in answers:
+                        await self._send(answer, call)
+            except Exception as raised:  # noqa: BLE001 - logged with an id, which is sent to the caller
+                # Without its traceback, which refers to this frame, which refers to the error.
+                error = known_error(raised).with_traceback(None)
+                call.on_error(error)
+        await self._end(call, error)
+
+    async def _end(self, call: Inbound[Any], error: EncoderError | None) -> None:
+        """Wait until the status can be sent, tell the caller the error if it waits for that, and set the status."""
+        if call.refusal is not None and call in self._active:  # one whose caller reads nothing cannot be told
+            if error is not None and not call.requests.have_ended:
+                with suppress(DeadlineError):
+                    await self._send(call.refusal(error), call)
+            await call.requests.half_closed()
+        if call.is_admitted and not call.is_answered and call not in self._active:
+            # gRPC sends no status while the first answer is unread, and keeps what the caller has sent.
+            await asyncio.Event().wait()  # until the caller leaves: its call counts until then
+        if error is None:
+            return
+        messages.end_with(call.context, error)
+        with suppress(OverloadedError), self._refused.hold(call.caller):
+            if call.refusal is not None and not call.is_admitted:
+                await self._send(call.refusal(error), call)
+            await asyncio.sleep(REFUSAL_S)
+
+    async def _send(self, answer: Message | bytes, call: Inbound[Any]) -> None:
+        """Send an answer. A caller that has no place, and does not read its refusal, counts until it leaves."""
+        try:
+            async with asyncio.timeout(self._reader_idle_s if call.is_admitted else None):
+                await call.context.write(answer)
+        except TimeoutError as error:
+            self._deactivate(call)  # the status is queued behind the unread answer
+            raise DeadlineError(
+                f"the caller read no answer for {self._reader_idle_s:g} s: read answers as they come, or cancel"
+            ) from error
+        except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
+            raise asyncio.CancelledError from error
+        call.is_answered = True
+
+    def _deactivate(self, call: Inbound[Any]) -> None:
+        self._active.discard(call)
         if not self._active:
             self._idle.set()
 
 
-async def _write(answer: Message | bytes, context: Context) -> None:
-    try:
-        await context.write(answer)
-    except grpc.aio.InternalError as error:  # the call has ended, and its cancellation is about to arrive
-        raise asyncio.CancelledError from error
-
-
-def _retrieve_exception(reading: "asyncio.Task[bytes | None]") -> None:
-    """Mark the exception of an ended call's last read as seen; asyncio would log it with a traceback."""
+def _retrieve_exception(reading: "asyncio.Task[Any]") -> None:
+    """Mark the exception of a read that nobody awaits any more as seen; asyncio would log it with a traceback."""
     if not reading.cancelled():
         reading.exception()
 
@@ -345,26 +347,18 @@ class CallRecord:
         self._bytes = 0
         # Text, not the error: its traceback refers to the call's frames, which refer to this record.
         self._status, self._error_message = "", ""
-        self._proxy_request_id = caller.proxy_request_id
         trace = trace_id(caller.traceparent)
         self._trace = {"trace": trace} if trace else {}
         self._span: CallSpan | None = None
-        self.set_caller("", caller.host)
+        self.request_id, self.client_id = caller.proxy_request_id, caller.host
+        """The caller's identifiers, truncated in the log line: they may not be validated yet."""
         # Set once every image has its outcome: a caller that disconnects later has ended its call normally.
         self.complete = False
         metrics.call_began(kind)
 
-    def set_caller(self, request_id: str, client_id: str) -> None:
-        """Set the caller's identifiers, truncated to fit a log line: they are not validated yet."""
-        request_id = request_id or self._proxy_request_id
-        self._caller = {
-            "request": request_id[:MAX_REQUEST_ID_BYTES],
-            "client": client_id[:MAX_REQUEST_ID_BYTES],
-        }
-
     def admitted(self, caller: Caller) -> None:
         """Begin the call's span. Others than callers of this server write no spans to its operator's collector."""
-        self.set_caller(caller.request_id, caller.name)
+        self.client_id = caller.name
         self._span = CallSpan.begin(SpanName(f"encoder.{self._kind}"), caller.traceparent)
         if self._span is not None:
             current.set(self._span.traceparent)  # for the tasks of this call
@@ -415,7 +409,12 @@ class CallRecord:
         if self._span is not None:
             images = {f"encoder.images.{outcome}": count for outcome, count in self._outcomes.items()}
             self._span.end(name, **images)
-        fields: dict[str, object] = {**self._caller, **self._trace, "status": name}
+        fields: dict[str, object] = {
+            "request": self.request_id[:MAX_REQUEST_ID_BYTES],
+            "client": self.client_id[:MAX_REQUEST_ID_BYTES],
+            **self._trace,
+            "status": name,
+        }
         fields |= {"images": self._outcomes.total(), **self._outcomes, **self._reasons}
         if self._bytes:
             fields["bytes"] = self._bytes

@@ -128,7 +128,8 @@ class EncoderService:
 
         Raises as `Identity.admit` does, `UnavailableError` during a drain, and `ModelMismatchError`.
         """
-        record.set_caller(message.request_id, message.client_id or caller.host)
+        record.request_id = message.request_id or record.request_id
+        record.client_id = message.client_id or record.client_id
         identity = self._info.identity
         caller = identity.admit_peer(caller, message) if is_peer else identity.admit(right, caller, message)
         record.admitted(caller)

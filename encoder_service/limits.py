@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
@@ -81,13 +81,11 @@ class Budget:
         amount, count once.
         """
         amount = min(amount, self.size)
-        hold = Hold(self, caller.holder, once)
         if amount and not (once and self._uses[caller.holder, once]):
             self.reserve(caller.holder, amount)
         if once and amount:
             self._uses[caller.holder, once] += 1
-        hold.amount = amount
-        return hold
+        return Hold(self, caller.holder, once, amount)
 
     async def hold_within(self, caller: Caller, amount: int, seconds: float, *, once: bytes = b"") -> "Hold":
         """As `hold`, but wait up to `seconds` until other callers have released enough."""
@@ -140,16 +138,14 @@ class Budget:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class Hold:
     """The `amount` of a `Budget` that one call holds until its `with` block ends."""
 
-    __slots__ = ("_budget", "_holder", "_once", "amount")
-
-    def __init__(self, budget: Budget, holder: str, once: bytes) -> None:
-        self.amount = 0
-        self._budget = budget
-        self._holder = holder
-        self._once = once
+    _budget: Budget
+    _holder: str
+    _once: bytes
+    amount: int
 
     @property
     def most(self) -> int:
@@ -160,11 +156,11 @@ class Hold:
         """Change the amount. If it raises `OverloadedError`, the amount is unchanged."""
         if amount > self.amount:
             self._budget.reserve(self._holder, amount - self.amount)
-        else:
+        elif amount < self.amount:
             self._budget.release(self._holder, self.amount - amount)
         self.amount = amount
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Release everything. A second call does nothing."""
         amount, self.amount = self.amount, 0
         if amount and (not self._once or self._budget.is_last_use(self._holder, self._once)):
@@ -173,8 +169,7 @@ class Hold:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release
 
 
 # Claims per queueable image. They cost memory but no device time, so joining an image is free up to this number.
@@ -276,11 +271,11 @@ NAMES_AT_A_TIME = 64
 T = TypeVar("T")
 
 
-def name_turns(names: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
-    """Yield the names of a call in groups, each with the units of work that it costs."""
-    for begin in range(0, len(names), NAMES_AT_A_TIME):
-        group = names[begin : begin + NAMES_AT_A_TIME]
-        yield group, 1 + len(group) // TURN_NAMES
+def name_turns(names: Sequence[T]) -> list[tuple[Sequence[T], int]]:
+    """Return the names of a call in groups, each with the units of work that it costs."""
+    begins = range(0, len(names), NAMES_AT_A_TIME)
+    groups = [names[begin : begin + NAMES_AT_A_TIME] for begin in begins]
+    return [(group, 1 + len(group) // TURN_NAMES) for group in groups]
 
 
 class Turns:

@@ -218,35 +218,24 @@ class Transports:
     """The transports of one server; `rows_port` is its port for rows, if it has one."""
 
     def __init__(self, store: Store, rows_port: RowsPort | None) -> None:
-        self._senders = {transport: sender(store, rows_port) for transport, sender in SENDERS.items()}
-        self._segment = store.segment
+        senders = [sender(store, rows_port) for sender in SENDERS.values()]
+        offered = {sender.transport: sender for sender in senders if sender.offered}
+        remote = {transport: sender for transport, sender in offered.items() if not sender.is_local}
+        self._usable = {True: offered, False: remote}  # by whether the caller is on this host
+        self._inline = offered[pb.TRANSPORT_INLINE]
 
     def describe(self, description: pb.DescribeResponse, *, is_local: bool) -> None:
         """List the transports that a caller can use, with what it must know for each."""
-        for sender in self._usable(is_local=is_local):
+        for sender in self._usable[is_local].values():
             description.transports.append(sender.transport)
             sender.describe(description)
 
-    def choose(self, request: pb.FetchRequest, *, is_local: bool) -> Sender:
-        """Return the first of the request's transports that its caller may use; inline if there is none."""
-        return next(self._requested(request, is_local=is_local), self._senders[pb.TRANSPORT_INLINE])
+    def choose(self, request: pb.FetchRequest, *, is_local: bool) -> tuple[Sender, Sender | None]:
+        """Return the first of the request's transports that its caller may use; inline if there is none.
 
-    def choose_sent(self, request: pb.FetchRequest) -> Sender | None:
-        """Return the sender for rows that cannot stay in place; None if the caller accepts no other rows."""
-        for sender in self._requested(request, is_local=True):
-            if not sender.holds:
-                return sender
-        chosen = self.choose(request, is_local=True)
-        return None if chosen.holds else chosen
-
-    def _requested(self, request: pb.FetchRequest, *, is_local: bool) -> Iterator[Sender]:
-        usable = {sender.transport: sender for sender in self._usable(is_local=is_local)}
-        requested = (usable[transport] for transport in request.transports if transport in usable)
-        return (sender for sender in requested if sender.accepts(request))
-
-    def _usable(self, *, is_local: bool) -> Iterator[Sender]:
-        return (
-            sender
-            for sender in self._senders.values()
-            if sender.offered and (is_local or not sender.is_local)
-        )
+        And the sender for rows that cannot stay in place; None if the caller accepts no other rows.
+        """
+        usable = self._usable[is_local]
+        named = (usable[transport] for transport in request.transports if transport in usable)
+        accepted = [sender for sender in named if sender.accepts(request)] or [self._inline]
+        return accepted[0], next((sender for sender in accepted if not sender.holds), None)

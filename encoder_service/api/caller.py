@@ -80,8 +80,8 @@ class Identity:
             return False
         return True
 
-    def admit(self, right: Right, caller: Caller, message: pb.Caller) -> Caller:
-        """Return the caller, completed from its `message`.
+    def admit(self, tenant: Tenant | None, caller: Caller, message: pb.Caller) -> Caller:
+        """Return the caller, whose tenant `require` has returned, completed from its `message`.
 
         With tenants, name and shares are the tenant's. The salt is derived from the tenant and the salt in the message,
         so that a tenant can separate its own users. A priority above the tenant's `max_priority` is lowered to it.
@@ -89,10 +89,9 @@ class Identity:
         Without tenants, shares are the host's, since a client can invent names. The salt is the one in the message. A
         priority above 0 is lowered to 0.
 
-        Raises `UnauthenticatedError`, `ForbiddenError`, and `InvalidRequestError` for a field over its limit.
+        Raises `InvalidRequestError` for a field over its limit.
         """
         messages.check_caller(message)
-        tenant = self.require(right, caller)
         if tenant is not None:
             assert self.fleet_key is not None
             return replace(

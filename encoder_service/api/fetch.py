@@ -227,8 +227,7 @@ class FetchCall:
         self._local_only = message.local_only
         self._located: Mapping[bytes, Locations] = {}
         # The caller's first choice, and the sender of rows that cannot be read in place.
-        self._sender = info.transports.choose(message, is_local=caller.is_local)
-        self._copier = info.transports.choose_sent(message)
+        self._sender, self._copier = info.transports.choose(message, is_local=caller.is_local)
         self._pinned = PinnedRows(budgets, caller, info.row_bytes)
         self._known: list[_Outcome] = []  # errors, and rows that are read in place
         self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
@@ -250,14 +249,16 @@ class FetchCall:
         pinned until the caller ends it. Of rows that are sent, only the next ones are pinned, however slowly the caller
         reads. When the call ends, it releases every pin and withdraws every claim.
         """
-        if not self._local_only:
-            self._located = await self._images.locate([request.key for request in self._requests])
         try:
+            elsewhere: list[RequestedImage] = []
             for some, units in name_turns(self._requests):
                 await self._turns.take(self._caller.holder, units)
-                for request in some:
-                    if not (self._take_held(request) or self._watch(request)):
-                        self._tasks.add(asyncio.create_task(self._resolve(request)))
+                elsewhere += [each for each in some if not (self._take_held(each) or self._watch(each))]
+            if elsewhere and not self._local_only:
+                self._located = await self._images.locate([request.key for request in elsewhere])
+            for some, units in name_turns(elsewhere):
+                await self._turns.take(self._caller.holder, units)
+                self._tasks.update(asyncio.create_task(self._resolve(request)) for request in some)
             while self._left or self._beside or self._send_errors:
                 if known := len(self._known) + len(self._send_errors):
                     message = await self._announcement()
@@ -422,9 +423,15 @@ class FetchCall:
             if isinstance(result, EncoderError):
                 yield pb.FetchResponse(errors=[self._failed(window.index, outcome.wait_s, result)])
                 continue
-            async with aclosing(self._sent_window(window, result, outcome.wait_s)) as pieces:
-                async for message in pieces:
-                    yield message
+            began = monotonic()
+            ready = await self._announced(window, result, outcome.wait_s)
+            message: pb.FetchResponse | bytes = pb.FetchResponse(ready=[ready])
+            for frame in self._copier.frames(ready, result.pin):
+                yield message
+                message = frame
+            # Recorded before the last message is sent: once the caller has it, it may end the call at once.
+            self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
+            yield message
         if outcome.hold is not None:
             self._pinned.release(outcome.hold)
             self._pinned_ahead -= 1
@@ -460,20 +467,6 @@ class FetchCall:
         again, outcome.hold = await self._pinned.send(await pin(), pin)
         outcome.result = replace(outcome.result, pin=again)
         self._pinned_ahead += 1
-
-    async def _sent_window(
-        self, window: pb.FetchImage, result: FetchResult, wait_s: float
-    ) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        assert self._copier is not None
-        began = monotonic()
-        ready = await self._announced(window, result, wait_s)
-        message: pb.FetchResponse | bytes = pb.FetchResponse(ready=[ready])
-        for frame in self._copier.frames(ready, result.pin):
-            yield message
-            message = frame
-        # Recorded before the last message is sent: once the caller has it, it may end the call at once.
-        self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
-        yield message
 
     async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
         """Return the message that announces rows to be sent, with all that the receiver checks."""

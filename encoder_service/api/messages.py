@@ -1,8 +1,7 @@
 """Converts between protobuf messages and the server's own types, and turns errors into gRPC statuses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -61,6 +60,10 @@ def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
     For requests without a list: a bound on their size is enough to bound the sub-messages in them.
     """
     _check_bytes(kind, raw, max_bytes)
+    return _parsed(kind, raw)
+
+
+def _parsed(kind: type[M], raw: bytes) -> M:
     try:
         return kind.FromString(raw)
     except DecodeError as error:
@@ -71,10 +74,9 @@ def parse(kind: type[M], raw: bytes, max_bytes: int = SMALL_BYTES) -> M:
 
 def parse_fetch(raw: bytes, max_images: int) -> pb.FetchRequest:
     """Return the message of a Fetch, after its fields are counted. Raises `InvalidRequestError`."""
-    max_bytes = names_bytes(max_images)
-    _check_bytes(pb.FetchRequest, raw, max_bytes)
+    _check_bytes(pb.FetchRequest, raw, names_bytes(max_images))
     _check_count(raw, max_images)
-    return parse(pb.FetchRequest, raw, max_bytes)
+    return _parsed(pb.FetchRequest, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,12 @@ class RawSubmit:
         raw = self.raw
         if not with_files:
             begin, kept = 0, []
-            for tag, _, end in _fields(raw):
+            for tag, _, end in _fields(raw, len(raw)):
                 if tag != _BYTES:
                     kept.append(raw[begin:end])
                 begin = end
             raw = b"".join(kept)
-        return parse(pb.SubmitRequest, raw, len(raw))
+        return _parsed(pb.SubmitRequest, raw)
 
 
 def parse_submit(raw: bytes, max_images: int) -> RawSubmit:
@@ -114,7 +116,7 @@ def parse_submit(raw: bytes, max_images: int) -> RawSubmit:
     _check_bytes(pb.SubmitRequest, raw, max_request_bytes(max_images))
     caller, file_bytes, pieces, others = None, 0, 0, 0
     most_others = max_images + OTHER_FIELDS
-    for tag, begin, end in _fields(raw):
+    for tag, begin, end in _fields(raw, most_others + max_images):
         if tag == _BYTES:
             pieces += 1
             file_bytes += end - begin
@@ -123,7 +125,7 @@ def parse_submit(raw: bytes, max_images: int) -> RawSubmit:
         if tag == _OPEN:
             caller = raw[begin:end]
         elif tag == _NAMES:
-            others += _count(raw[begin:end], most_others)
+            others += len(_fields(raw[begin:end], most_others))
         if max(others - most_others, pieces - max_images) > 0:
             raise _too_many(max_images)
     if file_bytes > (most := PIECE_BYTES + PIECE_FIELDS_BYTES * pieces):
@@ -271,13 +273,8 @@ def _check_count(raw: bytes, max_images: int) -> None:
     A sub-message of two bytes can take a hundred bytes in memory, so fields are counted before the message is parsed.
     Takes about 1 µs for each field, and stops at the limit.
     """
-    if _count(raw, most := max_images + OTHER_FIELDS) > most:
+    if len(_fields(raw, most := max_images + OTHER_FIELDS)) > most:
         raise _too_many(max_images)
-
-
-def _count(raw: bytes, most: int) -> int:
-    """Return how many fields a message has; stop above `most`."""
-    return sum(1 for _ in islice(_fields(raw), most + 1))
 
 
 def _too_many(max_images: int) -> InvalidRequestError:
@@ -286,14 +283,15 @@ def _too_many(max_images: int) -> InvalidRequestError:
     )
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the tag of each field of a message, and where its content begins and ends.
+def _fields(raw: bytes, most: int) -> list[tuple[int, int, int]]:
+    """Return the tag of each field of a message, and where its content begins and ends; stop above `most` fields.
 
     Raises `InvalidRequestError` for bytes that are not a message, and for groups, which the contract does not use.
     """
+    fields: list[tuple[int, int, int]] = []
     at = 0
-    while at < len(raw):
-        tag, at = _varint(raw, at)
+    while at < len(raw) and len(fields) <= most:
+        tag, at = _varint(raw, at) if raw[at] & 0x80 else (raw[at], at + 1)
         begin = at
         match tag & 7:
             case 0:
@@ -309,7 +307,8 @@ def _fields(raw: bytes) -> Iterator[tuple[int, int, int]]:
                 raise InvalidRequestError("the request is not a valid message")
         if at > len(raw):
             raise InvalidRequestError("the request is not a valid message: its last field is truncated")
-        yield tag, begin, at
+        fields.append((tag, begin, at))
+    return fields
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:

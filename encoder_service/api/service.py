@@ -15,6 +15,7 @@ from encoder_service.api.fetch import FetchCall, row_requests
 from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
 from encoder_service.api.messages import RawSubmit
 from encoder_service.api.submit import SubmitCall, Uploads
+from encoder_service.api.tenants import Tenant
 from encoder_service.images import Images
 from encoder_service.limits import Budgets, Caller, Turns
 from encoder_service.metrics import Metrics
@@ -55,10 +56,10 @@ class EncoderService:
     async def submit(self, inbound: Inbound[RawSubmit]) -> AsyncGenerator[pb.SubmitResponse]:
         """Accept images; see the contract."""
         record = self._begin_record("submit", inbound)
-        self._info.identity.require("submit", inbound.caller)  # before anything is read
+        tenant = self._info.identity.require("submit", inbound.caller)  # before anything is read
         inbound.admit()
         first = await inbound.requests.first()
-        caller = self._admitted("submit", inbound.caller, first.caller(), record)
+        caller = self._admitted(tenant, inbound.caller, first.caller(), record)
         limits = self._info.description.limits
         uploads = Uploads(
             inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
@@ -77,20 +78,20 @@ class EncoderService:
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[pb.FetchResponse | bytes]:
         """Stream rows; see the contract."""
         record = self._begin_record("fetch", inbound)
-        identity, is_peer = self._info.identity, False
+        identity, tenant, is_peer = self._info.identity, None, False
         if inbound.caller.signature:
             # The signature of another replica can be checked only with the request: until then, it has no place.
             with self._budgets.strangers.hold(inbound.caller):
                 raw = await inbound.requests.only()
             is_peer = identity.is_peer(raw, inbound.caller)
             if not is_peer:
-                identity.require("fetch", inbound.caller)  # before anything is parsed
+                tenant = identity.require("fetch", inbound.caller)  # before anything is parsed
             inbound.admit()
         else:
-            identity.require("fetch", inbound.caller)  # before anything is read
+            tenant = identity.require("fetch", inbound.caller)  # before anything is read
             raw = await inbound.request(self._budgets.arriving)
         request = messages.parse_fetch(raw, self._info.max_images)
-        caller = self._admitted("fetch", inbound.caller, request.caller, record, is_peer=is_peer)
+        caller = self._admitted(tenant, inbound.caller, request.caller, record, is_peer=is_peer)
         inbound.resources.enter_context(self._budgets.fetched_images.hold(caller, len(request.images)))
         wanted = await row_requests(request, caller, self._info, self._turns)
         call = FetchCall(
@@ -117,7 +118,7 @@ class EncoderService:
 
     def _admitted(
         self,
-        right: CallKind,
+        tenant: Tenant | None,
         caller: Caller,
         message: pb.Caller,
         record: CallRecord,
@@ -131,7 +132,7 @@ class EncoderService:
         record.request_id = message.request_id or record.request_id
         record.client_id = message.client_id or record.client_id
         identity = self._info.identity
-        caller = identity.admit_peer(caller, message) if is_peer else identity.admit(right, caller, message)
+        caller = identity.admit_peer(caller, message) if is_peer else identity.admit(tenant, caller, message)
         record.admitted(caller)
         if self.draining:
             raise UnavailableError("the server is draining: use another server")

@@ -82,8 +82,9 @@ class Uploads:
         """`hold` is the part of the call in the upload bytes of all callers. A message has at most `message_bytes`."""
         self._message_bytes = message_bytes
         self._hold = hold
+        most = hold.most
         # By whether the file is a video.
-        self._max_bytes = {False: min(max_image_bytes, hold.most), True: min(max_video_bytes, hold.most)}
+        self._max_bytes = {False: min(max_image_bytes, most), True: min(max_video_bytes, most)}
         self._idle_s = idle_s
         self._uploads: dict[int, Upload] = {}
         self.idle_left_s = idle_s
@@ -294,7 +295,8 @@ class SubmitCall:
                 states = await self._answer_found(found, files)
         if together:
             states = await self._answer_found(self._all_or_nothing(together), files)
-        states += await self._answer_pieces(pieces)
+        if pieces:
+            states += await self._answer_pieces(pieces)
         self._uploads.settle()
         self._is_last |= request.last
         yield states
@@ -327,10 +329,10 @@ class SubmitCall:
     async def _answer_found(self, found: Sequence[Found], files: Mapping[int, bytes]) -> list[pb.ImageState]:
         """Return the answers to images, some of whose files came along with their names."""
         states = self._answers(found, files)
-        arrived = self._awaited.keys() & files.keys()
-        states += await self._receive_files(
-            [(image, files[index]) for index, image, _ in found if image is not None and index in arrived]
-        )
+        if arrived := self._awaited.keys() & files.keys():
+            states += await self._receive_files(
+                [(image, files[index]) for index, image, _ in found if image is not None and index in arrived]
+            )
         await self._pause()
         return states
 

@@ -62,7 +62,7 @@ def test_all_addresses_of_an_ipv6_network_are_one_holder() -> None:
     holders = set()
     for number in range(50):
         caller = from_peer(f"ipv6:[2001:db8::{number:x}]:{1000 + number}")
-        holders.add(identity.admit("submit", caller, pb.Caller(client_id=f"name {number}")).holder)
+        holders.add(identity.admit(None, caller, pb.Caller(client_id=f"name {number}")).holder)
     assert holders == {"host ipv6:2001:db8::/64"}
 
 
@@ -70,7 +70,7 @@ def test_without_tenants_the_host_is_the_holder_under_any_client_name() -> None:
     identity = Identity(None, None)
 
     def holder(host: str, client_id: str) -> str:
-        return identity.admit("submit", from_peer(f"ipv4:{host}:1"), pb.Caller(client_id=client_id)).holder
+        return identity.admit(None, from_peer(f"ipv4:{host}:1"), pb.Caller(client_id=client_id)).holder
 
     assert holder("10.0.0.1", "chat") == holder("10.0.0.1", "search") == holder("10.0.0.1", "")
     assert holder("10.0.0.1", "chat") != holder("10.0.0.2", "chat")
@@ -88,7 +88,7 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
 
     def used(identity: Identity, priority: int, token: str = "") -> int:
         caller = from_peer("ipv4:10.0.0.1:1", token)
-        return identity.admit("submit", caller, pb.Caller(priority=priority)).priority
+        return identity.admit(identity.require("submit", caller), caller, pb.Caller(priority=priority)).priority
 
     assert [used(unknown, requested) for requested in (8, 1, 0, -8)] == [0, 0, 0, -8]
     assert [used(tenants, requested, TOKENS["chat"]) for requested in (8, 0, -3)] == [0, 0, -3]

@@ -51,9 +51,9 @@ from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess
 from encoder_service.engine.dispatcher import Dispatcher
 from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.model import Model
+from encoder_service.engine.served import ServedModel
 from encoder_service.http import Watch
-from encoder_service.image.decoder import DECODE_PIXELS
+from encoder_service.image.decoder import DECODE_PIXELS, FileDecoder
 from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
 from encoder_service.images import Images
 from encoder_service.limits import Budgets
@@ -79,22 +79,22 @@ class Server:
     def __init__(
         self,
         config: Config,
-        model: Model,
         devices: Sequence[DeviceProcess],
+        files: FileDecoder,
         *,
         budgets: Budgets | None = None,
         patience: float = 1.0,
     ) -> None:
         """Construct the components. Raises `ConfigError` if there is too little memory for the store.
 
-        `model` is a `served_model` of `devices`.
+        The `devices` have loaded the model; `files` reads headers: see `load_devices`.
 
         For tests: `budgets` replaces the budgets of `config`. `patience` multiplies the time after which a silent Redis
         or replica counts as failed, so that several servers on a busy machine do not take its stalls for failures.
         """
         self._config = config
-        self._model = model
         self._devices = devices
+        self._model = ServedModel.of(devices, files)
         self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
@@ -107,7 +107,6 @@ class Server:
         self._identity = Identity(self._tenants, self._fleet_key)
         self.endpoint = ""  # host:port or unix:path, set by `start`
         self.metrics = Metrics()
-        self._memory_plan = devices[0].facts.plan if devices else None
         self.store = self._build_store()
         self._sources = SourceCache(int(config.source_gib * GIB), SOURCE_TTL_S)
         self._videos = SourceCache(int(config.video_gib * GIB), SOURCE_TTL_S, max_files=MAX_VIDEOS)
@@ -117,7 +116,7 @@ class Server:
         self.cluster = self._build_cluster()
         self.images = self._build_images()
         self._rows_port = self._build_rows_port()
-        self._description = describe(config, model, self.budgets, self.replica_id)
+        self._description = describe(config, self._model, self.budgets, self.replica_id)
         self.service = self._build_service()
 
     async def serve(self) -> int:
@@ -225,20 +224,20 @@ class Server:
     # Construction
 
     def _build_store(self) -> Store:
-        config, tier = self._config, self._model.device.name
+        config, facts = self._config, self._model.facts
         for device in self._devices if config.store_device_gib else ():
-            if not Device(device.name).can_access(tier):
+            if not Device(device.name).can_access(facts.device):
                 raise ConfigError(
-                    f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {tier}, because the "
+                    f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {facts.device}, because the "
                     "two have no peer access (`nvidia-smi topo -p2p r`): set it to 0, or start a server on each GPU"
                 )
         try:
             return Store(
                 host_bytes=int(config.store_host_gib * GIB),
                 device_bytes=int(config.store_device_gib * GIB),
-                device=self._model.device.name,
-                width=self._model.tower.width,
-                dtype=self._model.tower.dtype,
+                device=facts.device,
+                width=facts.width,
+                dtype=facts.dtype,
                 segment_dir=str(config.store_segment_dir),
                 on_evict=self._on_evict,
                 prefault=True,
@@ -250,44 +249,44 @@ class Server:
             raise ConfigError(str(error)) from error
 
     def _build_jobs(self) -> JobQueue:
-        config = self._config
+        facts = self._model.facts
         return JobQueue(
             Scheduler(
                 self.budgets.queue,
-                max_ahead_patches=self._model.tower.ahead_patches,
+                max_ahead_patches=facts.ahead_patches,
                 max_ahead_images=MAX_AHEAD_IMAGES,
                 large_pixels=DECODE_PIXELS,
-                devices=len(self._devices) or 1,
+                devices=len(self._devices),
             ),
-            self._model.decoder,
+            self._model.can_batch,
             self.store,
             loop=self._loop,
             metrics=self.metrics,
             on_end=self._ended,
             # The server itself uses a device only for a device tier.
-            device=self._model.device if config.store_device_gib else Device("cpu"),
-            devices=len(self._devices) or 1,
+            device=Device(facts.device if self._config.store_device_gib else "cpu"),
+            devices=len(self._devices),
             on_abort=self._abort,
         )
 
     def _build_engine(self) -> Dispatcher:
-        tokens = self._model.tower.geometry.tokens
+        tokens = self._model.geometry.tokens
         return Dispatcher(self._devices, self.jobs, self.store, self.metrics, tokens)
 
     def _build_cluster(self) -> Cluster:
-        config, recipe, tower = self._config, self._model.recipe, self._model.tower
+        config, facts = self._config, self._model.facts
         if config.index == "memory":
             return Cluster()
         settings = RedisSettings(
             url=config.index,
-            namespace=namespace(config.index_prefix, recipe.model),
+            namespace=namespace(config.index_prefix, facts.recipe.model),
             call_timeout_ms=config.index_timeout_ms,
         )
         peers = Peers(
-            recipe,
-            tower.width,
-            tower.dtype,
-            tower.geometry,
+            facts.recipe,
+            facts.width,
+            facts.dtype,
+            self._model.geometry,
             certificates=self._peer_certificates,
             name=config.tls_peer_name,
             key=self._fleet_key,
@@ -304,12 +303,12 @@ class Server:
     def _build_images(self) -> Images:
         config = self._config
         validator = Validator(
-            self._model.tower.geometry,
+            self._model.geometry,
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             formats=config.accepted_formats,
-            read_rare_header=self._model.decoder.read_header,
-            open_video=self._model.decoder.open_video,
+            read_rare_header=self._model.files.read_header,
+            open_video=self._model.files.open_video,
             video_limits=VIDEO_LIMITS,
             on_hash=partial(self.metrics.stage, "hash"),
         )
@@ -328,11 +327,10 @@ class Server:
         return RowsPort(listen, self._certificates, self.budgets.reader_idle_s) if listen else None
 
     def _build_service(self) -> EncoderService:
-        model = self._model
         info = ServerInfo(
             description=self._description,
-            recipe=model.recipe,
-            geometry=model.tower.geometry,
+            recipe=self._model.facts.recipe,
+            geometry=self._model.geometry,
             row_bytes=self.store.layout.row_bytes,
             transports=Transports(self.store, self._rows_port),
             identity=self._identity,
@@ -340,7 +338,7 @@ class Server:
         return EncoderService(self.images, info, self.metrics, self.budgets)
 
     async def _join_cluster(self) -> None:
-        recipe = self._model.recipe
+        recipe = self._model.facts.recipe
         advertised = reachable(self.endpoint, self._config.advertise)
         self._identity.advertised = advertised
         replica = Replica(self.replica_id, time_ns(), advertised, recipe.model, recipe.processor)
@@ -410,14 +408,13 @@ class Server:
 
     def readings(self) -> Iterator[Reading]:
         """Yield the state of the components. Each scrape calls it, on a thread."""
-        peak_flops = self._config.device_peak_tflops * 1e12
-        peak_flops *= len(self._devices) or 1
-        yield from identity_readings(self._description, self._model, self._device_names, peak_flops)
+        peak_flops = self._config.device_peak_tflops * 1e12 * len(self._devices)
+        yield from identity_readings(self._description, self._model.facts, self._device_names, peak_flops)
         yield from process_readings(self.draining)
         peers = self._peer_certificates if self._config.tls_peer_ca else None
         yield from certificate_readings(self._certificates, peers)
         yield from device_readings(self._devices)
-        yield from model_readings(self._model)
+        yield from model_readings(self._model.files, self._devices)
         yield from queue_readings(self._snapshot(), self.budgets.queue)
         yield from store_readings(self.store.stats())
         yield from memory_readings(
@@ -461,10 +458,10 @@ class Server:
         return {**self._settings(), "listening": self.endpoint}
 
     def _settings(self) -> dict[str, str]:
-        plan = self._memory_plan
-        memory = {"device memory": str(plan)} if plan is not None and plan.total else {}
+        plan = self._model.facts.plan
+        memory = {"device memory": str(plan)} if plan.total else {}
         return {**facts(self._config, self._model, self._device_names, self.replica_id), **memory}
 
     @property
     def _device_names(self) -> str:
-        return ",".join(device.name for device in self._devices) or self._model.device.name
+        return ",".join(device.name for device in self._devices)

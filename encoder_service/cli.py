@@ -223,13 +223,12 @@ def _serve_with(config: Config) -> int:
     devices = start_devices(config)
     # Importing torch takes seconds, so the flags were checked before, and the devices load in the meantime.
     from encoder_service.app import Server
-    from encoder_service.engine.model import load_model
-    from encoder_service.engine.served import served_model
+    from encoder_service.engine.served import load_devices
 
-    model = served_model(config, devices) if devices else load_model(config)
+    files = load_devices(config, devices)
 
     async def serve() -> int:
-        server = Server(config, model, devices)
+        server = Server(config, devices, files)
         spans.export("encoder-service", server.replica_id, os.environ)
         return await server.serve()
 
@@ -239,7 +238,7 @@ def _serve_with(config: Config) -> int:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
-    model.decoder.close()
+    files.close()
     return code
 
 

@@ -13,7 +13,8 @@ from encoder_contract.certificates import Certificates, expirations
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import ClusterStatus, IndexState
 from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.model import Model
+from encoder_service.engine.facts import ModelFacts
+from encoder_service.image.decoder import FileDecoder
 from encoder_service.image.sources import SourceCache
 from encoder_service.logs import dropped_lines
 from encoder_service.metrics import DEMAND, Reading, counter, gauge
@@ -22,7 +23,7 @@ from encoder_service.store import StoreStats, TierStats
 
 
 def identity_readings(
-    description: pb.DescribeResponse, model: Model, devices: str, peak_flops: float
+    description: pb.DescribeResponse, facts: ModelFacts, devices: str, peak_flops: float
 ) -> Iterator[Reading]:
     """Yield versions, model, and the peak speed of the devices if it is configured."""
     versions = (description.version, platform.python_version(), str(torch.__version__))
@@ -40,8 +41,8 @@ def identity_readings(
         "fingerprint": description.model_fingerprint.hex()[:12],
         "dtype": description.dtype,
         "device": devices,
-        "attention": model.tower.attention,
-        "decoder": model.decoder.name,
+        "attention": facts.attention,
+        "decoder": facts.decoder,
     }
     yield gauge(
         "model_info", "Always 1. The labels describe the served model.", {tuple(served.values()): 1}, *served
@@ -105,30 +106,30 @@ def device_readings(devices: Sequence[DeviceProcess]) -> Iterator[Reading]:
     )
 
 
-def model_readings(model: Model) -> Iterator[Reading]:
-    """Yield the state of the decoder and the tower."""
-    decoder, tower = model.decoder, model.tower
+def model_readings(files: FileDecoder, devices: Sequence[DeviceProcess]) -> Iterator[Reading]:
+    """Yield the state of the decoders and the tower: those of the server's own decoder, and what devices reported."""
+    counts = sum((device.counts for device in devices), Counter[str]())
     yield counter(
         "decoder_restarts",
         "Decoder processes that ended and were replaced, by the reason for their end.",
-        decoder.deaths,
+        {reason: deaths + counts[reason] for reason, deaths in files.deaths.items()},
         "reason",
     )
     yield counter(
         "decoder_messages",
         "Lines that decoder processes wrote to standard error. The server drops them.",
-        decoder.messages,
+        files.messages + counts["messages"],
     )
     yield counter(
         "batches",
         "Batches that the tower ran, with a CUDA graph or eagerly.",
-        {"graph": tower.graph_batches, "eager": tower.eager_batches},
+        {"graph": counts["graph_batches"], "eager": counts["eager_batches"]},
         "how",
     )
     yield counter(
         "padding_patches",
         "Padding patches that the tower computed to fill the shape of a CUDA graph.",
-        tower.padding_patches,
+        counts["padding_patches"],
     )
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from multiprocessing.connection import Pipe
 from typing import Any, NoReturn
 
+from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.engine import process
 from encoder_service.engine.devices import END_S, DeviceProcess
 from encoder_service.engine.facts import ModelFacts
 from encoder_service.engine.model import Model
+from encoder_service.families.model import CountedRows
 
 
 class DeviceThread(DeviceProcess):
@@ -50,6 +52,12 @@ class DeviceThread(DeviceProcess):
 
     def load(self) -> None:
         """Do nothing: the model is loaded."""
+
+    def counted(self, width: int, height: int) -> Grid | str:
+        """Ask the model's own rule."""
+        rule = self._model.tower.geometry
+        assert isinstance(rule, CountedRows), "the server computes other rules itself"
+        return rule.counted(width, height)
 
     def kill(self) -> None:
         """Close the connection: the thread ends when it notices."""

@@ -98,7 +98,7 @@ async def trace_image(folder: Path) -> list[str]:
     trace = FileTrace()
     model = load_model(config)
     threading.settrace(trace)  # before the stages start: it applies to new threads
-    server = Server(config, model, [DeviceThread(config, model)])
+    server = Server(config, [DeviceThread(config, model)], model.decoder.files)
     await server.start()
     try:
         async with await EncoderClient.connect(server.endpoint) as client:

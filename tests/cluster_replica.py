@@ -13,7 +13,7 @@ from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.decoder import Decoder, FileDecoder
 from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.device_thread import DeviceThread
@@ -60,7 +60,7 @@ class Replica:
 
     def address(self, digest: bytes, **variant: int) -> bytes:
         """The store address of an image."""
-        return self.server._model.recipe.key(digest, **variant).address
+        return self.server._model.facts.recipe.key(digest, **variant).address
 
     async def locates(self, digest: bytes, **variant: int) -> bool:
         """Whether it locates the image at a peer."""
@@ -97,7 +97,8 @@ async def starting(
             gate = Gate(served.decoder)
             gated = replace(served, decoder=cast(Decoder, gate))
             changed = replace(config, **settings)  # type: ignore[arg-type]
-            server = Server(changed, gated, [DeviceThread(changed, gated)], patience=patience)
+            files = cast(FileDecoder, gate)
+            server = Server(changed, [DeviceThread(changed, gated)], files, patience=patience)
             await server.start()
             stack.push_async_callback(server.drain)
             client = await stack.enter_async_context(

@@ -25,6 +25,7 @@ class Gate:
         self.name, self.deaths, self.messages = decoder.name, decoder.deaths, decoder.messages
         self.device_bytes = decoder.device_bytes
         self.decodes_batches = decoder.decodes_batches
+        self.files = self
         self.frames: list[Frames] = []
         """The requested pairs of frames, in order."""
 
@@ -34,11 +35,11 @@ class Gate:
 
     def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
         """Forward to the decoder."""
-        return self._decoder.read_header(file, formats)
+        return self._decoder.files.read_header(file, formats)
 
     def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
         """Forward to the decoder."""
-        return self._decoder.open_video(key, file)
+        return self._decoder.files.open_video(key, file)
 
     def decode_frames(
         self, source: Source, frames: Frames, is_wanted: Callable[[], bool]

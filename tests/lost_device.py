@@ -22,7 +22,7 @@ from encoder_contract.errors import EncoderError
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
-from encoder_service.engine import device, devices, dispatcher, link, process, served
+from encoder_service.engine import device, devices, dispatcher, link, process
 from encoder_service.engine import model as loading
 from encoder_service.engine.device import CudaStream, Device
 from encoder_service.engine.model import Model
@@ -228,7 +228,7 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     elif what in TIERS:
         tensor_over = storing.tensor_over
         storing.tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
-        vars(served)["Device"] = LosableDevice
+        vars(app)["Device"] = LosableDevice
     else:
         devices._MODULE = "tests.lost_device"
         os.environ[LOSING] = f"{what}:{failed}"

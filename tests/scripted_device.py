@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
@@ -22,7 +21,6 @@ from encoder_service.engine.facts import ModelFacts
 from encoder_service.engine.job_queue import Job, JobQueue
 from encoder_service.engine.link import Link
 from encoder_service.engine.model import Model
-from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.metrics import Metrics
@@ -160,12 +158,14 @@ async def floor(
         large_pixels=decode_pixels,
         devices=devices,
     )
-    decoder = cast(Decoder, SimpleNamespace(can_batch=lambda source: source.key == BATCH))
 
     def on_end(job: Job, outcome: Pin | EncoderError) -> None:
         ended.append((job, outcome if isinstance(outcome, EncoderError) else outcome.address))
 
-    jobs = JobQueue(scheduler, decoder, store, loop=loop, metrics=metrics, on_end=on_end, devices=devices)
+    def can_batch(source: Source) -> bool:
+        return source.key == BATCH
+
+    jobs = JobQueue(scheduler, can_batch, store, loop=loop, metrics=metrics, on_end=on_end, devices=devices)
     config = Config(model=Path("unused"), devices="cpu")
     scripted = [device(config, model, number, devices, **facts) for number in range(devices)]
     engine = Dispatcher(scripted, jobs, store, metrics, tower.geometry.tokens, decode_pixels=decode_pixels)

@@ -31,7 +31,7 @@ async def server_of(
     """
     config = replace(config, **settings)
     devices = devices or [DeviceThread(config, model)]
-    server = Server(config, model, devices, budgets=replace(Budgets.of(config), **limits))
+    server = Server(config, devices, model.decoder.files, budgets=replace(Budgets.of(config), **limits))
     await server.start()
     try:
         yield server

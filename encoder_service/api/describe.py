@@ -12,7 +12,7 @@ from encoder_contract.version import __version__
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.engine.served import ServedModel
 from encoder_service.image.sources import VIDEO_LIMITS
 from encoder_service.keys import Recipe
 from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
@@ -48,46 +48,46 @@ class ServerInfo:
                 )
 
 
-def describe(config: Config, model: Model, budgets: Budgets, replica_id: str) -> pb.DescribeResponse:
+def describe(config: Config, model: ServedModel, budgets: Budgets, replica_id: str) -> pb.DescribeResponse:
     """Return the Describe response."""
-    tower = model.tower
+    loaded = model.facts
     return pb.DescribeResponse(
         version=__version__,
-        model_type=tower.model_type,
+        model_type=loaded.model_type,
         model_name=config.model.resolve().name,
-        model_fingerprint=model.recipe.model,
-        processor_fingerprint=model.recipe.processor,
-        dtype=model.recipe.dtype,
-        width=tower.width,
-        hidden=tower.hidden,
-        deepstack_levels=tower.levels,
-        geometry=messages.geometry_message(tower.geometry),
+        model_fingerprint=loaded.recipe.model,
+        processor_fingerprint=loaded.recipe.processor,
+        dtype=loaded.recipe.dtype,
+        width=loaded.width,
+        hidden=loaded.hidden,
+        deepstack_levels=loaded.levels,
+        geometry=messages.geometry_message(model.geometry),
         limits=pb.Limits(
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             max_images_per_call=MAX_IMAGES_PER_CALL,
             max_message_bytes=messages.PIECE_BYTES,
             max_grace_ms=budgets.max_grace_ms,
-            max_video_bytes=config.largest_video_bytes if model.videos else 0,
-            max_video_frames=VIDEO_LIMITS.frames if model.videos else 0,
-            max_video_seconds=VIDEO_LIMITS.seconds if model.videos else 0.0,
+            max_video_bytes=config.largest_video_bytes if loaded.videos else 0,
+            max_video_frames=VIDEO_LIMITS.frames if loaded.videos else 0,
+            max_video_seconds=VIDEO_LIMITS.seconds if loaded.videos else 0.0,
         ),
         replica_id=replica_id,
-        video_decoder=model.videos,
+        video_decoder=loaded.videos,
     )
 
 
-def facts(config: Config, model: Model, devices: str, replica_id: str) -> dict[str, str]:
+def facts(config: Config, model: ServedModel, devices: str, replica_id: str) -> dict[str, str]:
     """Return the settings in effect, as text."""
-    tower = model.tower
+    loaded = model.facts
     return {
-        "model": f"{config.model} ({tower.model_type}, {model.recipe.model.hex()[:12]})",
-        "fingerprint": model.recipe.model.hex(),
-        "device": f"{devices}, {model.recipe.dtype}, attention {tower.attention}",
-        "decoder": model.decoder.name,
-        "videos": model.videos or f"none: {model.no_videos}",
-        "rows": f"{tower.width} wide ({tower.hidden} x {1 + tower.levels})",
-        "geometry": str(tower.geometry),
+        "model": f"{config.model} ({loaded.model_type}, {loaded.recipe.model.hex()[:12]})",
+        "fingerprint": loaded.recipe.model.hex(),
+        "device": f"{devices}, {loaded.recipe.dtype}, attention {loaded.attention}",
+        "decoder": loaded.decoder,
+        "videos": loaded.videos or f"none: {loaded.no_videos}",
+        "rows": f"{loaded.width} wide ({loaded.hidden} x {1 + loaded.levels})",
+        "geometry": str(model.geometry),
         "limits": f"{config.max_image_bytes >> 20} MiB and {config.max_image_pixels / 1e6:g} megapixels an image, "
         f"{config.max_queued_images} images queued",
         "store": f"{config.store_host_gib:g} GiB host, {config.store_device_gib:g} GiB device, "

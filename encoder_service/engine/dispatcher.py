@@ -98,8 +98,8 @@ class Dispatcher:
 
     @property
     def answers(self) -> bool:
-        """Whether at least one device answers; True without devices."""
-        return not self.links or any(link.answers for link in self.links)
+        """Whether at least one device answers."""
+        return any(link.answers for link in self.links)
 
     # Pushing work
 
@@ -124,8 +124,7 @@ class Dispatcher:
                 links.remove(link)
 
     def _gone(self, job: Job) -> None:
-        if self.links:
-            self.links[job.device].gone(job)
+        self.links[job.device].gone(job)
 
     def _on_freed(self) -> None:
         """Take note that the store may have space. Called on any thread, with the store's lock held."""

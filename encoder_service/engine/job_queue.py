@@ -24,7 +24,6 @@ from encoder_contract.errors import (
 )
 from encoder_contract.geometry import Grid
 from encoder_service.engine.device import Device, Faults
-from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.limits import AT_A_TIME
@@ -70,7 +69,7 @@ class JobQueue:
     def __init__(
         self,
         scheduler: Scheduler[Job],
-        decoder: Decoder,
+        can_batch: Callable[[Source], bool],
         store: Store,
         *,
         loop: asyncio.AbstractEventLoop,
@@ -82,10 +81,12 @@ class JobQueue:
     ) -> None:
         """Create a queue for this number of `devices`; `device` is the one of this process, by default the CPU.
 
+        `can_batch` says whether an image is decoded in batches.
+
         `on_end` is called at the end of every job, `on_abort` when no job can succeed.
         """
         self.scheduler = scheduler
-        self._decoder = decoder
+        self._can_batch = can_batch
         self._store = store
         self._metrics = metrics or Metrics()
         self._on_end = on_end
@@ -169,7 +170,7 @@ class JobQueue:
             grid=grid,
             queued_at=now,
         )
-        self.scheduler.admit(claim, job, now, single=not self._decoder.can_batch(source))
+        self.scheduler.admit(claim, job, now, single=not self._can_batch(source))
         self._jobs[key.address] = job
         if not self._answer_due:
             self._answer_due = True

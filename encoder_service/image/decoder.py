@@ -117,23 +117,23 @@ class Decoder:
 
     def __init__(self, device: torch.device, files: FileDecoder, jpegs: DaliJpegs | None = None) -> None:
         self._device = device
-        self._files = files
+        self.files = files
         self._jpegs = jpegs
 
     @property
     def name(self) -> str:
         """What decodes; once started, also what the kernel enforces."""
-        return f"{self._jpegs.name}, {self._files.name}" if self._jpegs else self._files.name
+        return f"{self._jpegs.name}, {self.files.name}" if self._jpegs else self.files.name
 
     @property
     def deaths(self) -> Mapping[str, int]:
         """Decoder processes that died, by reason."""
-        return self._files.deaths
+        return self.files.deaths
 
     @property
     def messages(self) -> int:
         """Lines that decoder processes have printed to standard error; the lines are dropped."""
-        return self._files.messages
+        return self.files.messages
 
     @property
     def device_bytes(self) -> int:
@@ -144,23 +144,15 @@ class Decoder:
         """Wait until the decoder is ready."""
         if self._jpegs:
             self._jpegs.start(BATCH_IMAGES)
-        self._files.start()
+        self.files.start()
 
     def close_videos(self) -> None:
         """See `FileDecoder`."""
-        self._files.close_videos()
+        self.files.close_videos()
 
     def close(self) -> None:
         """Stop the decoder's processes; a further use starts them again."""
-        self._files.close()
-
-    def read_header(self, file: bytes, formats: Sequence[str]) -> Header | EncoderError:
-        """See `FileDecoder`."""
-        return self._files.read_header(file, formats)
-
-    def open_video(self, key: bytes, file: VideoFile) -> VideoInfo | EncoderError:
-        """See `FileDecoder`."""
-        return self._files.open_video(key, file)
+        self.files.close()
 
     @property
     def decodes_batches(self) -> bool:
@@ -184,7 +176,7 @@ class Decoder:
         Raises `RuntimeError` for what is not the image's fault: no decoder process starts, or the pixels cannot be
         copied to the device.
         """
-        pixels = self._files.decode(source)
+        pixels = self.files.decode(source)
         return pixels if isinstance(pixels, EncoderError) else self.on_device(pixels)
 
     def decode_frames(
@@ -194,7 +186,7 @@ class Decoder:
 
         See `FileDecoder.read_frames`. Raises as `decode` does.
         """
-        return self._files.read_frames(source, frames.first, frames.second, is_wanted)
+        return self.files.read_frames(source, frames.first, frames.second, is_wanted)
 
     def on_device(self, pixels: Pixels) -> Tensor:
         """Copy pixels to the device; on the CPU, return a view of them."""

@@ -36,7 +36,7 @@ def _check(decoder: Decoder) -> None:
     file = VideoFile()
     file.add(_FILE.read_bytes())
     file.seal()
-    found = decoder.open_video(b"known video", file)
+    found = decoder.files.open_video(b"known video", file)
     if found == _INFO:
         source = Source.of_video(b"known video", file, found)
         pixels = decoder.decode_frames(source, Frames(0, 1, Grid(1, 4, 4)), lambda: True)

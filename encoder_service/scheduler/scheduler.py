@@ -53,7 +53,7 @@ class RequestTable(Generic[AnyTask]):
         self.holders: dict[str, Holder] = {}
         self.claims = 0
         self._clock_patches = 0  # of all holders together: the start of a new holder's clock
-        self.amounts = {
+        self.amounts: dict[tuple[State, bool, int], Amount] = {
             (state, demanded, device): Amount()
             for state in State
             if state is not State.GONE

@@ -27,6 +27,7 @@ from testing.photos import photo
 from testing.processes import free_port
 from tests.closed_port import closed_port
 from tests.processes import SCRIPTS, run
+from tests.scripted_device import ScriptedDevice
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, START_S, within_some_limit
 
@@ -126,8 +127,9 @@ def test_an_invalid_value_is_refused_before_torch_is_imported(
 async def test_a_wrong_option_of_the_index_url_is_reported(
     config: Config, model: Model, option: str, says: str
 ) -> None:
+    config = replace(config, index=f"redis://127.0.0.1:1/0?{option}")
     with pytest.raises(ConfigError, match=f"--index: the URL has an {says}"):
-        await Server(replace(config, index=f"redis://127.0.0.1:1/0?{option}"), model, []).start()
+        await Server(config, [ScriptedDevice(config, model)], model.decoder.files).start()
 
 
 @pytest.mark.parametrize(

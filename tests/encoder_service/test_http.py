@@ -17,6 +17,7 @@ from encoder_service.engine.model import Model
 from encoder_service.http import MAX_CONNECTIONS, STUCK_S, HttpPort
 from encoder_service.metrics import Metrics
 from tests.operator_view import get, numbers
+from tests.scripted_device import ScriptedDevice
 from tests.waiting import PATIENCE_S
 
 
@@ -220,7 +221,8 @@ def test_idle_connections_end_with_the_port() -> None:
 async def test_a_taken_metrics_port_is_a_clear_refusal(config: Config, model: Model) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        server = Server(replace(config, metrics_listen=listen), model, [])
+        config = replace(config, metrics_listen=listen)
+        server = Server(config, [ScriptedDevice(config, model)], model.decoder.files)
         with pytest.raises(ConfigError, match=f"--metrics-listen {listen}: the address is taken"):
             await server.start()
 

@@ -43,7 +43,7 @@ async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None
         assert count == {"hash": 3, "upload": 3, "decode": 3}.get(stage, 2), stage
     assert now.total("queue_wait_seconds_count") == 3
     assert now.total("batch_images_sum") == 2
-    grids = [server._model.tower.geometry.grid(*size) for size in ((320, 200), (200, 331))]
+    grids = [server._model.geometry.grid(*size) for size in ((320, 200), (200, 331))]
     assert now.total("batch_patches_sum") == sum(grid.patches for grid in grids)
     assert now.total("device_busy_seconds_total") == pytest.approx(
         now.total("stage_seconds_sum", stage="vit") / now.total("batch_images_sum") * 2, rel=0.6
@@ -63,7 +63,7 @@ async def test_every_metric_that_is_read_at_a_scrape_has_a_value(server: Server)
         name = reading.name.removeprefix(f"{PREFIX}_")
         assert (f"{name}_total" if reading.type == "counter" else name) in now.samples, name
     assert now.text("model_info", "model_type") == "qwen3_vl"
-    assert now.text("model_info", "fingerprint") == server._model.recipe.model.hex()[:12]
+    assert now.text("model_info", "fingerprint") == server._model.facts.recipe.model.hex()[:12]
     assert now.total("device_peak_flops") == 1.5e12
 
 

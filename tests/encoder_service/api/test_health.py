@@ -43,7 +43,7 @@ async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(
 async def test_a_drain_notifies_every_watcher_despite_dead_and_stalled_ones(
     config: Config, model: Model
 ) -> None:
-    server = Server(replace(config, drain_s=60), model, [DeviceThread(config, model)])
+    server = Server(replace(config, drain_s=60), [DeviceThread(config, model)], model.decoder.files)
     await server.start()
     raw = await RawConnection.open(server.endpoint, window=0)  # not even the first answer can be sent
     await raw.call(WATCH, b"")

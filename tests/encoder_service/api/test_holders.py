@@ -88,7 +88,9 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
 
     def used(identity: Identity, priority: int, token: str = "") -> int:
         caller = from_peer("ipv4:10.0.0.1:1", token)
-        return identity.admit(identity.require("submit", caller), caller, pb.Caller(priority=priority)).priority
+        return identity.admit(
+            identity.require("submit", caller), caller, pb.Caller(priority=priority)
+        ).priority
 
     assert [used(unknown, requested) for requested in (8, 1, 0, -8)] == [0, 0, 0, -8]
     assert [used(tenants, requested, TOKENS["chat"]) for requested in (8, 0, -3)] == [0, 0, -3]

@@ -254,7 +254,7 @@ async def test_what_a_call_sends_after_its_last_read_message_is_bounded(
 async def test_a_failing_drain_step_does_not_stop_the_others(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(config, model, [DeviceThread(config, model)])
+    server = Server(config, [DeviceThread(config, model)], model.decoder.files)
     await server.start()
     segment = server.store.segment.path
 

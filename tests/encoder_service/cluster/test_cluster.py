@@ -25,6 +25,7 @@ from testing.photos import photo
 from tests.calls import next_state
 from tests.cluster_replica import PROMPTLY, Replica, Start
 from tests.index_replicas import grids
+from tests.scripted_device import ScriptedDevice
 from tests.waiting import PATIENCE_S, soon
 
 numbers = itertools.count(1000)
@@ -148,7 +149,7 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     a, b = await start(), await start()
     file = new_photo()
     (image,) = read_images([file], b.client.description.geometry)
-    address = b.server._model.recipe.key(image.digest).address
+    address = b.server._model.facts.recipe.key(image.digest).address
     await a.index.publish(grids([address]))  # a stale location
     (submitted,) = await b.client.submit([file])
     assert submitted.cached
@@ -197,7 +198,7 @@ async def test_encoding_is_chosen_over_a_slow_peer(start: Start) -> None:
 async def test_stale_locations_do_not_make_replicas_call_each_other_in_a_loop(start: Start) -> None:
     a, b = await start(), await start()
     image = read_images([new_photo()], a.client.description.geometry)[0]
-    address = a.server._model.recipe.key(image.digest).address
+    address = a.server._model.facts.recipe.key(image.digest).address
     for replica in (a, b):
         await replica.index.publish(grids([address]))
     async with asyncio.timeout(PATIENCE_S):
@@ -255,8 +256,9 @@ async def test_another_processor_in_a_namespace_is_refused_with_fingerprints(
 ) -> None:
     a = await start()
     recipe = replace(model.recipe, processor=bytes(32))
-    settings = a.server._config
-    other = Server(replace(settings, listen="127.0.0.1:0"), replace(model, recipe=recipe), [])
+    settings = replace(a.server._config, listen="127.0.0.1:0")
+    device = ScriptedDevice(settings, replace(model, recipe=recipe))
+    other = Server(settings, [device], model.decoder.files)
     with pytest.raises(ConfigError, match=r"another model or processor") as refusal:
         await other.start()
     for processor in (model.recipe.processor, recipe.processor):

@@ -19,7 +19,7 @@ from encoder_service.engine.device import Device
 from encoder_service.engine.devices import DeviceProcess, start_devices
 from encoder_service.engine.environment import device_environment
 from encoder_service.engine.model import Model, load_model
-from encoder_service.engine.served import served_model
+from encoder_service.engine.served import load_devices
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip
@@ -37,15 +37,15 @@ async def serving(
     """Run a server with a process for each device."""
     config = replace(config, devices=devices, **settings)
     started = start_devices(config)
-    model = await asyncio.to_thread(served_model, config, started)
+    files = await asyncio.to_thread(load_devices, config, started)
+    server = Server(config, started, files)
+    await server.start()
     try:
-        async with (
-            server_of(config, model, started) as server,
-            await EncoderClient.connect(server.endpoint) as client,
-        ):
+        async with await EncoderClient.connect(server.endpoint) as client:
             yield server, client, started
     finally:
-        model.decoder.close()
+        await server.drain()
+        files.close()
 
 
 async def fetched(client: EncoderClient, images: Sequence[bytes]) -> list[bytes]:
@@ -140,7 +140,7 @@ def test_an_error_at_load_in_a_process_is_one_line_of_the_server(config: Config,
     weights.write_bytes(weights.read_bytes()[:-1000])
     broken = replace(config, model=tmp_path)
     with pytest.raises(ConfigError, match=f"--model {tmp_path}: ") as refused:
-        served_model(broken, start_devices(broken))
+        load_devices(broken, start_devices(broken))
     assert "\n" not in str(refused.value)
 
 
@@ -174,7 +174,7 @@ def test_invalid_device_lists_are_refused(config: Config, devices: str, says: st
 def test_each_missing_gpu_is_reported(config: Config) -> None:
     two = replace(config, devices="cuda:0,cuda:1")
     with pytest.raises(ConfigError, match=r"--devices cuda:0: torch .* sees 0 CUDA devices"):
-        served_model(two, start_devices(two))
+        load_devices(two, start_devices(two))
 
 
 def test_the_cpu_beside_a_gpu_is_said_with_its_reason(
@@ -205,7 +205,7 @@ async def test_a_device_tier_that_another_device_cannot_write_is_refused_at_star
     device = DeviceThread(config, model)
     device.name = "cuda:2"
     with pytest.raises(ConfigError, match="cuda:2 cannot write to the device tier on cpu"):
-        Server(replace(config, store_device_gib=0.01), model, [device])
+        Server(replace(config, store_device_gib=0.01), [device], model.decoder.files)
 
 
 def test_a_device_process_gets_the_compiler_that_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

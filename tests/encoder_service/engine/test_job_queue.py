@@ -14,7 +14,6 @@ from encoder_contract.errors import EncoderError, InternalError, UnavailableErro
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State
@@ -54,7 +53,7 @@ def new_queue(
 ) -> JobQueue:
     queue = JobQueue(
         Scheduler(NO_LIMITS, max_ahead_patches=10**9, max_ahead_images=10**6),
-        cast(Decoder, SimpleNamespace(can_batch=lambda source: source.key != SINGLE)),
+        lambda source: source.key != SINGLE,
         cast(Store, SimpleNamespace(contains=lambda _address: False)),
         loop=cast(asyncio.AbstractEventLoop, Posts()),
         on_end=on_end,

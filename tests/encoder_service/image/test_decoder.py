@@ -69,7 +69,7 @@ def difference(pixels: torch.Tensor | EncoderError, image: bytes) -> int:
 def test_the_decoders_name_lists_its_libraries(decoder):
     assert ("DALI" in decoder.name) == (decoder._jpegs is not None)
     assert "Pillow" in decoder.name
-    assert ("in separate processes" in decoder.name) == isinstance(decoder._files, DecoderPool)
+    assert ("in separate processes" in decoder.name) == isinstance(decoder.files, DecoderPool)
 
 
 @pytest.mark.parametrize(("kind", "mode"), MODES)

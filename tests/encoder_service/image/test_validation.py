@@ -23,8 +23,8 @@ def new_validator() -> Validator:
         GEOMETRY,
         max_image_bytes=1 << 25,
         max_image_pixels=1 << 25,
-        read_rare_header=pillow_decoder().read_header,
-        open_video=pillow_decoder().open_video,
+        read_rare_header=pillow_decoder().files.read_header,
+        open_video=pillow_decoder().files.open_video,
         video_limits=VideoLimits(100, 100.0),
     )
 

@@ -386,8 +386,15 @@ class Store:
     def keep_moving(self) -> None:
         """Move embeddings until the store is closed (a thread's target). With a single tier, return at once."""
         while (self._device is not None or self._disk is not None) and not self._closed.is_set():
-            if not self.move_once():
+            if not (self._may_move and self.move_once()):
                 self._closed.wait(_IDLE_S)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether `move_once` may find work. Without the lock: an old answer costs one more wait."""
+        if self._device is not None and self._device.arena.free_pages < self._low_pages:
+            return True
+        return bool(self._promotions_due) or (self._disk is not None and self.is_host_low)
 
     def move_once(self) -> bool:
         """Move one embedding between tiers; return False if none is due or possible. Copies, so takes milliseconds.

@@ -107,3 +107,18 @@ def test_the_migrator_keeps_device_space_and_ends_with_the_store(tmp_path):
     store.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def test_a_migrator_without_work_takes_no_lock(tmp_path, monkeypatch):
+    store = make_store(tmp_path, host_pages=64, device_pages=8)
+    put(store, b"a")
+    asked = threading.Semaphore(0)
+    wait = store._closed.wait
+    monkeypatch.setattr(store._closed, "wait", lambda seconds: asked.release() or wait(seconds))
+    thread = threading.Thread(target=store.keep_moving)
+    with store._lock:
+        thread.start()
+        assert all(asked.acquire(timeout=PATIENCE_S) for _ in range(3))
+    store.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()

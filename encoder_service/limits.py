@@ -1,17 +1,16 @@
-"""Limits on callers: a `Caller`, the `Budget`s that callers share, the table of budgets, `Turns` on the event loop."""
+"""Limits on callers: a `Caller`, the `Budget`s that callers share, the table of budgets, units of work."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 from uuid import uuid4
 
 from encoder_contract.errors import OverloadedError
+from encoder_contract.turns import Lack, Place, Room, fair_share
 from encoder_service.config import GIB, Config
-from encoder_service.round_robin import RoundRobin
-from encoder_service.scheduler import Claim, QueueLimits, most_held
+from encoder_service.scheduler import Claim, QueueLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +57,16 @@ class Caller:
 RETRY_AFTER_MS = 200
 
 
-class Budget:
-    """A bounded resource that callers share; messages call it by `name`. Not thread-safe: use from one event loop.
+class Budget(Room):
+    """A room that callers get or are refused, by name in the message. Not thread-safe: use from one event loop.
 
-    A holder may have up to `most_held`. Its first amount only needs to fit.
+    A holder may have its `fair_share`.
     """
 
     def __init__(self, size: int, name: str, *, part_of: "Budget | None" = None) -> None:
         """Amounts of a part also count in the whole, but against nobody's share of it."""
-        self.size = size
-        self.held = 0
-        self._name = name
-        self._whole = part_of
-        self._holders: Counter[str] = Counter()
+        super().__init__(size, name, share=fair_share, part_of=part_of)
         self._uses: Counter[tuple[str, bytes]] = Counter()  # by holder and key
-        self._released = asyncio.Event()
 
     def hold(self, caller: Caller, amount: int = 1, *, once: bytes = b"") -> "Hold":
         """Reserve `amount` until the `with` block of the result ends. Raises `OverloadedError`.
@@ -80,96 +74,85 @@ class Budget:
         An amount above `size` counts as `size`. Several holds of a holder with the same key `once`, all of the same
         amount, count once.
         """
-        amount = min(amount, self.size)
-        if amount and not (once and self._uses[caller.holder, once]):
-            self.reserve(caller.holder, amount)
-        if once and amount:
-            self._uses[caller.holder, once] += 1
-        return Hold(self, caller.holder, once, amount)
+        hold = Hold(self, caller.holder, min(amount, self.size), self._uses, once)
+        if (lack := hold.admit()) is not None:
+            raise _refusal(lack)
+        return hold
 
     async def hold_within(self, caller: Caller, amount: int, seconds: float, *, once: bytes = b"") -> "Hold":
-        """As `hold`, but wait up to `seconds` until other callers have released enough."""
-        with suppress(TimeoutError):
+        """As `hold`, but wait in turn for up to `seconds`."""
+        hold = Hold(self, caller.holder, min(amount, self.size), self._uses, once)
+        try:
             async with asyncio.timeout(seconds):
-                while True:
-                    with suppress(OverloadedError):
-                        return self.hold(caller, amount, once=once)
-                    self._released.clear()
-                    await self._released.wait()
-        return self.hold(caller, amount, once=once)
-
-    def reserve(self, holder: str | None, amount: int) -> None:
-        """Count `amount`, against the share of `holder` if given. If it raises `OverloadedError`, it counts nothing."""
-        free = self.size - self.held - amount
-        if free < 0:
-            raise OverloadedError(
-                f"the server's limit of {self._name} ({self.size}) is reached: retry",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
-        held = self._holders[holder] if holder is not None else 0
-        if held and held + amount > most_held(free):
-            raise OverloadedError(
-                f"this caller's share of {self._name} is used up: end other calls, or retry",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
-        if self._whole is not None:
-            self._whole.reserve(None, amount)
-        self.held += amount
-        if holder is not None:
-            self._holders[holder] += amount
-
-    def release(self, holder: str | None, amount: int) -> None:
-        """Undo `reserve`, in whole or in part."""
-        if self._whole is not None:
-            self._whole.release(None, amount)
-        self.held -= amount
-        if holder is not None:
-            self._holders[holder] -= amount
-            if not self._holders[holder]:
-                del self._holders[holder]
-        self._released.set()
-
-    def is_last_use(self, holder: str, once: bytes) -> bool:
-        """End one use of a key. Return whether it was the last."""
-        self._uses[holder, once] -= 1
-        if self._uses[holder, once]:
-            return False
-        del self._uses[holder, once]
-        return True
+                await self.wait(hold)
+        except TimeoutError:
+            if (lack := hold.admit()) is not None:
+                raise _refusal(lack) from None
+        return hold
 
 
 @dataclass(eq=False, slots=True)
-class Hold:
+class Hold(Place):
     """The `amount` of a `Budget` that one call holds until its `with` block ends."""
 
-    _budget: Budget
-    _holder: str
-    _once: bytes
-    amount: int
+    uses: Counter[tuple[str, bytes]]
+    """How many holds the budget has of each holder and key."""
+    once: bytes
 
     @property
     def most(self) -> int:
         """The size of the budget."""
-        return self._budget.size
+        return self.room.size
+
+    def admit(self) -> Lack | None:
+        """Take the amount now, unless another hold with the same key has it. Return None, or what lacks."""
+        is_counted = bool(self.once) and self.uses[self.holder, self.once] > 0
+        if self.amount and not is_counted and (lack := self.room.take_now(self.holder, self.amount)):
+            return lack
+        if self.amount and self.once:
+            self.uses[self.holder, self.once] += 1
+        self.is_taken = True
+        return None
 
     def resize(self, amount: int) -> None:
         """Change the amount. If it raises `OverloadedError`, the amount is unchanged."""
         if amount > self.amount:
-            self._budget.reserve(self._holder, amount - self.amount)
+            if (lack := self.room.take_now(self.holder, amount - self.amount)) is not None:
+                raise _refusal(lack)
         elif amount < self.amount:
-            self._budget.release(self._holder, self.amount - amount)
+            self.room.release(self.holder, self.amount - amount)
         self.amount = amount
 
     def release(self, *_: object) -> None:
         """Release everything. A second call does nothing."""
+        if not self.is_taken:
+            self.room.leave_line(self)
+            return
+        self.is_taken = False
         amount, self.amount = self.amount, 0
-        if amount and (not self._once or self._budget.is_last_use(self._holder, self._once)):
-            self._budget.release(self._holder, amount)
+        if not amount:
+            return
+        if self.once:
+            self.uses[self.holder, self.once] -= 1
+            if self.uses[self.holder, self.once]:
+                return
+            del self.uses[self.holder, self.once]
+        self.room.release(self.holder, amount)
 
     def __enter__(self) -> Self:
         return self
 
     __exit__ = release
+
+
+def _refusal(lack: Lack) -> OverloadedError:
+    room = lack.room
+    return OverloadedError(
+        f"this caller's share of {room.name} is used up: end other calls, or retry"
+        if lack.is_share
+        else f"the server's limit of {room.name} ({room.size}) is reached: retry",
+        retry_after_ms=RETRY_AFTER_MS,
+    )
 
 
 # Claims per queueable image. They cost memory but no device time, so joining an image is free up to this number.
@@ -276,39 +259,3 @@ def name_turns(names: Sequence[T]) -> list[tuple[Sequence[T], int]]:
     begins = range(0, len(names), NAMES_AT_A_TIME)
     groups = [names[begin : begin + NAMES_AT_A_TIME] for begin in begins]
     return [(group, 1 + len(group) // TURN_NAMES) for group in groups]
-
-
-class Turns:
-    """Allows `AT_A_TIME` units of work in each pass of the event loop, for all callers of `take` together.
-
-    Holders take turns, regardless of how much each requests. Work of more units than are left uses up the pass.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
-        self._is_passing = False
-        self._left = AT_A_TIME
-
-    async def take(self, holder: str, units: int = 1) -> None:
-        """Wait for this holder's turn to run `units` of work. Returns at once while the loop is not contended."""
-        if not self._is_passing:
-            self._is_passing = True
-            asyncio.get_running_loop().call_soon(self._pass)
-        if self._left:
-            self._left = max(0, self._left - units)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(holder, (units, turn))
-        await turn
-
-    def _pass(self) -> None:
-        """Start a pass of the loop. Callers that wait go before new ones."""
-        self._left = AT_A_TIME
-        while self._left and self._waiting:
-            units, turn = self._waiting.pop()
-            if not turn.done():
-                turn.set_result(None)
-                self._left = max(0, self._left - units)
-        self._is_passing = bool(self._waiting) or self._left < AT_A_TIME
-        if self._is_passing:
-            asyncio.get_running_loop().call_soon(self._pass)

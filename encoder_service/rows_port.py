@@ -26,8 +26,8 @@ from encoder_contract.certificates import Certificates
 from encoder_contract.endpoint import Endpoint, host_of
 from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
 from encoder_contract.rows_connection import SIZE, TICKET_BYTES
+from encoder_contract.turns import TurnQueue
 from encoder_service.config import ConfigError, flag
-from encoder_service.round_robin import RoundRobin
 
 log = logging.getLogger(__name__)
 
@@ -135,39 +135,6 @@ class _Connection:
         self.told_last = False
 
 
-class _ReadyConnections:
-    """Connections that are ready, for several threads. Holders take turns, however many connections they have."""
-
-    def __init__(self) -> None:
-        self._waiting: RoundRobin[_Connection] = RoundRobin()
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def put(self, connection: _Connection) -> None:
-        with self._changed:
-            self._waiting.put(connection.holder, connection)
-            self._changed.notify()
-
-    def take(self) -> _Connection | None:
-        """Return the next connection; wait for one. Returns None after `close`."""
-        with self._changed:
-            while not self._waiting:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            return self._waiting.pop()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._waiting
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-
-
 class RowsPort:
     """Serves tickets on `listen` from `start` to `stop`. Construct it on the event loop of the calls."""
 
@@ -187,7 +154,7 @@ class RowsPort:
         self._offered: dict[bytes, Transfer] = {}
         self._connections: dict[int, _Connection] = {}  # by file descriptor
         self._of_host: dict[str, set[_Connection]] = {}
-        self._ready = _ReadyConnections()
+        self._ready: TurnQueue[_Connection] = TurnQueue()
         self._stopping = False
         self._threads: list[threading.Thread] = []
 
@@ -329,7 +296,7 @@ class RowsPort:
     def _disarm(self, connection: _Connection) -> None:
         with self._lock:
             connection.armed = False
-        self._ready.put(connection)
+        self._ready.put(connection.holder, connection)
 
     def _tick(self, now: float) -> None:
         """End what is late, and connections whose transfer was withdrawn."""
@@ -437,7 +404,7 @@ class RowsPort:
                 if is_withdrawn:
                     self._tell(transfer, None)
             if connection.unsent and not self._ready.is_empty:
-                self._ready.put(connection)
+                self._ready.put(connection.holder, connection)
                 return
         self._sent(connection, transfer)
 
@@ -487,7 +454,10 @@ class RowsPort:
         connection.due = monotonic() + NEXT_TICKET_S
         self._tell(transfer, None)
         # TLS may have read the next ticket already, so that the socket has nothing to read.
-        self._ready.put(connection) if _pending(connection.socket) else self._arm(connection, READABLE)
+        if _pending(connection.socket):
+            self._ready.put(connection.holder, connection)
+        else:
+            self._arm(connection, READABLE)
 
     def _all(self) -> list[_Connection]:
         return list(self._connections.values())  # at once: other threads close connections

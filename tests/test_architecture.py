@@ -30,7 +30,6 @@ LAYERS = [
     ["cluster", "image", "transport"],
     ["rows_port"],
     ["scheduler", "store", "keys", "config", "logs", "signals"],
-    ["round_robin"],
 ]
 
 # Library -> the only modules and folders that may import it.

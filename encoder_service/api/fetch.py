@@ -12,6 +12,7 @@ from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnknownImageError
 from encoder_contract.fleet_key import FleetKey
+from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
@@ -19,7 +20,7 @@ from encoder_service.api.inbound import CallRecord
 from encoder_service.cluster.cluster import Locations
 from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
-from encoder_service.limits import TURN_BYTES, TURN_NAMES, Budgets, Caller, Hold, Turns, name_turns
+from encoder_service.limits import TURN_BYTES, TURN_NAMES, Budgets, Caller, Hold, name_turns
 from encoder_service.rows_port import Reader, Transfer
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin

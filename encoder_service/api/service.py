@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 from encoder_contract.errors import UnavailableError
+from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
@@ -17,7 +18,7 @@ from encoder_service.api.messages import RawSubmit
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.api.tenants import Tenant
 from encoder_service.images import Images
-from encoder_service.limits import Budgets, Caller, Turns
+from encoder_service.limits import AT_A_TIME, Budgets, Caller
 from encoder_service.metrics import Metrics
 
 SERVICE = "encoder_contract.v1.EncoderService"
@@ -37,7 +38,7 @@ class EncoderService:
         self._info = info
         self._metrics = metrics
         self._budgets = budgets
-        self._turns = Turns()
+        self._turns = Turns(AT_A_TIME)
         self.draining = False
 
     def identify(self, caller: Caller) -> None:

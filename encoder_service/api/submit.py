@@ -17,6 +17,7 @@ from encoder_contract.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
@@ -24,7 +25,7 @@ from encoder_service.api.inbound import CallRecord, Requests
 from encoder_service.api.messages import RawSubmit
 from encoder_service.image.source import VideoFile
 from encoder_service.images import Images, KeepingCall, LookupResult, SubmittedImage
-from encoder_service.limits import REFUSAL_S, TURN_BYTES, Caller, Hold, Turns, name_turns
+from encoder_service.limits import REFUSAL_S, TURN_BYTES, Caller, Hold, name_turns
 from encoder_service.logs import known_error
 from encoder_service.scheduler import Claim
 

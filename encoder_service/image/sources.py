@@ -3,13 +3,10 @@
 The cache keeps files for a while, so that an evicted embedding can be computed again without the client.
 """
 
-import asyncio
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -33,10 +30,10 @@ from encoder_contract.header import (
     read_header,
     unknown,
 )
+from encoder_contract.turns import ThreadTurns
 from encoder_contract.video import CONTAINERS, VideoInfo
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey
-from encoder_service.round_robin import RoundRobin
 from encoder_service.store.eviction import EvictionOrder, Item
 
 # To hash files of up to this size together and to read their headers costs less than to hand them to a thread. A
@@ -52,50 +49,6 @@ SOURCE_TTL_S = 600.0  # seconds to keep a submitted file after its last use
 
 
 T = TypeVar("T")
-
-
-class ThreadTurns:
-    """A few threads for short work, shared fairly: callers take turns, however much work each one brings.
-
-    Not thread-safe: use from one event loop. A caller waits for the work that is running and for one piece of work of
-    each other caller.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._free = threads
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._waiting: RoundRobin[asyncio.Future[None]] = RoundRobin()
-
-    async def run(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work` on a thread and return its result. Work that has begun continues if the call is cancelled."""
-        loop = asyncio.get_running_loop()
-        if not self._free:
-            turn: asyncio.Future[None] = loop.create_future()
-            self._waiting.put(caller, turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # it had a thread already
-                    self._release()
-                raise
-        else:
-            self._free -= 1
-        running = self._threads.submit(work)
-        running.add_done_callback(partial(self._work_ended, loop))
-        return await asyncio.wrap_future(running)
-
-    def _work_ended(self, loop: asyncio.AbstractEventLoop, _work: "Future[T]") -> None:
-        with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(self._release)
-
-    def _release(self) -> None:
-        """Hand a thread to the caller whose turn it is, or count it as free."""
-        while self._waiting:
-            turn = self._waiting.pop()
-            if not turn.done():  # a cancelled call is done
-                turn.set_result(None)
-                return
-        self._free += 1
 
 
 @dataclass(frozen=True, slots=True)

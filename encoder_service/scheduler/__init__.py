@@ -1,6 +1,6 @@
 """Scheduling and admission: pure and synchronous; callers pass the time in."""
 
-from encoder_service.scheduler.admission import QueueLimits, most_held
+from encoder_service.scheduler.admission import QueueLimits
 from encoder_service.scheduler.policy import LEAST_WORK_LEFT, Claim, Policy, State, Task, least_work_left
 from encoder_service.scheduler.scheduler import MOST_INTERRUPTIONS, Scheduler, Snapshot
 
@@ -15,5 +15,4 @@ __all__ = [
     "State",
     "Task",
     "least_work_left",
-    "most_held",
 ]

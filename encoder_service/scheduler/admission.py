@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_contract.turns import SHARE, fair_share
 from encoder_service.scheduler.policy import Amount, Task
 
 # A refused caller should retry when this share of the queue has drained, so that callers do not come back for every
@@ -15,16 +16,6 @@ UNMEASURED_RETRY_MS = 1_000  # before the first batch, while no rate is known
 # server less within two seconds when its rate halves.
 RATE_MEMORY_S = 10.0
 RECENT_S = 0.8
-# The share that one holder may take while no other holder has any.
-SHARE = 0.75
-
-
-def most_held(free: float, share: float = SHARE) -> int:
-    """Return how much a holder may have in total, if `free` stays unused after its request.
-
-    Greedy holders converge to equal shares, and some space stays free for new holders.
-    """
-    return math.floor(free * share / (1 - share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +27,7 @@ class QueueLimits:
     source_bytes: int
     # Claims cost memory but no device time, so joining a queued image is free up to this number.
     claims: int
-    client_share: float = SHARE  # the share of each limit that one holder may fill: see `most_held`
+    client_share: float = SHARE  # the share of each limit that one holder may fill: see `fair_share`
     # How long the queue may take to drain at the measured rate: bounds the wait on any hardware. Holders share it like
     # the other limits. A queue with images of one request accepts all of that request: a slow device would never
     # encode it otherwise.
@@ -115,7 +106,7 @@ class Admission:
                 )
             if more > free:
                 raise self.refusal(f"the queue is full: {limit} {name}")
-            if held.images and getattr(held, name) + more > self._most_held(free - more):
+            if not self._may_have(getattr(held, name), more, free - more):
                 raise self.refusal(f"this client's share of the queue is full ({name})")
         seconds = self.limits.seconds
         if not self.held.images or alone or not self.rate.patches_per_s or seconds == math.inf:
@@ -124,7 +115,7 @@ class Admission:
         free_patches = limit - self._waited_for(holder, self.limits.client_share * limit) - amount.patches
         if free_patches < 0:
             raise self.refusal(f"the queue would take longer than {seconds:g} s")
-        if held.images and held.patches + amount.patches > self._most_held(free_patches):
+        if not self._may_have(held.patches, amount.patches, free_patches):
             raise self.refusal(f"this client's share of the queue is full ({seconds:g} s)")
 
     def _waited_for(self, holder: str, most: float) -> float:
@@ -144,7 +135,7 @@ class Admission:
         free = self.limits.claims - claims
         if free < 1:
             raise self.refusal(f"too many callers are waiting for images ({self.limits.claims})")
-        if held and held + 1 > self._most_held(free - 1):
+        if not self._may_have(held, 1, free - 1):
             raise self.refusal("this client is waiting for too many images")
 
     def release(self, task: Task) -> None:
@@ -162,5 +153,5 @@ class Admission:
             hint = 1000 * DRAINED_BEFORE_RETRY * self.held.patches / rate
         return OverloadedError(message, retry_after_ms=round(min(max(hint, MIN_RETRY_MS), MAX_RETRY_MS)))
 
-    def _most_held(self, free: float) -> int:
-        return most_held(free, self.limits.client_share)
+    def _may_have(self, held: float, more: float, free: float) -> bool:
+        return fair_share(held, more, free, self.limits.client_share)

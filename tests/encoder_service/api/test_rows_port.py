@@ -28,8 +28,6 @@ from encoder_service.rows_port import (
     HOST_SHARE,
     UNSENT_BYTES,
     RowsPort,
-    _Connection,
-    _ReadyConnections,
 )
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import Receiver, receivers
@@ -472,20 +470,6 @@ async def test_many_connections_of_one_host_leave_room_for_a_new_one(
         outcomes = await collect(client, requests, transports=["tcp"])
         assert {each.transport for each in outcomes.values()} == {"tcp"}
         assert port.connections <= 16
-
-
-async def test_holders_take_turns_however_many_connections_they_have() -> None:
-    ready = _ReadyConnections()
-    ends = [socket.socketpair() for _ in range(6)]
-    for (end, _), holder in zip(ends, ["a", "a", "a", "a", "b", "c"], strict=True):
-        connection = _Connection(end, "host", shaken=True)
-        connection.holder = holder
-        ready.put(connection)
-    taken = [ready.take() for _ in range(6)]
-    assert [each.holder for each in taken if each] == ["a", "b", "c", "a", "a", "a"]
-    for pair in ends:
-        for end in pair:
-            end.close()
 
 
 async def test_closing_the_client_ends_its_transfers(server: Server) -> None:

@@ -91,7 +91,7 @@ async def test_a_refused_caller_that_half_closes_has_its_error_as_a_message(
         server_of(guarded, model, limits=limits) as guard,
         grpc.aio.insecure_channel(guard.endpoint) as channel,
     ):
-        guard.budgets.submits.reserve(None, 1)
+        guard.budgets.submits.take_now(None, 1)
         for metadata, status in (((), UNAUTHENTICATED), ((chat,), RESOURCE_EXHAUSTED)):
             call: Any = EncoderServiceStub(channel).Submit(metadata=(*metadata, HALF_CLOSES))
             answer = await call.read()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any, Generic, TypeVar
-from weakref import WeakValueDictionary
 
 import h11
 import pybase64
@@ -23,6 +22,7 @@ from encoder_contract.errors import (
     InvalidImageError,
     UnavailableError,
 )
+from encoder_contract.turns import Room, at_most
 from prefill_client.media.destinations import Destinations, ImageUrl
 from prefill_client.media.download import (
     MAX_FRESH_S,
@@ -123,8 +123,7 @@ class ImageLoader:
         self._default_fresh_s = default_fresh_s
         self._resolve = resolve or Resolver().addresses
         self._tls = tls or ssl.create_default_context()
-        self._slots = asyncio.Semaphore(_DOWNLOADS)
-        self._host_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._slots = Room(_DOWNLOADS, share=at_most(_DOWNLOADS_PER_HOST))
         self._cache: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
         self._downloads: SingleFlight[bytes] = SingleFlight()
 
@@ -134,7 +133,7 @@ class ImageLoader:
         Raises the error of the first that fails, as `load` does, with the image's number, after it has cancelled the
         others.
         """
-        lookups = asyncio.Semaphore(_LOOKUPS_PER_REQUEST)
+        lookups = Room(_LOOKUPS_PER_REQUEST)
 
         async def load(index: int, url: str) -> bytes:
             try:
@@ -151,7 +150,7 @@ class ImageLoader:
             return [each.result() for each in loading]
         raise first  # outside of the group's handler: the group is not its context
 
-    async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
+    async def load(self, url: str, lookups: Room | None = None) -> bytes:
         """Return the bytes of an image. `lookups` bounds the concurrent name lookups of its request.
 
         Raises `InvalidImageError` for an invalid URL, its subclass `ImageHostError` if the host fails,
@@ -165,9 +164,9 @@ class ImageLoader:
         loaded = self._cache.get(str(parsed))
         if loaded is not None and monotonic() < loaded.fresh_until:
             return loaded.data
-        return await self._download(parsed, lookups or asyncio.Semaphore(_LOOKUPS_PER_REQUEST))
+        return await self._download(parsed, lookups or Room(_LOOKUPS_PER_REQUEST))
 
-    async def _download(self, url: ImageUrl, lookups: asyncio.Semaphore) -> bytes:
+    async def _download(self, url: ImageUrl, lookups: Room) -> bytes:
         """Resolve the host for this request, then share the download with other requests.
 
         Requests do not share lookups: one that resolves slowly would delay others that name the same image.
@@ -182,9 +181,7 @@ class ImageLoader:
         except (ValueError, h11.LocalProtocolError) as error:
             raise InvalidImageError(f"not a URL: {error}") from error
 
-    async def _follow(
-        self, url: ImageUrl, addresses: list[str], lookups: asyncio.Semaphore, until: float
-    ) -> bytes:
+    async def _follow(self, url: ImageUrl, addresses: list[str], lookups: Room, until: float) -> bytes:
         """Download a URL from `addresses`, follow redirects, and cache the image for as long as all hosts allow."""
         first, fresh = str(url), MAX_FRESH_S
         for hop in range(1 + MAX_REDIRECTS):
@@ -212,7 +209,7 @@ class ImageLoader:
         self._destinations.check(target)
         return target
 
-    async def _addresses(self, url: ImageUrl, lookups: asyncio.Semaphore, until: float) -> list[str]:
+    async def _addresses(self, url: ImageUrl, lookups: Room, until: float) -> list[str]:
         """Return the allowed addresses of a URL's host.
 
         Connections go to these addresses and not to the name, so a name that resolves differently the second time has
@@ -221,7 +218,7 @@ class ImageLoader:
         proxy = self._proxy(url)
         host, port = (proxy.host, proxy.port) if proxy else (url.host, url.port)
         late = ImageHostError(f"{url}: its host name was not resolved within {self._timeout_s:g} s")
-        async with _until(until, late), lookups:
+        async with _until(until, late), lookups.taken():
             found = await self._resolve(host, port)
         if proxy:
             self._destinations.check_written(url)
@@ -240,17 +237,17 @@ class ImageLoader:
 
     async def _get(self, url: ImageUrl, addresses: list[str], until: float) -> Response:
         """GET a URL once a download slot is free."""
-        host_slots = self._host_slots.get(url.authority) or asyncio.Semaphore(_DOWNLOADS_PER_HOST)
-        self._host_slots[url.authority] = host_slots
+        host = url.authority
         slow = ImageHostError(f"{url} took more than {self._timeout_s:g} s")
         busy = UnavailableError(
             f"{url}: {_DOWNLOADS} other images have been loading for {self._timeout_s:g} s"
         )
         async with AsyncExitStack() as stack:
-            async with _until(until, slow):
-                await stack.enter_async_context(host_slots)
-            async with _until(until, busy):
-                await stack.enter_async_context(self._slots)
+            try:
+                async with asyncio.timeout_at(until):
+                    await stack.enter_async_context(self._slots.taken(host))
+            except TimeoutError as late:
+                raise (slow if self._slots.held_by(host) >= _DOWNLOADS_PER_HOST else busy) from late
             async with _until(until, slow):
                 return await get(
                     url, addresses, max_bytes=self._max_bytes, tls=self._tls, proxy=self._proxy(url)

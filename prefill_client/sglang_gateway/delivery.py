@@ -11,6 +11,7 @@ import zmq.asyncio
 from numpy.typing import NDArray
 
 from encoder_contract.errors import DeadlineError, UnavailableError
+from encoder_contract.turns import Room
 from prefill_client.sglang_gateway.parts import Address
 from prefill_client.sglang_gateway.together import in_time, together
 
@@ -32,7 +33,7 @@ class Delivery:
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._free_sockets = asyncio.Semaphore(_MAX_SOCKETS)
+        self._sockets = Room(_MAX_SOCKETS)
 
     def close(self) -> None:
         """Close all sockets. Messages that are being sent are dropped."""
@@ -47,7 +48,7 @@ class Delivery:
         await together(self._send(receiver, frame, rows) for receiver in receivers)
 
     async def _send(self, receiver: Address, frame: bytes, rows: NDArray[np.generic]) -> None:
-        async with self._free_sockets:
+        async with self._sockets.taken():
             await self._send_by_own_socket(receiver, frame, rows)
 
     async def _send_by_own_socket(self, receiver: Address, frame: bytes, rows: NDArray[np.generic]) -> None:

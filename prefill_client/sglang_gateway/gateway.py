@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError
 from encoder_contract.geometry import Grid
+from encoder_contract.turns import Room
 from encoder_contract.video import Clip, VideoSettings
 from prefill_client import (
     Description,
@@ -31,7 +32,6 @@ from prefill_client.images import File, raise_first
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.frames import Modality, embedding_frame
-from prefill_client.sglang_gateway.memory import Memory
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.sglang_gateway.model_check import MERGE_SIZE, grid_of_patches
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
@@ -118,7 +118,7 @@ class Gateway:
         self._allowed = allowed
         self._max_images = max_images
         self._part_row_bytes = part_row_bytes
-        self._row_memory = Memory(row_bytes, what="rows of all parts (--rows-gib)")
+        self._row_memory = Room(row_bytes, "bytes of rows of all parts (--rows-gib)")
         self._part_s = part_s
         metrics.service_up.set_function(lambda: float(self.is_healthy))
         self._rank_receivers: TTLCache[str, _RankReceivers] = TTLCache(_MAX_WAITING_PARTS, _WAITING_PART_S)
@@ -229,7 +229,7 @@ class Gateway:
             raise ImageLimitError(
                 f"the rows of the part have {size} bytes, and the limit is {self._part_row_bytes} (--part-rows-gib)"
             )
-        await held.enter_async_context(self._row_memory.reserved(size))
+        await held.enter_async_context(self._row_memory.taken(amount=size))
         if len(items.files) == 1:
             rows = await self._in_place(part, items, kept.answers[0], left_s, held)
         else:
@@ -283,11 +283,11 @@ class Gateway:
         dtype = self._client.description.dtype
         ends = np.cumsum([image.tokens for image in images])
         block = np.empty((ends[-1], self._client.description.width), element_type(dtype))
-        slots = asyncio.Semaphore(_FETCHES_OF_A_PART)
+        slots = Room(_FETCHES_OF_A_PART)
 
         async def copy(index: int, image: Submitted) -> None:
             window = block[ends[index] - image.tokens : ends[index]]
-            async with slots, self._fetch(part, image, left_s) as stream:
+            async with slots.taken(), self._fetch(part, image, left_s) as stream:
                 fetched = await self._outcome(stream, items.names[index])
                 await read([fetched], lambda rows: np.copyto(window, rows[0].array))
 

@@ -19,9 +19,9 @@ from encoder_contract.errors import (
     InvalidRequestError,
     Status,
 )
+from encoder_contract.turns import Room
 from prefill_client.http_server import DisconnectedError, cancel_on_disconnect
 from prefill_client.sglang_gateway.gateway import Gateway
-from prefill_client.sglang_gateway.memory import Memory
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.sglang_gateway.parts import MAX_RANKS, Address, Part, read_object, req_id_of
 
@@ -47,8 +47,8 @@ class GatewayHttp:
         self._gateway = gateway
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
-        self._slots = asyncio.Semaphore(max_parts)
-        self._body_memory = Memory(BODIES * max_body_bytes, what="bodies of all requests (--max-body-bytes)")
+        self._slots = Room(max_parts)
+        self._body_memory = Room(BODIES * max_body_bytes, "bytes of bodies of all requests")
         # Parsing megabytes of JSON holds the GIL. Parse one body at a time, so that health checks run in between.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="json")
 
@@ -93,7 +93,7 @@ class GatewayHttp:
         outcome, begun = "failed", asyncio.Event()
 
         async def serve(part: Part) -> None:
-            async with self._slots:
+            async with self._slots.taken():
                 begun.set()
                 await self._gateway.encode(part)
 
@@ -125,7 +125,7 @@ class GatewayHttp:
         pieces = request.stream()
         async with _in_time():
             first = await anext(pieces)
-        await held.enter_async_context(self._body_memory.reserved(size))
+        await held.enter_async_context(self._body_memory.taken(amount=size))
         return await _rest(pieces, first, self._max_body_bytes)
 
 

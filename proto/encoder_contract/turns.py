@@ -150,6 +150,10 @@ class Room:
         self._holders: dict[str, int] = {}
         self._line: RoundRobin[Place] = RoundRobin()
 
+    def held_by(self, holder: str) -> int:
+        """Return how much a holder has."""
+        return self._holders.get(holder, 0)
+
     def take_now(self, holder: str | None, amount: int = 1) -> Lack | None:
         """Take an amount, against the share of `holder` if given, before all that wait. Return None, or what lacks."""
         free = self.size - self.held - amount

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from encoder_contract.errors import ForbiddenError
+from encoder_contract.turns import Room
 from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
@@ -25,7 +26,7 @@ class Endless(ImageLoader):
         self.begun = asyncio.Barrier(others + 1)
         self.running = 0
 
-    async def load(self, url: str, lookups: asyncio.Semaphore | None = None) -> bytes:
+    async def load(self, url: str, lookups: Room | None = None) -> bytes:
         self.running += 1
         try:
             await self.begun.wait()

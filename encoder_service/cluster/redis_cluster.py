@@ -10,19 +10,19 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from weakref import WeakValueDictionary
 
 from cachetools import LRUCache, TTLCache
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
+from encoder_contract.turns import Room, at_most
 from encoder_service.cluster.cluster import (
     Acquired,
     Cluster,
@@ -243,12 +243,10 @@ class Transfers:
         self._peers = peers
         self._store = store
         self._running: dict[bytes, asyncio.Task[Pin | None]] = {}
-        self._turns = asyncio.Semaphore(MAX_TRANSFERS)
+        self._turns = Room(MAX_TRANSFERS, share=at_most(MAX_TRANSFERS_PER_PEER))
         # A separate pool: a write that waits for space must not occupy the event loop's default threads, which checksum
         # and sign rows.
         self._threads = ThreadPoolExecutor(MAX_TRANSFERS, "cluster-put")
-        # One semaphore for each peer that has transfers, running or waiting.
-        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._quarantine: TTLCache[str, None] = TTLCache(MAX_CHANNELS, QUARANTINE_S, monotonic)
 
     @property
@@ -271,7 +269,7 @@ class Transfers:
 
     async def _fetch(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         for location in locations:
-            async with self._turn(location.replica_id):
+            async with self._turns.taken(location.replica_id):
                 if (fetched := await self._try(location, key)) is None:
                     continue
                 grid, rows = fetched
@@ -294,13 +292,6 @@ class Transfers:
             else:  # the location stays in the index: other replicas may be able to reach the peer
                 self._quarantine[location.replica_id] = None
         return None
-
-    @asynccontextmanager
-    async def _turn(self, replica_id: str) -> AsyncIterator[None]:
-        # The peer's turn first: a transfer that waits for a slow peer must not occupy a turn that others could use.
-        peer_turns = self._turns_of.setdefault(replica_id, asyncio.Semaphore(MAX_TRANSFERS_PER_PEER))
-        async with peer_turns, self._turns:
-            yield
 
 
 # Enough to fill a gigabit link, few enough to leave bandwidth for the calls that still run.

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from encoder_contract.errors import ModelMismatchError
+from encoder_contract.turns import Room
 from encoder_service.cluster.cluster import IndexState, Replica
 from encoder_service.cluster.redis.connection import (
     FAULTS,
@@ -117,10 +118,10 @@ class Breaker:
 
 
 class Bulkhead(NamedTuple):
-    """The time limit of calls of one kind, and their turns: a bounded number of them runs at once."""
+    """The time limit of calls of one kind, and room for those that run at once."""
 
     timeout_s: float
-    turns: asyncio.Semaphore
+    room: Room
 
 
 Answer = TypeVar("Answer")
@@ -166,8 +167,8 @@ class RedisSession:
         self._on_call = on_call
         self._events = events
         self._membership_keys = membership_keys
-        self.calls = Bulkhead(settings.call_timeout_ms / 1000, asyncio.Semaphore(MAX_CALLS))
-        self.beats = Bulkhead(settings.beat_timeout_ms / 1000, asyncio.Semaphore(1))
+        self.calls = Bulkhead(settings.call_timeout_ms / 1000, Room(MAX_CALLS))
+        self.beats = Bulkhead(settings.beat_timeout_ms / 1000, Room(1))
         self._breaker = Breaker()
         self._reason = ""
         self._has_joined = False
@@ -195,13 +196,13 @@ class RedisSession:
             return None
         try:
             async with asyncio.timeout(TIMEOUTS_TO_WAIT * bulkhead.timeout_s):
-                await bulkhead.turns.acquire()
+                place = await bulkhead.room.take()
         except TimeoutError:
             return None
         try:
             return await self._call_now(name, function, bulkhead)
         finally:
-            bulkhead.turns.release()
+            place.release()
 
     async def run(
         self,

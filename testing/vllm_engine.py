@@ -208,10 +208,10 @@ class VllmEngine:
         ) and time.monotonic() < deadline:  # cancelled queries end with their calls
             side.gate.failed()
         assert len(side.table) == len(staged) == 0
-        assert side.gate._free_rows == side.gate._capacity_rows
+        assert side.gate._room.held == 0
         assert side._memory.free_bytes == side._memory.size_bytes
         assert not side.gate._prompts
-        assert not side.gate._queue
+        assert not side.gate._room._line
 
     def close(self) -> None:
         """End the engine, so that this process can start another."""

@@ -14,6 +14,7 @@ from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError
 from encoder_contract.geometry import Grid, rows_of_grid
+from encoder_contract.turns import Place, Room
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.features import Feature, TowerInput, VllmRequest, grid_of
@@ -74,7 +75,7 @@ class PromptImages:
     parked_s: float = 0.0  # when its wait began, on the steady clock; 0: it does not wait
     stored: set[int] = field(default_factory=set)  # indexes of images that the service has encoded
     needs_rows: int = 0  # the most rows that it needs in host memory at the same time
-    reserved_rows: int = 0  # rows reserved for it; 0: not admitted
+    place: Place | None = None  # for these rows; None: it does not ask for them
 
     @property
     def end(self) -> int:
@@ -86,10 +87,10 @@ class PromptImages:
         return self.spans[bisect_right(self.spans, computed, key=lambda span: span.end) :]
 
     def in_reach(self, computed: int) -> list[ImageSpan]:
-        """Return the next images, in order, as many as fit the reserved rows."""
+        """Return the next images, in order, as many as fit the rows that it reserves."""
         remaining = self.remaining(computed)
         sums = accumulate(span.rows for span in remaining)
-        return [span for span, rows in zip(remaining, sums, strict=True) if rows <= self.reserved_rows]
+        return [span for span, rows in zip(remaining, sums, strict=True) if rows <= self.needs_rows]
 
     def note_wait(self, counts: Counts, *, ready: bool) -> None:
         """Begin a wait, or count the one that has ended."""
@@ -126,10 +127,9 @@ class PrefillGate:
         self._window_tokens = window_tokens
         self._gating = gating
         self._in_one_step = in_one_step
-        self._free_rows = self._capacity_rows = capacity_rows
+        self._room = Room(capacity_rows)  # requests have no holder: first come, first served
         self._prompts: dict[str, PromptImages] = {}
         self._failed: dict[str, EncoderError] = {}
-        self._queue: dict[str, None] = {}  # requests that wait for host memory, in order of arrival
         self.exact = False
         """Whether our cache manager ends each step before the first image that has not arrived."""
 
@@ -164,7 +164,6 @@ class PrefillGate:
 
     def finished(self, request_id: str) -> None:
         """Note that the request has ended, in any way."""
-        self._queue.pop(request_id, None)
         self._failed.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
@@ -211,7 +210,7 @@ class PrefillGate:
         return prompt
 
     def _is_ready(self, request_id: str, prompt: PromptImages, computed: int) -> bool:
-        if not self._admit(request_id, prompt):
+        if not self._admit(prompt):
             return False
         self._hold(request_id, prompt, computed)
         return all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
@@ -252,11 +251,11 @@ class PrefillGate:
         if self._gating == "window":
             steps = (self._window(prompt, span.end - 1) for span in prompt.spans)
             most = max((sum(span.rows for span in step) for step in steps), default=0)
-        if most > self._capacity_rows:
+        if most > self._room.size:
             raise InvalidRequestError(
-                f"one prefill step needs {most} image rows, but host_gib holds only {self._capacity_rows}"
+                f"one prefill step needs {most} image rows, but host_gib holds only {self._room.size}"
             )
-        return min(2 * most, total, self._capacity_rows)
+        return min(2 * most, total, self._room.size)
 
     def _window(self, prompt: PromptImages, computed: int) -> list[ImageSpan]:
         """Return the images that the next step may touch, which begins at token `computed`."""
@@ -280,20 +279,15 @@ class PrefillGate:
             )
         ]
 
-    def _admit(self, request_id: str, prompt: PromptImages) -> bool:
-        """Reserve host memory for everything that a step of the request can need. First come, first served.
+    def _admit(self, prompt: PromptImages) -> bool:
+        """Reserve host memory, in turn, for everything that a step of the request can need.
 
         The rows that it waits for then have space to arrive, no matter what other requests hold.
         """
-        if prompt.reserved_rows:
-            return True
-        self._queue.setdefault(request_id)
-        if next(iter(self._queue)) != request_id or prompt.needs_rows > self._free_rows:
-            return False
-        del self._queue[request_id]
-        prompt.reserved_rows = prompt.needs_rows
-        self._free_rows -= prompt.reserved_rows
-        return True
+        if prompt.place is None:
+            prompt.place = Place(self._room, "", prompt.needs_rows)
+            self._room.line_up(prompt.place)
+        return prompt.place.is_taken
 
     def _hold(self, request_id: str, prompt: PromptImages, computed: int) -> None:
         """Hold the images of the next step, and later ones as far as rows are reserved; release all others.
@@ -326,5 +320,6 @@ class PrefillGate:
     def _release_all(self, request_id: str, prompt: PromptImages) -> None:
         for index in list(prompt.held):
             self._release(request_id, prompt, index)
-        self._free_rows += prompt.reserved_rows
-        prompt.reserved_rows = 0
+        if prompt.place is not None:
+            prompt.place.release()
+            prompt.place = None

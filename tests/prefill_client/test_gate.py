@@ -126,7 +126,7 @@ class Prefill:
             assert not self.gate.failed()
         assert len(self.table) == 0
         assert self._memory.free_bytes == self._memory.size_bytes
-        assert self.gate._free_rows == ROOM_ROWS
+        assert self.gate._room.held == 0
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from encoder_contract.turns import Room
 from prefill_client.vllm import scheduler_side
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, Part, VllmEngine
@@ -136,8 +137,7 @@ def test_an_aborted_request_releases_everything(engine: VllmEngine) -> None:
 
 def test_requests_queue_for_host_memory(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = engine.side.gate
-    monkeypatch.setattr(gate, "_capacity_rows", 200)
-    monkeypatch.setattr(gate, "_free_rows", 200)
+    monkeypatch.setattr(gate, "_room", room := Room(200))
     prompts = [["p", *(photo(200, 150, 50 + 4 * k + n, "PNG") for n in range(4))] for k in range(6)]
     for parts in prompts:
         engine.submit(*parts[1:])
@@ -146,10 +146,10 @@ def test_requests_queue_for_host_memory(engine: VllmEngine, monkeypatch: pytest.
     ended: dict[str, Any] = {}
     while len(ended) < len(started):
         ended |= engine.step()
-        reserved.append(200 - gate._free_rows)
+        reserved.append(room.held)
     assert 0 < max(reserved) <= 200
     assert all(answer.reason == "length" for answer in ended.values())
-    assert gate._free_rows == 200
+    assert room.held == 0
 
 
 def test_decode_steps_hold_no_images(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:

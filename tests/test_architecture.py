@@ -29,7 +29,8 @@ LAYERS = [
     ["metrics", "vision", "limits"],
     ["cluster", "image", "transport"],
     ["rows_port"],
-    ["scheduler", "store", "keys", "config", "logs", "signals"],
+    ["scheduler", "store", "keys", "config", "logs", "child"],
+    ["signals"],
 ]
 
 # Library -> the only modules and folders that may import it.
@@ -90,7 +91,7 @@ ENVIRONMENT = {
     "prefill_client/vllm/name_key": "reads a secret, which vLLM has no flag for",
     "encoder_service/engine/environment": "chooses what a device's process gets",
     "encoder_service/image/dali": "sets how much DALI says",
-    "encoder_service/image/decoder_pool": "sets how its children keep memory",
+    "encoder_service/image/decoder_child": "sets how its children keep memory",
     "encoder_service/vision/ulysses": "turns off the watchdog of NCCL, which ends all processes of a group",
     "encoder_contract/command_line": "sets how much gRPC says",
     "prefill_client/__init__": "turns off what gRPC does at a fork",

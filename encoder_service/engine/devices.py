@@ -5,21 +5,17 @@ This module does not import torch, so that the processes load while the server i
 
 from __future__ import annotations
 
-import math
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING
 
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
+from encoder_service.child import Child, why_ended
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.engine import EXIT_LOST, EXIT_STUCK
 from encoder_service.engine.environment import device_environment
@@ -36,11 +32,6 @@ START_SILENCE_S = 300.0
 """How long a process may take until its first report, while Python imports torch, maybe from a slow disk."""
 LOAD_SILENCE_S = 60.0
 """How long it may then say nothing: no report is sent while a large library or the driver is loaded."""
-LOOK_S = 1.0
-"""Time between two looks. They are counted, not seconds: a server that was stopped for a minute has heard nothing."""
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptors!r}, parent={parent})"
-)
 _MODULE = "encoder_service.engine.process"
 
 
@@ -82,16 +73,13 @@ class DeviceProcess:
         self.connection, theirs = socket.socketpair()
         self._counting, their_counting = Pipe()
         self.is_stuck = False
-        descriptors = [theirs.fileno(), their_counting.fileno()]
-        program = _PROGRAM.format(path=sys.path, module=_MODULE, descriptors=descriptors, parent=os.getpid())
         with theirs, their_counting:
-            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-c", program],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
+            self.process = Child(
+                _MODULE,
+                [theirs.fileno(), their_counting.fileno()],
+                {},
+                device_environment(),
                 stdout=2,  # what libraries print goes to the log
-                env=device_environment(),
-                start_new_session=True,  # Ctrl-C in our terminal is for the server alone
             )
         with suppress(OSError):  # the process has ended: `load` reports it
             send(self.connection, Load(self._config, self.number, self._processes))
@@ -119,13 +107,11 @@ class DeviceProcess:
 
     def _heard(self, within_s: float) -> Report | ModelFacts | ConfigError:
         """Return the next message of a process that loads. Raises `TimeoutError`, and `OSError` if it has ended."""
-        for _ in range(math.ceil(within_s / LOOK_S)):
-            if wait([self.connection], min(LOOK_S, within_s)):
-                self.connection.settimeout(within_s)  # it may stop in the middle of a message
-                message: Report | ModelFacts | ConfigError = receive(self.connection)
-                self.connection.settimeout(None)
-                return message
-        raise TimeoutError
+        self.process.await_message(self.connection, within_s)
+        self.connection.settimeout(within_s)  # it may stop in the middle of a message
+        message: Report | ModelFacts | ConfigError = receive(self.connection)
+        self.connection.settimeout(None)
+        return message
 
     def kill(self) -> None:
         """Have the kernel end the process, whatever it does. Does not wait."""
@@ -133,9 +119,7 @@ class DeviceProcess:
 
     def wait(self, within_s: float | None = None) -> int | None:
         """Wait until the process has ended; return its status, or None if it runs on."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(within_s)
-        return None
+        return self.process.wait(within_s)
 
     def ended(self) -> str:
         """Wait until the process has ended; return the reason, one of `ENDS`, and count it.
@@ -145,8 +129,8 @@ class DeviceProcess:
         self._counts, self.state = self.counts, None
         self.wait(END_S)
         status = self.end()
-        reasons = {EXIT_LOST: "lost", EXIT_STUCK: "stuck", -signal.SIGKILL: "killed"}
-        why = "stuck" if self.is_stuck else reasons.get(status or 0, "crashed")
+        reasons = {EXIT_LOST: "lost", EXIT_STUCK: "stuck"}
+        why = "stuck" if self.is_stuck else reasons.get(status or 0) or why_ended(status or 0)
         self.restarts[why] += 1
         return why
 

@@ -26,7 +26,8 @@ from encoder_service.image.decoder import (
     FileDecoder,
     PillowDecoder,
 )
-from encoder_service.image.decoder_pool import DecoderPool, DecoderStartError
+from encoder_service.image.decoder_child import DecoderStartError
+from encoder_service.image.decoder_pool import DecoderPool
 from encoder_service.image.known_video import check_videos
 from encoder_service.image.pillow import missing_formats
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL

@@ -22,6 +22,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_contract.segment_file import open_segment
 from encoder_contract.settings import ConfigError, flag
+from encoder_service.child import become_child
 from encoder_service.config import Config
 from encoder_service.engine import messages
 from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
@@ -31,9 +32,7 @@ from encoder_service.engine.inbox import Inbox
 from encoder_service.engine.model import Model, decode_threads, load_model
 from encoder_service.engine.workers import DeviceWorkers, GroupEncoder, Memory
 from encoder_service.families.model import CountedRows, VisionModel
-from encoder_service.image.decoder_process import end_with_parent
 from encoder_service.logs import known_error, set_up_logging
-from encoder_service.signals import leave_to_the_server
 from encoder_service.store.registration import CudaRegistration
 from encoder_service.store.store import tensor_over
 from encoder_service.vision import Tower
@@ -44,8 +43,7 @@ log = logging.getLogger(__name__)
 
 def main(descriptors: Sequence[int], *, parent: int) -> None:
     """Load the server's model, report it, and work until the server closes. `parent` is the server's pid."""
-    leave_to_the_server()  # it drains, then closes its devices
-    end_with_parent("engine", parent)
+    become_child("engine", parent)
     keep_freed_memory()
     connection, counting = socket.socket(fileno=descriptors[0]), Connection(descriptors[1])
     try:

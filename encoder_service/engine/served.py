@@ -12,7 +12,7 @@ from encoder_service.engine.model import files_decoder
 from encoder_service.families.model import CountedRows
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import FileDecoder
-from encoder_service.image.decoder_pool import DecoderStartError
+from encoder_service.image.decoder_child import DecoderStartError
 from encoder_service.image.source import Source
 
 

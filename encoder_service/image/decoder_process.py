@@ -15,9 +15,9 @@ import mmap
 import os
 import platform
 import resource
-import signal
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -38,9 +38,9 @@ from PIL import (
 from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
+from encoder_service.child import become_child, prctl
 from encoder_service.image.pillow import READERS, Pixels, decode_file, read_rare_header
 from encoder_service.image.source import Source
-from encoder_service.signals import leave_to_the_server
 
 if TYPE_CHECKING:
     from encoder_service.image.open_video import OpenVideo
@@ -49,16 +49,15 @@ MESSAGE_BYTES = 1 << 16
 MESSAGE_CHARACTERS = 500  # of an error
 
 
-def main(descriptor: int, *, parent: int, memory_bytes: int, videos: bool = False) -> None:
+def main(descriptors: Sequence[int], *, parent: int, memory_bytes: int, videos: bool = False) -> None:
     """Load, enter the sandbox, tell the server whether the kernel enforces it, and decode until it closes the socket.
 
     `parent` is the server's pid: this process ends with the server's thread that started it. `memory_bytes` bounds the
     memory that it takes after it has loaded. With `videos`, it also loads what decodes them.
     """
-    leave_to_the_server()
-    end_with_parent("decoder", parent)
+    become_child("decoder", parent)
     # A server that stops may close the socket before it gets an answer.
-    with socket.socket(fileno=descriptor) as server, suppress(ConnectionError):
+    with socket.socket(fileno=descriptors[0]) as server, suppress(ConnectionError):
         _load()
         if videos:
             import encoder_service.image.open_video  # noqa: F401
@@ -162,7 +161,7 @@ def _answer(buffer: mmap.mmap, request: dict[str, Any]) -> Any:
 
 
 # From linux/prctl.h, linux/seccomp.h and asm-generic/unistd.h.
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38
+_PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
 
 # The system calls that a decoder may make -> their numbers on x86-64 and on arm64 (-1: it has none). None of them
@@ -192,14 +191,6 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def end_with_parent(name: str, parent: int) -> None:
-    """Have the kernel kill this process when the thread of `parent` that started it ends; `ps` shows it as `name`."""
-    _prctl(_PR_SET_NAME, name.encode())
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the kernel knew
-        os._exit(1)
-
-
 def bound_resources(memory_bytes: int) -> None:
     """Limit this process to `memory_bytes` more than it holds now, and to no further file, process or thread."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -216,7 +207,7 @@ def bound_resources(memory_bytes: int) -> None:
 
 def enter_sandbox() -> bool:
     """Give up access to files, network and other processes, in all threads; return whether the kernel enforces it."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         return False
@@ -260,11 +251,6 @@ def _filter(column: int, architecture: int) -> list[bytes]:
         code += [unless_equal(numbers[column], 4), load(argument(which))]
         code += [unless_equal(value, 1), answer(_ALLOW), answer(_ERRNO | _EPERM)]
     return [*code, answer(_ERRNO | _EPERM)]
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
 def _call(number: int, *arguments: object) -> int:

@@ -23,7 +23,7 @@ from encoder_service.engine.device import HungDeviceError, Watchdog
 from encoder_service.engine.inbox import Inbox
 from encoder_service.engine.messages import Prepared
 from encoder_service.engine.model import Model
-from encoder_service.image import decoder_pool
+from encoder_service.image import decoder_child
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
@@ -389,6 +389,6 @@ async def test_frames_far_into_a_video_do_not_count_as_a_hang(
         key, source = frames_before(model, bytes(32), second)
         bench.jobs.submit(key, source, Grid(1, 16, 16), demanded())
         await soon(lambda: endless.begun == 1)
-        cpu_s = 20.0 + decoder_pool._FRAME_CPU_S * second
-        limit_s = int(decoder_pool._WALL_S + decoder_pool._WALL_PER_CPU * cpu_s)
+        cpu_s = 20.0 + decoder_child.FRAME_CPU_S * second
+        limit_s = int(decoder_child._WALL_S + decoder_child._WALL_PER_CPU * cpu_s)
         assert not any(dogs[0].check() for _ in range(limit_s))

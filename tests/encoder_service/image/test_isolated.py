@@ -24,19 +24,20 @@ from PIL import Image
 
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError, UndecodableImageError
 from encoder_contract.header import Header
+from encoder_service import child as child_module
 from encoder_service.engine.job_queue import FailureCache
-from encoder_service.image import decoder_pool
+from encoder_service.image import decoder_child
 from encoder_service.image.decoder import DEATHS, Decoder
-from encoder_service.image.decoder_pool import (
+from encoder_service.image.decoder_child import (
     PASSED_ON,
     SETTINGS,
     DecoderChild,
-    DecoderPool,
     DecoderStartError,
-    SharedBuffer,
     StderrPipe,
     parse_reply,
 )
+from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.shared_buffer import SharedBuffer
 from encoder_service.keys import ImageKey
 from testing.decoding import decode_files, pillow_decoder, source_of
 from testing.photos import damaged, encoded, photo, pixels
@@ -174,7 +175,7 @@ def heavy() -> bytes:
 def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     file = heavy()
     monkeypatch.setattr(
-        decoder_pool, "_WALL_S", 60.0
+        decoder_child, "_WALL_S", 60.0
     )  # on a busy machine the process may wait long for a core
     with decoding(cpu_s=0.05) as pool:
         slow = pool.decode(source_of(file))
@@ -182,7 +183,7 @@ def test_an_image_that_takes_too_much_time_or_memory_fails_alone(monkeypatch: py
         assert "more than 0.05 s of CPU time" in slow.message
         assert isinstance(pool.decode(source_of(PHOTO)), np.ndarray)
         assert deaths(pool) == {"time": 1}
-    monkeypatch.setattr(decoder_pool, "_BASE_BYTES", 32 << 20)
+    monkeypatch.setattr(decoder_child, "BASE_BYTES", 32 << 20)
     with decoding(max_image_pixels=10_000) as pool:
         large = pool.decode(source_of(file))
         assert isinstance(large, UndecodableImageError)
@@ -199,7 +200,7 @@ def test_a_damaged_image_is_not_called_too_large(
     kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The picture alone takes more than a process may have beside the formula, as with 64 megapixels."""
-    monkeypatch.setattr(decoder_pool, "_BASE_BYTES", 32 << 20)
+    monkeypatch.setattr(decoder_child, "BASE_BYTES", 32 << 20)
     options = {"compression": "tiff_lzw"} if kind == "TIFF" else {}
     file = bytearray(encoded(Image.linear_gradient("L").resize((4000, 3000)).convert(mode), kind, **options))
     half = len(file) // 2
@@ -241,7 +242,7 @@ def test_a_decoder_that_is_loading_ends_silently_with_its_server() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = (
         "from encoder_service.image.decoder_process import main; "
-        f"main({theirs.fileno()}, parent={os.getpid()}, memory_bytes=1 << 30)"
+        f"main([{theirs.fileno()}], parent={os.getpid()}, memory_bytes=1 << 30)"
     )
     command = [sys.executable, "-c", program]
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
@@ -290,7 +291,7 @@ def test_output_of_libraries_is_counted_and_dropped(capfd: pytest.CaptureFixture
 
 
 def test_the_error_says_why_no_decoder_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_pool, "_MODULE", "no.such.module")
+    monkeypatch.setattr(decoder_child, "_MODULE", "no.such.module")
     pool = DecoderPool(1)
     with pytest.raises(DecoderStartError, match="No module named 'no'"):
         pool.start()
@@ -310,15 +311,15 @@ def test_a_hanging_idle_decoder_is_replaced_long_before_its_limit() -> None:
 
 
 def test_a_decoder_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = decoder_pool._PROGRAM
+    program = child_module._PROGRAM
     with ThreadPoolExecutor(1) as launcher:
         child = DecoderChild(launcher, StderrPipe(), memory_bytes=256 << 20, cpu_s=1)
         stopping = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP); "
-        monkeypatch.setattr(decoder_pool, "_PROGRAM", stopping + program)
+        monkeypatch.setattr(child_module, "_PROGRAM", stopping + program)
         child.launch()
         assert child._launched is not None
         stopped = child._launched.result().pid
-        monkeypatch.setattr(decoder_pool, "_PROGRAM", program)
+        monkeypatch.setattr(child_module, "_PROGRAM", program)
         try:
             assert child.ready().pid != stopped
             assert not psutil.pid_exists(stopped)

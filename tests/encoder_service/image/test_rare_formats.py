@@ -14,7 +14,7 @@ from PIL import Image
 from encoder_contract.errors import ImageLimitError, InvalidImageError, UndecodableImageError
 from encoder_contract.header import RARE_FORMATS, Header, check_limits, format_of
 from encoder_service.app import Server
-from encoder_service.image import decoder_pool
+from encoder_service.image import decoder_child
 from encoder_service.image.decoder import PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool
 from encoder_service.image.source import Source
@@ -273,9 +273,9 @@ def test_a_header_that_costs_too_much_fails_alone(
     pool: DecoderPool, image: bytes, reason: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the process may wait long for a core, and each step takes more of its time.
-    monkeypatch.setattr(decoder_pool, "_WALL_S", 60.0)
+    monkeypatch.setattr(decoder_child, "_WALL_S", 60.0)
     if reason == "memory":
-        monkeypatch.setattr(decoder_pool, "_HEADER_CPU_S", 60.0)
+        monkeypatch.setattr(decoder_child, "HEADER_CPU_S", 60.0)
     before = pool.deaths[reason]
     outcome = pool.read_header(image, RARE_FORMATS)
     assert isinstance(outcome, UndecodableImageError)

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Enters the sandbox, with or without limits of resources, and prints what the kernel then refuses.
 CHILD = """
 import ctypes, json, mmap, os, resource, signal, socket, sys, threading
+from encoder_service.child import become_child
 from encoder_service.image import decoder_process
 
 def refused(action):
@@ -37,7 +38,7 @@ def worked():
 
 done, asked, answered = [], threading.Semaphore(0), threading.Semaphore(0)
 threading.Thread(target=worked, daemon=True).start()
-decoder_process.end_with_parent("decoder", os.getppid())
+become_child("decoder", os.getppid())
 if part == "all":
     decoder_process.bound_resources(64 << 20)
 print(json.dumps({

@@ -21,7 +21,7 @@ from encoder_contract.errors import (
     UnknownImageError,
 )
 from encoder_contract.video import VideoInfo
-from encoder_service.image import decoder_pool
+from encoder_service.image import decoder_child
 from encoder_service.image.decoder_pool import OPEN_VIDEOS, DecoderPool
 from encoder_service.image.source import Source, VideoFile
 from testing.clips import (
@@ -139,7 +139,7 @@ def test_interlaced_frames_are_equal_in_each_process(pool: DecoderPool, name: st
     first = pool.read_frames(source, 3, 20)
     assert isinstance(first, np.ndarray)
     first = first.copy()
-    pool._for_all(pool._video_children, decoder_pool.DecoderChild.end)
+    pool._for_all(pool._video_children, decoder_child.DecoderChild.end)
     assert np.array_equal(pool.read_frames(source, 3, 20), first)
 
 
@@ -237,7 +237,7 @@ def test_memory_of_a_process_for_videos_has_known_content() -> None:
         "import ctypes; c = ctypes.CDLL(None); c.malloc.restype = ctypes.c_void_p; "
         "print([set(ctypes.string_at(c.malloc(ctypes.c_size_t(size)), size)) for size in (100, 300_000, 1 << 22)])"
     )
-    environment = {**decoder_pool.SETTINGS, **decoder_pool.VIDEO_SETTINGS}
+    environment = {**decoder_child.SETTINGS, **decoder_child.VIDEO_SETTINGS}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
     assert printed.strip() == str([{254}] * 3)
 
@@ -346,7 +346,7 @@ def test_a_file_without_a_video_is_one_error(pool: DecoderPool, data: bytes) -> 
 def test_a_video_that_takes_too_long_fails_alone(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
     long = clip("mp4", frames=900, width=640, height=360)
     source, _file = opened(pool, b"long", long)
-    monkeypatch.setattr(decoder_pool, "_FRAME_CPU_S", 0.0)
+    monkeypatch.setattr(decoder_child, "FRAME_CPU_S", 0.0)
     child = next(each for each in pool._video_children if each.open_video_key == b"long")
     monkeypatch.setattr(child, "_cpu_s", 0.05)
     found = pool.read_frames(source, 890, 899)
@@ -360,7 +360,7 @@ def test_decoding_stops_when_the_frames_are_no_longer_wanted(
     pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, _file = opened(pool, b"left", clip("mp4", frames=900, width=640, height=360))
-    monkeypatch.setattr(decoder_pool, "_CHECK_S", 0.01)
+    monkeypatch.setattr(decoder_child, "_CHECK_S", 0.01)
     deaths = dict(pool.deaths)
     assert isinstance(pool.read_frames(source, 890, 899, lambda: False), AbandonedError)
     assert pool.deaths == deaths

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from encoder_contract.backoff import backoff_s
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.tasks import start_task
 from encoder_service.config import ConfigError
@@ -24,9 +25,9 @@ log = logging.getLogger(__name__)
 
 # The server ends once the processes of every device have ended this often in a row, without a completed batch.
 MOST_FAILURES = 5
-# Seconds before a process is restarted, by the number of consecutive failures.
-_PAUSES_S = (0.0, 0.0, 0.0, 1.0, 2.0, 4.0)
-_LONG_PAUSE_S = 30.0
+# A process is restarted at once until it has failed this often in a row, then after a pause.
+_FAILURES_WITHOUT_PAUSE = 3
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 30.0
 _SHORTAGE_PAUSE_S = 1.0
 STOP_S = 10.0
 """How long the devices may take for the batches that they have, when the server stops."""
@@ -170,7 +171,8 @@ class Dispatcher:
         if all(link.device.failures >= MOST_FAILURES for link in self.links):
             self._queue.abort("the server lost its devices", RuntimeError(f"the last process ended ({why})"))
             self._stopping.set()
-        pause_s = _PAUSES_S[device.failures] if device.failures < len(_PAUSES_S) else _LONG_PAUSE_S
+        retries = device.failures - _FAILURES_WITHOUT_PAUSE
+        pause_s = backoff_s(retries, _FIRST_PAUSE_S, _LAST_PAUSE_S) if retries >= 0 else 0.0
         if await self._stops_within(pause_s):
             return False
         try:

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from time import monotonic
 
+from encoder_contract.backoff import backoff_s
 from encoder_contract.errors import (
     DeadlineError,
     EncoderError,
@@ -49,7 +50,7 @@ class Attempts:
         if isinstance(error, OverloadedError):
             self.refusal = error
             self.refused += 1
-            backed_off_s = min(PAUSE_S * 2.0 ** min(self.refused - 1, 10), MAX_REFUSED_PAUSE_S)
+            backed_off_s = backoff_s(self.refused - 1, PAUSE_S, MAX_REFUSED_PAUSE_S)
             # No limit but the deadline. The pauses are randomized so that refused callers do not return together.
             return max(error.retry_after_ms / 1000, backed_off_s) * random.uniform(1.0, 1.5)  # noqa: S311 - not a secret
         if self.kept and isinstance(error, (UnavailableError, UnknownImageError)):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from encoder_contract.backoff import backoff_s
 from encoder_contract.errors import UnavailableError
 
 # A server may have a quarter more than its even share of the images in progress. Nearly all images still go to their
@@ -205,7 +206,10 @@ class Router:
         known, now = self._endpoints.get(endpoint), self._clock()
         if known is None or known.down_until > now:
             return
-        known.failed_at, known.down_until = now, now + _backoff_s(known.failures)
+        known.failed_at, known.down_until = (
+            now,
+            now + backoff_s(known.failures, FIRST_BACKOFF_S, LAST_BACKOFF_S),
+        )
         known.failures += 1
         known.reported_serving = False
 
@@ -222,7 +226,9 @@ class Router:
         """
         if known := self._endpoints.get(endpoint):
             known.failures, known.reported_serving = 0, True
-            wait_s = _backoff_s(known.relapses - 2) if known.relapses > 1 else 0.0
+            wait_s = (
+                backoff_s(known.relapses - 2, FIRST_BACKOFF_S, LAST_BACKOFF_S) if known.relapses > 1 else 0.0
+            )
             known.down_until = known.failed_at + wait_s
 
     def succeeded(self, endpoint: str) -> None:
@@ -304,10 +310,6 @@ class Router:
         """Return whether the endpoint is known and not down. It is up once its backoff has passed."""
         known = self._endpoints.get(endpoint)
         return known is not None and known.down_until <= self._clock()
-
-
-def _backoff_s(failures: int) -> float:
-    return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 16))
 
 
 @dataclass(slots=True)

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from itertools import count
 
+from encoder_contract.backoff import backoff_s
 from encoder_contract.errors import EncoderError, Status, UnauthenticatedError
 from prefill_client.blocking import BlockingClient
 from prefill_client.client import EncoderClient
@@ -94,10 +96,9 @@ class WatchedClient:
             raise UnauthenticatedError(str(error)) from error
 
     async def _probe(self) -> None:
-        pause_s = FIRST_PROBE_S
+        probes = count()
         while self.down is not None:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_PROBE_S)
+            await asyncio.sleep(backoff_s(next(probes), FIRST_PROBE_S, LAST_PROBE_S))
             try:
                 await (await self._connect()).close()
                 self.down = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+from encoder_contract.backoff import backoff_s
 from encoder_contract.errors import ModelMismatchError
 from encoder_contract.turns import Room
 from encoder_service.cluster.cluster import IndexState, Replica
@@ -107,8 +108,8 @@ class Breaker:
 
     def probe_delay_s(self) -> float:
         """Return the time to wait before the next probe: it doubles, up to a limit, and has random jitter."""
-        delay = min(LAST_PROBE_S, FIRST_PROBE_S * 2**self._probes)
-        self._probes = min(self._probes + 1, 16)
+        delay = backoff_s(self._probes, FIRST_PROBE_S, LAST_PROBE_S)
+        self._probes += 1
         return self._uniform(0.5 * delay, 1.5 * delay)
 
     def close(self) -> None:

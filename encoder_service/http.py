@@ -17,7 +17,7 @@ from html import escape
 from http import HTTPStatus
 from time import monotonic
 
-from encoder_contract.certificates import Certificates, Pem
+from encoder_contract.certificates import Certificates
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_service.config import ConfigError, flag
 from encoder_service.metrics import Metrics
@@ -94,8 +94,6 @@ class HttpPort:
         self._never_joined = never_joined
         self._certificates = certificates
         self._check_reader = check_reader
-        self._pem: Pem | None = None  # the files that `_context` has loaded
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._open: dict[asyncio.Task[None], float] = {}  # connection, oldest first -> when it was accepted
         self._requested: set[asyncio.Task[None]] = set()  # connections that have sent a whole request
 
@@ -154,7 +152,8 @@ class HttpPort:
     async def _handle(self, accepted: socket.socket) -> None:
         """Read one request and answer it, within `CONNECTION_S`."""
         reader = asyncio.StreamReader(MAX_REQUEST_BYTES)
-        with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        # ValueError: the files of certificates are just being replaced.
+        with suppress(OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(CONNECTION_S):  # TimeoutError is an OSError
                 transport, protocol = await self._loop.connect_accepted_socket(
                     lambda: asyncio.StreamReaderProtocol(reader), accepted, ssl=self._tls()
@@ -172,17 +171,8 @@ class HttpPort:
                     transport.abort()
 
     def _tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context, reloaded if the certificate files have changed; None without TLS.
-
-        It does not ask for client certificates, because probes have none.
-        """
-        if self._certificates is None:
-            return None
-        if (pem := self._certificates.pem) is not self._pem:
-            with suppress(ValueError):  # the files are just being replaced: the next connection tries again
-                self._certificates.load_into(self._context)
-                self._pem = pem
-        return self._context
+        """Return the TLS context; None without TLS. It asks for no client certificates: probes have none."""
+        return None if self._certificates is None else self._certificates.server_context(open_to_all=True)
 
     async def _answer(self, request: str) -> bytes:
         first, *lines = request.split("\r\n")

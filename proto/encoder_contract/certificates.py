@@ -42,9 +42,8 @@ class Certificates:
         self._lock = threading.Lock()
         self._seen = self._stamps()
         self._pem = self._read(version=1)
-        self._contexts: dict[
-            int, tuple[int, ssl.SSLContext]
-        ] = {}  # by protocol, with the version of the files
+        # By protocol and whether they verify the other side, with the version of the files.
+        self._contexts: dict[tuple[int, bool], tuple[int, ssl.SSLContext]] = {}
 
     @property
     def pem(self) -> Pem:
@@ -71,12 +70,13 @@ class Certificates:
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ValueError(f"{cert} and {key}: {_reason(error)}") from error
 
-    def server_context(self) -> ssl.SSLContext:
-        """Return the context for new connections from clients. With authorities, clients must have a certificate.
+    def server_context(self, *, open_to_all: bool = False) -> ssl.SSLContext:
+        """Return the context for new connections from clients.
 
-        Raises `ValueError` if the files cannot be used, and never could.
+        With authorities, clients must have a certificate, unless it is `open_to_all`. Raises `ValueError` if the files
+        cannot be used, and never could.
         """
-        return self._context(ssl.PROTOCOL_TLS_SERVER)
+        return self._context(ssl.PROTOCOL_TLS_SERVER, verifies=not open_to_all)
 
     def client_context(self) -> ssl.SSLContext:
         """Return the context for new connections to servers, verified by our authorities or the system's.
@@ -85,17 +85,17 @@ class Certificates:
         """
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
-    def _context(self, protocol: int) -> ssl.SSLContext:
+    def _context(self, protocol: int, *, verifies: bool = True) -> ssl.SSLContext:
         pem = self.pem
         with self._lock:
-            version, context = self._contexts.get(protocol, (0, None))
+            version, context = self._contexts.get((protocol, verifies), (0, None))
             if context is not None and version == pem.version:
                 return context
             new = ssl.SSLContext(protocol)
             try:
                 if pem.cert:
                     self.load_into(new)
-                if pem.ca:
+                if pem.ca and verifies:
                     new.load_verify_locations(cadata=pem.ca.decode("ascii", "replace"))
                     new.verify_mode = ssl.CERT_REQUIRED
                 elif protocol == ssl.PROTOCOL_TLS_CLIENT:
@@ -104,7 +104,7 @@ class Certificates:
                 if context is None:
                     raise
                 return context  # the files are just being replaced: the next connection tries again
-            self._contexts[protocol] = pem.version, new
+            self._contexts[protocol, verifies] = pem.version, new
             return new
 
     def _read(self, version: int) -> Pem:

@@ -17,7 +17,7 @@ from bench.transport.hits import hit_figures
 from encoder_contract.framing import checksum, frame_rows, parse_fetch_response
 from encoder_contract.geometry import Grid
 from encoder_service.store import Store
-from encoder_service.store.arena import PageLayout, Tier
+from encoder_service.store.tier import PageLayout, Tier
 from prefill_client import SharedRows
 
 BENCHMARK = Benchmark(

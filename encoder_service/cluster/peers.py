@@ -186,7 +186,7 @@ class Peers:
         async with asyncio.timeout(self._silence_s + len(buffer) / MIN_BYTES_PER_S):
             if ready.HasField("ticket"):
                 port = self._rows_ports.to(endpoint, ready.ticket.port)
-                found = await port.receive(ready.ticket.secret, buffer.numpy().data)
+                found = await port.receive(ready.ticket.secret, [buffer.numpy().data])
             else:
                 await self._fill(call, buffer.numpy().data)
                 found = await _checksum(buffer)

@@ -27,7 +27,7 @@ from encoder_service.image.decoder import BATCH_IMAGES
 from encoder_service.image.source import VideoFile
 from encoder_service.metrics import Metrics
 from encoder_service.store import Obstacle, Pin, Store
-from encoder_service.store.arena import Entry
+from encoder_service.store.tier import Entry
 
 log = logging.getLogger(__name__)
 

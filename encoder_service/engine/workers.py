@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InternalError, InvalidImageError
+from encoder_contract.extents import views
 from encoder_contract.geometry import Grid
 from encoder_service.engine import messages
 from encoder_service.engine.device import DECODE_S, DEVICE_LOST, FRAME_S, CudaStream, Faults, Watchdog
@@ -361,7 +362,7 @@ class CopyOut:
         targets = []
         for at in images:
             tier, extents = batch.sent.places[at]
-            targets += [self._memory[tier][begin : begin + size] for begin, size in extents]
+            targets += views(self._memory[tier], extents)
         if targets:
             with self._watchdog.watching("copying rows out"):
                 copy_bytes(targets, (flat(batch.rows[at]) for at in images))

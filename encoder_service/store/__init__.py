@@ -1,4 +1,4 @@
-"""The embedding store: arenas, tiers, eviction, pins, shared memory. See docs/store.md.
+"""The embedding store: tiers, eviction, pins, shared memory. See docs/store.md.
 
 Importing it does not load torch, so that a server can check its folders first. torch is loaded with the first name that
 needs it.
@@ -11,12 +11,12 @@ from encoder_service.store.disk import Disk, DiskError
 from encoder_service.store.segment import StoreSizeError, require_room
 
 if TYPE_CHECKING:
-    from encoder_service.store.arena import AnyTier, TierName
     from encoder_service.store.pin import Incoming, Pin
     from encoder_service.store.store import EntryStats, Obstacle, Store, StoreStats, TierStats
+    from encoder_service.store.tier import AnyTier, TierName
 else:
     _WITH_TORCH = {
-        **dict.fromkeys(("AnyTier", "TierName"), "arena"),
+        **dict.fromkeys(("AnyTier", "TierName"), "tier"),
         **dict.fromkeys(("Incoming", "Pin"), "pin"),
         **dict.fromkeys(("EntryStats", "Obstacle", "Store", "StoreStats", "TierStats"), "store"),
     }

@@ -28,6 +28,7 @@ from typing import TypeAlias, TypeVar
 
 from blake3 import blake3
 
+from encoder_contract.extents import cut, move_all
 from encoder_contract.fleet_key import SIGNATURE_BYTES, FleetKey
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
@@ -261,10 +262,10 @@ class Disk:
 
         Raises `OSError`, and `_DamagedError` for a file that ends too early.
         """
-        moving = [
-            self._movers.submit(_move_piece, piece, file, at, transfer)
-            for piece, at in _pieces(pages, offset)
-        ]
+        moving = []
+        for piece in cut(pages, lambda _: PIECE_BYTES):
+            moving.append(self._movers.submit(_move_piece, piece, file, offset, transfer))
+            offset += len(piece)
         errors = [
             error for each in moving if (error := each.exception()) is not None
         ]  # waits for all of them
@@ -492,21 +493,9 @@ class Disk:
             self._on_drop(file.address)
 
 
-def _pieces(pages: Sequence[memoryview], offset: int) -> Iterator[tuple[memoryview, int]]:
-    """Yield pieces of the pages, and where in the file each lies."""
-    for page in pages:
-        for begin in range(0, len(page), PIECE_BYTES):
-            piece = page[begin : begin + PIECE_BYTES]
-            yield piece, offset
-            offset += len(piece)
-
-
 def _move_piece(piece: memoryview, file: int, offset: int, transfer: Transfer) -> None:
-    while piece:
-        count = transfer(file, [piece], offset)
-        if not count:
-            raise _DamagedError("it ends too early")
-        piece, offset = piece[count:], offset + count
+    if move_all(piece, lambda rest, moved: transfer(file, [rest], offset + moved)) < len(piece):
+        raise _DamagedError("it ends too early")
 
 
 def _named(name: re.Match[str]) -> DiskFile:

@@ -1,6 +1,6 @@
 """The order in which a cache evicts: by the learned chance of another use, with a guarantee for each holder.
 
-Rows (`arena.py`) and image files (`image/sources.py`) use it. Not thread-safe: its owner calls it with a lock held.
+Rows (`tier.py`) and image files (`image/sources.py`) use it. Not thread-safe: its owner calls it with a lock held.
 """
 
 from collections import OrderedDict

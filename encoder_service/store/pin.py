@@ -13,8 +13,8 @@ from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.framing import Checksum, checksum
 from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
-from encoder_service.store.arena import Entry, TierName
 from encoder_service.store.segment import Segment
+from encoder_service.store.tier import Entry, TierName
 
 
 class EntryStore(Protocol):

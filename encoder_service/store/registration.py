@@ -52,10 +52,12 @@ class CudaRegistration:
 
 
 def within_piece(memory: Tensor) -> int:
-    """Return how many bytes from the beginning of `memory` on lie in one piece of a `CudaRegistration`.
+    """Return how many bytes from the beginning of `memory` on one copy may move: on the host, up to the end of a piece.
 
-    CUDA refuses a copy whose host memory is partly registered, or registered in two pieces.
+    CUDA refuses a copy whose host memory is partly registered, or registered in two pieces of a `CudaRegistration`.
     """
+    if memory.is_cuda:
+        return len(memory)
     return REGISTERED_BYTES - memory.data_ptr() % REGISTERED_BYTES
 
 

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
+from encoder_contract.extents import cut, pairs
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
-from encoder_service.store.arena import AnyTier, Entry, PageLayout, Tier, TierName
 from encoder_service.store.disk import THREADS, Disk
 from encoder_service.store.pin import Incoming, Pin
 from encoder_service.store.registration import CudaRegistration, within_piece
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
+from encoder_service.store.tier import AnyTier, Entry, PageLayout, Tier, TierName
 
 log = logging.getLogger(__name__)
 
@@ -779,21 +780,9 @@ def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     sources must be ready on the calling thread's current stream.
     """
     devices = set()
-    remaining = iter(sources)
-    source = next(remaining)
-    for target in targets:
-        filled = 0
-        while filled < target.numel():
-            if not source.numel():
-                source = next(remaining)
-            count = min(target.numel() - filled, source.numel())
-            count = min(
-                count, *(within_piece(each) for each in (target[filled:], source) if not each.is_cuda)
-            )
-            target[filled : filled + count].copy_(source[:count], non_blocking=True)
-            devices |= {piece.device for piece in (source, target) if piece.is_cuda}
-            source = source[count:]
-            filled += count
+    for target, source in pairs(cut(targets, within_piece), cut(sources, within_piece)):
+        target.copy_(source, non_blocking=True)
+        devices |= {piece.device for piece in (source, target) if piece.is_cuda}
     for device in devices:
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(device))

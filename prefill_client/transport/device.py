@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, open_memory
 from encoder_contract.errors import StaleHandleError
+from encoder_contract.extents import Extent, pairs, views
 from encoder_contract.handle import Handle
 from encoder_contract.segment_file import segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -169,9 +170,7 @@ class _DeviceArrival(Arrival):
         return self._receiver.rows(self._ready, self._is_open)
 
 
-def device_copy(
-    memory: DeviceMemory, extents: Sequence[tuple[int, int]], width: int, dtype: str
-) -> "torch.Tensor":
+def device_copy(memory: DeviceMemory, extents: Sequence[Extent], width: int, dtype: str) -> "torch.Tensor":
     """Copy rows out of device memory on this thread's current GPU and stream; return the complete copy.
 
     The memory may lie on another GPU of the server, even one that this process does not see: it was opened for the
@@ -190,10 +189,8 @@ def device_copy(
         whole = torch.as_tensor(memory.content, device=f"cuda:{torch.cuda.current_device()}")
     device = whole.device
     copied = torch.empty(sum(length for _, length in extents), dtype=torch.uint8, device=device)
-    filled = 0
-    for offset, length in extents:
-        copied[filled : filled + length].copy_(whole[offset : offset + length], non_blocking=True)
-        filled += length
+    for target, source in pairs([copied], views(whole, extents)):
+        target.copy_(source, non_blocking=True)
     if copied.is_cuda:
         torch.cuda.current_stream().synchronize()
     return copied.view(getattr(torch, dtype)).view(-1, width)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from encoder_contract.errors import InternalError
-from encoder_contract.framing import Checksum
+from encoder_contract.extents import Filling
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.rows import OwnRows, Rows, element_type
 
@@ -178,25 +178,19 @@ class _InlineArrival(Arrival):
 
     def __init__(self, ready: pb.ImageReady) -> None:
         self._ready = ready
-        self._filled = 0
-        self._checksum = Checksum()
         self._buffer = acquire_buffer(ready.row_bytes)
+        self._filling = Filling([self._buffer.data])
 
     @property
     def complete(self) -> bool:
-        return self._filled == self._ready.row_bytes
+        return not self._filling.missing_bytes
 
     def add(self, data: memoryview) -> None:
-        end = self._filled + len(data)
-        if end > self._ready.row_bytes:
-            raise InternalError(f"image {self._ready.index}: got more than its {self._ready.row_bytes} bytes")
-        self._checksum.add(data)
-        self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
-        self._filled = end
+        self._filling.add(data)
 
     def rows(self) -> OwnRows:
         ready = self._ready
-        if self._checksum.value != ready.checksum:
+        if self._filling.checksum != ready.checksum:
             raise InternalError(f"the rows of the image at address {ready.address.hex()} arrived damaged")
         elements = self._buffer.view(element_type(ready.dtype))
         return OwnRows(elements.reshape(ready.row_end - ready.row_begin, ready.width))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from encoder_contract.device_memory import DeviceMemory, DeviceMemoryError, open_memory
 from encoder_contract.errors import InternalError, StaleHandleError
+from encoder_contract.extents import Extent, views
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import open_segment, remove_if_ownerless, segment_proof
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -172,7 +173,7 @@ class _MappedSegment:
             return self.memories[handle.memory, gpu]
 
     def pieces(self, handle: Handle) -> list[NDArray[np.uint8]]:
-        return [self.content[offset : offset + length] for offset, length in handle.extents]
+        return views(self.content, handle.extents)
 
     def holds(self, handle: Handle) -> bool:
         at = handle.generation_offset
@@ -247,6 +248,6 @@ def _check_bounds(handle: Handle, segment_bytes: int) -> None:
         raise InternalError(f"a handle into {handle.segment} points outside its memory")
 
 
-def _is_inside(extent: tuple[int, int], begin: int, end: int) -> bool:
+def _is_inside(extent: Extent, begin: int, end: int) -> bool:
     offset, length = extent
     return offset >= begin and length > 0 and offset + length <= end

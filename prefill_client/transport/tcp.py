@@ -67,7 +67,7 @@ class _TcpArrival(Arrival):
         return True
 
     async def fill(self) -> None:
-        self._checksum = await self._connections.receive(self._ready.ticket.secret, self._buffer.data)
+        self._checksum = await self._connections.receive(self._ready.ticket.secret, [self._buffer.data])
 
     def rows(self) -> OwnRows:
         ready = self._ready

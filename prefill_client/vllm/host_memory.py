@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Extent = tuple[int, int]
-"""(offset, length), bytes."""
+from encoder_contract.arena import Arena
+from encoder_contract.extents import Extent, pairs, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,54 +38,29 @@ class HostMemory:
         self.size_bytes = size_bytes
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes = np.frombuffer(mmap.mmap(self._file, size_bytes), np.uint8)
-        # Free extents, never adjacent: length by begin, begin by end. All operations take the same time at any size.
-        self._free = {0: size_bytes}
-        self._ends = {size_bytes: 0}
-        self.free_bytes = size_bytes
+        self._space = Arena(size_bytes)
+
+    @property
+    def free_bytes(self) -> int:
         """Bytes that are not allocated."""
+        return self._space.free_pages
 
     def allocate(self, size: int) -> tuple[Extent, ...] | None:
         """Return extents of `size` bytes in total; None if there is not enough free memory."""
-        if size > self.free_bytes:
-            return None
-        self.free_bytes -= size
-        extents: list[Extent] = []
-        while size:
-            offset, length = self._free.popitem()
-            del self._ends[offset + length]
-            if length > size:
-                self._add(offset, length - size)
-                offset, length = offset + length - size, size
-            extents.append((offset, length))
-            size -= length
-        return tuple(extents)
+        return self._space.allocate(size, max_runs=self._space.free_runs)
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Free extents."""
-        for offset, length in extents:
-            self.free_bytes += length
-            if (before := self._ends.pop(offset, None)) is not None:
-                length += self._free.pop(before)
-                offset = before
-            if (after := self._free.pop(offset + length, None)) is not None:
-                del self._ends[offset + length + after]
-                length += after
-            self._add(offset, length)
-
-    def _add(self, offset: int, length: int) -> None:
-        self._free[offset] = length
-        self._ends[offset + length] = offset
+        self._space.free(extents)
 
     def write(self, extents: Sequence[Extent], content: NDArray[np.uint8]) -> None:
         """Copy `content`, uint8 [bytes], into extents of the same total length. Thread-safe."""
-        begin = 0
-        for offset, length in extents:
-            self._bytes[offset : offset + length] = content[begin : begin + length]
-            begin += length
+        for target, source in pairs(views(self._bytes, extents), [content]):
+            target[:] = source
 
     def read(self, extents: Sequence[Extent]) -> NDArray[np.uint8]:
         """Return the bytes of extents, uint8 [bytes]: a view of one extent, a copy of several. Thread-safe."""
-        pieces = [self._bytes[offset : offset + length] for offset, length in extents]
+        pieces = views(self._bytes, extents)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def close(self) -> None:
@@ -105,7 +80,3 @@ class MappedMemory:
         finally:
             os.close(file)
         self.path = path
-
-    def pieces(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
-        """Return a view of each extent, uint8 [length]."""
-        return [self.whole[offset : offset + length] for offset, length in extents]

@@ -19,6 +19,7 @@ from encoder_contract.errors import (
     InternalError,
     UnavailableError,
 )
+from encoder_contract.extents import Extent
 from encoder_contract.geometry import Grid
 from prefill_client.blocking import LoopThread
 from prefill_client.client import EncoderClient
@@ -27,7 +28,7 @@ from prefill_client.images import FetchedRows, RowRequest, read
 from prefill_client.plugin.service import connect
 from prefill_client.transport import BY_DEFAULT, DEVICE, TCP
 from prefill_client.transport.connection import Description, traceparent
-from prefill_client.vllm.host_memory import Extent, HostMemory
+from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, RequestInfo
 from prefill_client.vllm.staging import Staging
 from prefill_client.vllm.vllm_settings import VllmSettings

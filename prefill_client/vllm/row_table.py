@@ -4,8 +4,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from encoder_contract.errors import EncoderError
+from encoder_contract.extents import Extent
 from prefill_client.vllm.counts import Counts
-from prefill_client.vllm.host_memory import Extent, HostMemory, RowLoad
+from prefill_client.vllm.host_memory import HostMemory, RowLoad
 from prefill_client.vllm.row_fetcher import FetchQuery, Outcome, RowFetcher
 
 Holder = tuple[str, int]

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import torch
 
+from encoder_contract.extents import pairs, views
 from prefill_client.transport.rows import element_type, tensor_view
 from prefill_client.vllm.host_memory import MappedMemory, RowLoad
 from prefill_client.vllm.staging import StagingWorker
@@ -51,14 +52,11 @@ class RowLoader:
 
     def _copy(self, memory: MappedMemory, load: RowLoad) -> torch.Tensor:
         with torch.cuda.stream(self._stream):  # does nothing without one
-            size, begin = sum(length for _, length in load.extents), 0
+            size = sum(length for _, length in load.extents)
             rows = torch.empty(size, dtype=torch.uint8, device=self._device)
-            for piece in memory.pieces(load.extents):
+            for target, source in pairs([rows], views(tensor_view(memory.whole, "uint8"), load.extents)):
                 # From unregistered memory, CUDA copies in pieces while this thread waits.
-                rows[begin : begin + len(piece)].copy_(
-                    tensor_view(piece, "uint8"), non_blocking=self._registered
-                )
-                begin += len(piece)
+                target.copy_(source, non_blocking=self._registered)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

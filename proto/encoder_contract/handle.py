@@ -11,6 +11,7 @@ Rows on a device lie in `memory`, which the device's driver has named. Their gen
 from dataclasses import dataclass
 from typing import Self
 
+from encoder_contract.extents import Extent
 from encoder_contract.v1 import encoder_pb2
 
 SEGMENT_ID_BYTES = 16
@@ -24,7 +25,7 @@ class Handle:
     segment: str
     segment_bytes: int
     segment_id: bytes
-    extents: tuple[tuple[int, int], ...]
+    extents: tuple[Extent, ...]
     """(offset in the segment or in `memory`, length), in bytes, in row order."""
     generation: int
     generation_offset: int

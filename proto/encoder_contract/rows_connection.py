@@ -9,11 +9,12 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 from encoder_contract.errors import StaleHandleError
+from encoder_contract.extents import cut, move_all
 from encoder_contract.framing import Checksum
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class RowsConnections:
         """Whether the port worked when it was last used, or is due to be tried again."""
         return monotonic() >= self._avoid_until
 
-    async def receive(self, secret: bytes, into: memoryview) -> int:
+    async def receive(self, secret: bytes, into: Sequence[memoryview]) -> int:
         """Receive the rows of a ticket into `into`, and return their checksum. Cancelling it ends the transfer.
 
         Raises `StaleHandleError` if the ticket is not valid or the connection fails: fetch the rows again.
@@ -191,7 +192,7 @@ class _UnknownTicketError(Exception):
 class _Reception:
     """One ticket, and the memory for its rows. `abort` may be called by another thread than the others."""
 
-    def __init__(self, secret: bytes, into: memoryview) -> None:
+    def __init__(self, secret: bytes, into: Sequence[memoryview]) -> None:
         self._secret = secret
         self._into = into
         self._lock = threading.Lock()
@@ -237,26 +238,18 @@ class _Reception:
         (size,) = SIZE.unpack(answer)
         if not size:
             raise _UnknownTicketError
-        if size != len(into):
-            raise OSError(f"it announced {size} bytes of {len(into)}")
+        if size != (expected := sum(map(len, into))):
+            raise OSError(f"it announced {size} bytes of {expected}")
+        # With TLS, what is there: a record of 16 KiB at most.
+        flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
         checksum, filled = Checksum(), 0
-        for begin in range(0, size, PIECE_BYTES):
-            piece = into[begin : begin + PIECE_BYTES]
-            while piece:
-                received = _receive_into(connection, piece)
-                if not received:
-                    raise OSError(f"it ended after {filled} of {size} bytes")
-                filled += received
-                piece = piece[received:]
-            checksum.add(into[begin : begin + PIECE_BYTES])
+        for piece in cut(into, lambda _: PIECE_BYTES):
+            received = move_all(piece, lambda rest, _: connection.recv_into(rest, len(rest), flags))
+            filled += received
+            if received < len(piece):
+                raise OSError(f"it ended after {filled} of {size} bytes")
+            checksum.add(piece)
         return checksum.value
-
-
-def _receive_into(connection: socket.socket, piece: memoryview) -> int:
-    """Receive what is there with TLS, which is a record of 16 KiB at most, else all of the piece."""
-    if isinstance(connection, ssl.SSLSocket):
-        return connection.recv_into(piece)
-    return connection.recv_into(piece, 0, socket.MSG_WAITALL)
 
 
 def _some(data: bytes) -> bytes:

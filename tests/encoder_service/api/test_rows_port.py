@@ -439,7 +439,7 @@ async def test_one_unknown_ticket_is_not_the_ports_fault(server: Server, client:
 
     async def present_unknown() -> None:
         with pytest.raises(StaleHandleError, match=r"does not know the ticket|knows none of"):
-            await connections.receive(bytes(TICKET_BYTES), memoryview(bytearray(8)))
+            await connections.receive(bytes(TICKET_BYTES), [memoryview(bytearray(8))])
 
     for _ in range(2):
         for _ in range(UNKNOWN_TICKETS - 1):
@@ -448,7 +448,7 @@ async def test_one_unknown_ticket_is_not_the_ports_fault(server: Server, client:
         async with raw_fetch(client, requests) as call:
             ready = await first_ready(call)
             rows = memoryview(bytearray(ready.row_bytes))
-            assert await connections.receive(ready.ticket.secret, rows) == ready.checksum
+            assert await connections.receive(ready.ticket.secret, [rows]) == ready.checksum
     # But a port that knows none is another server's.
     for _ in range(UNKNOWN_TICKETS):
         await present_unknown()

@@ -7,7 +7,7 @@ import pytest
 
 from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_service.store import Obstacle, Pin
-from encoder_service.store.arena import Entry
+from encoder_service.store.tier import Entry
 from tests.small_store import PAGE_ROWS, embedding, make_store
 from tests.waiting import PATIENCE_S
 

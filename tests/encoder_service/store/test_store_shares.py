@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from encoder_service.store import Store
-from encoder_service.store.arena import Tier
 from encoder_service.store.eviction import MAX_HOLDERS, UNUSED_S
+from encoder_service.store.tier import Tier
 from tests.small_store import PAGE_BYTES, embedding, make_store
 
 ROWS = embedding(1)

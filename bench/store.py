@@ -19,6 +19,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.store import Store
 from encoder_service.store.tier import PageLayout, Tier
 from prefill_client import SharedRows
+from testing.stored import write
 
 BENCHMARK = Benchmark(
     "store",
@@ -85,7 +86,7 @@ def lookup_figures(entries: int, rounds: int = 20_000) -> Figures:
         store = Store(host_bytes=(entries + 1) << 16, width=16, dtype=rows.dtype, segment_dir=folder)
         before = anonymous_bytes()
         for address in addresses:
-            store.put(address, rows, GRID).release()
+            write(store, address, rows, GRID).release()
         entry_bytes = (anonymous_bytes() - before) / entries
         chosen = random.Random(1).choices(addresses, k=rounds)
         times = [_pin_and_release(store, address) for address in chosen]
@@ -106,7 +107,10 @@ def memory_figures(rounds: int) -> Figures:
     rows = torch.randn(TOKENS, WIDTH).bfloat16()
     store = Store(host_bytes=10 * EMBEDDING_BYTES, width=WIDTH, dtype=rows.dtype)
     store.segment.prefault()
-    puts = [timed(lambda n=n: store.put(bytes([n]), rows, GRID).release()) for n in range(min(rounds, 100))]  # type: ignore[misc]
+    puts = [
+        timed(lambda n=n: write(store, bytes([n]), rows, GRID).release())  # type: ignore[misc]
+        for n in range(min(rounds, 100))
+    ]
     pin = store.pin(bytes([min(rounds, 100) - 1]))
     assert pin is not None
     handle = pin.handle()

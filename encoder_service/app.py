@@ -228,8 +228,8 @@ class Server:
         for device in self._devices if config.store_device_gib else ():
             if not Device(device.name).can_access(facts.device):
                 raise ConfigError(
-                    f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {facts.device}: they "
-                    "have no peer access (`nvidia-smi topo -p2p r`). Set it to 0, or start a server on each GPU"
+                    f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {facts.device}: "
+                    "they have no peer access (`nvidia-smi topo -p2p r`). Set it to 0, or start a server on each GPU"
                 )
         try:
             return Store(
@@ -285,7 +285,7 @@ class Server:
         peers = Peers(
             facts.recipe,
             facts.width,
-            facts.dtype,
+            self.store.layout.row_bytes,
             self._model.geometry,
             certificates=self._peer_certificates,
             name=config.tls_peer_name,

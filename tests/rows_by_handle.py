@@ -6,6 +6,7 @@ import torch
 
 from encoder_service.store import Store
 from prefill_client import DeviceRows, SharedRows
+from testing.stored import write
 
 WIDTH = 64  # bfloat16: 128 bytes a row, 512 rows a page
 PAGE_BYTES = 64 << 10
@@ -53,7 +54,7 @@ def mappings_of(path):
 def scattered(store):
     """Put an embedding that no single run of free pages can hold; return its pin."""
     for n in range(16):
-        store.put(bytes([n]), embedding(n, 512), (1, 1, 1)).release()
+        write(store, bytes([n]), embedding(n, 512), (1, 1, 1)).release()
     for n in range(0, 16, 2):
         assert store.evict(bytes([n]))
-    return store.put(b"wide", embedding(99, 2000), (1, 1, 1))
+    return write(store, b"wide", embedding(99, 2000), (1, 1, 1))

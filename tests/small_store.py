@@ -3,6 +3,7 @@
 import torch
 
 from encoder_service.store import Store
+from testing.stored import write
 
 # The store of a whole server, in GiB. It is small, because a store that a test has closed may stay mapped until the
 # next garbage collection: /dev/shm needs room for several, and a container has only 64 MB.
@@ -33,7 +34,7 @@ def read(pin, begin=0, end=None):
 
 
 def put(store, name, pages=1.0):
-    store.put(name, embedding(name[0], pages), (1, 2, 2)).release()
+    write(store, name, embedding(name[0], pages), (1, 2, 2)).release()
 
 
 def tier_of(store, address):

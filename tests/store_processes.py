@@ -42,6 +42,7 @@ def own(folder: Path) -> None:
     import torch
 
     from encoder_service.store import Pin, Store
+    from testing.stored import write as write_rows
 
     torch.set_num_threads(1)
     store = Store(
@@ -56,7 +57,7 @@ def own(folder: Path) -> None:
 
     def write(number: int) -> None:
         with suppress(OverloadedError):
-            store.put(bytes([number]), tensors[number], (1, 1, number)).release()
+            write_rows(store, bytes([number]), tensors[number], (1, 1, number)).release()
 
     def churn(seed: int) -> None:
         rng = random.Random(seed)
@@ -76,8 +77,8 @@ def own(folder: Path) -> None:
                     continue
                 number, on_device = request
                 write(number)
-                with store.pin(bytes([number])) or store.put(
-                    bytes([number]), tensors[number], (1, 1, 0)
+                with store.pin(bytes([number])) or write_rows(
+                    store, bytes([number]), tensors[number], (1, 1, 0)
                 ) as pin:
                     reach[on_device](pin)
                     reader.send(pin.handle())

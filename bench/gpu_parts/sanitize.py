@@ -17,6 +17,7 @@ import torch
 
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
+from testing.stored import write
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 WALKED = "walked: "  # prefix of the lines in which the workload says what it ran
@@ -72,7 +73,7 @@ def work(device: str, model: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         store = Store(**tiers, segment_dir=place, width=tower.spec.width, dtype=tower.dtype)
         for name, kept in enumerate(rows):
-            with store.put(bytes([name]), kept, Grid(1, 1, 1)) as pin:
+            with write(store, bytes([name]), kept, Grid(1, 1, 1)) as pin:
                 pin.to_host()
                 assert bytes(pin.rows()[0][:64]) == kept.cpu().view(torch.uint8).numpy().tobytes()[:64]
         store.close()

@@ -2,15 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, time
 from typing import Any
 
 import grpc
-import torch
 from cachetools import LRUCache
-from torch import Tensor
 
 from encoder_contract.certificates import Certificates
 from encoder_contract.direct import channel_options
@@ -22,8 +20,9 @@ from encoder_contract.errors import (
     UnavailableError,
     from_status,
 )
+from encoder_contract.extents import Filling
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
-from encoder_contract.framing import checksum, parse_fetch_response
+from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.rows_connection import RowsConnections
 from encoder_contract.spans import CallSpan, SpanName, current
@@ -48,7 +47,6 @@ MIN_BYTES_PER_S = 4e6
 ASSUMED_BYTES_PER_S = 1e9
 RATE_WEIGHT = 0.3  # of the newest transfer in the measured rate
 RATED_BYTES = 1 << 20  # smaller transfers are not measured: their time is mostly latency
-CHECKSUM_ON_LOOP_BYTES = 4 << 20  # takes XXH3 0.2 ms; larger buffers are checked in a worker thread
 
 
 class Peers:
@@ -58,7 +56,7 @@ class Peers:
         self,
         recipe: Recipe,
         width: int,
-        dtype: torch.dtype,
+        row_bytes: int,
         geometry: GridRule,
         *,
         certificates: Certificates | None = None,
@@ -67,7 +65,7 @@ class Peers:
         on_fetch: Callable[[float, bool], None] = lambda _seconds, _ok: None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """A row has `width` elements of `dtype`; other rows are rejected.
+        """A row has `width` elements of the recipe's type, `row_bytes` in all; other rows are rejected.
 
         `on_fetch` gets the seconds and the success of each attempt.
 
@@ -76,8 +74,7 @@ class Peers:
         A peer fails if it is silent for `silence_s`, or if connecting takes longer.
         """
         self._recipe = recipe
-        self._width, self._dtype = width, dtype
-        self._row_bytes = width * dtype.itemsize
+        self._width, self._row_bytes = width, row_bytes
         self._geometry = geometry
         self._on_fetch = on_fetch
         self._silence_s = silence_s
@@ -92,18 +89,23 @@ class Peers:
         """Return the expected time to fetch an image of `tokens` tokens, in seconds."""
         return tokens * self._row_bytes / self.bytes_per_s
 
-    async def fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
-        """Return grid and rows [tokens, width] of an image that the peer at `endpoint` holds; one attempt.
+    def tokens(self, grid: Grid) -> int:
+        """Return the number of rows of an image with this grid; 0 if no image of the model has this grid."""
+        return self._geometry.tokens(grid) if self._geometry.has(grid) else 0
 
+    async def fetch(self, endpoint: str, key: ImageKey, grid: Grid, into: Sequence[memoryview]) -> int:
+        """Write the rows of an image that the peer at `endpoint` holds into `into`; return their checksum. One attempt.
+
+        The views in `into` have `tokens(grid)` rows in all. Nothing writes to them once this has returned or raised.
         Raises an `EncoderError` if the peer does not hold the image, fails, is silent or too slow, or sends anything
-        but the image's rows.
+        but the rows of an image with this grid: then `into` may have some of what it sent.
         """
         try:
-            return await self._fetch(endpoint, key)
+            return await self._fetch(endpoint, key, grid, into)
         except StaleHandleError:  # its rows port cannot be reached: from now on, its rows come inline
-            return await self._fetch(endpoint, key)
+            return await self._fetch(endpoint, key, grid, into)
 
-    async def _fetch(self, endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
+    async def _fetch(self, endpoint: str, key: ImageKey, grid: Grid, into: Sequence[memoryview]) -> int:
         began, ok = monotonic(), False
         request = self._request(key, local_only=True)
         if self._rows_ports.usable(endpoint):
@@ -112,17 +114,17 @@ class Peers:
         call = self._call(endpoint, request, span)
         try:
             with _naming_peer(endpoint):
-                grid, buffer = await self._receive(endpoint, call, key.address)
+                checksum = await self._receive(endpoint, call, key.address, grid, into)
             ok = True
         finally:
             call.cancel()
             self._on_fetch(monotonic() - began, ok)
             if span is not None:
                 span.end("OK" if ok else "UNKNOWN")
-        if buffer.numel() >= RATED_BYTES:
-            rate = buffer.numel() / max(monotonic() - began, 1e-6)
+        if (size := self.tokens(grid) * self._row_bytes) >= RATED_BYTES:
+            rate = size / max(monotonic() - began, 1e-6)
             self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
-        return grid, buffer.view(self._dtype).view(-1, self._width)
+        return checksum
 
     async def offer(self, endpoint: str, key: ImageKey) -> None:
         """Have the peer fetch an image from this replica, by requesting one row of it. The caller bounds the time.
@@ -176,67 +178,56 @@ class Peers:
             local_only=local_only,
         )
 
-    async def _receive(self, endpoint: str, call: Any, address: bytes) -> tuple[Grid, Tensor]:
+    async def _receive(
+        self, endpoint: str, call: Any, address: bytes, grid: Grid, into: Sequence[memoryview]
+    ) -> int:
         message = await self._next(call)
         if isinstance(message, tuple) or len(message.ready) != 1:
             raise InternalError("the peer did not announce the rows of one image")
         ready = message.ready[0]
-        grid = self._checked(ready, address)
-        buffer = torch.empty(ready.row_bytes, dtype=torch.uint8)
-        async with asyncio.timeout(self._silence_s + len(buffer) / MIN_BYTES_PER_S):
+        self._check(ready, address, grid)
+        async with asyncio.timeout(self._silence_s + ready.row_bytes / MIN_BYTES_PER_S):
             if ready.HasField("ticket"):
                 port = self._rows_ports.to(endpoint, ready.ticket.port)
-                found = await port.receive(ready.ticket.secret, [buffer.numpy().data])
+                found = await port.receive(ready.ticket.secret, into)
             else:
-                await self._fill(call, buffer.numpy().data)
-                found = await _checksum(buffer)
+                found = await self._fill(call, into)
         if found != ready.checksum:
             raise InternalError("the peer's rows do not match their checksum")
         if self._key is not None:
-            rows, signature = buffer.numpy().data, ready.signature
-            if not await asyncio.to_thread(self._key.verify_rows, signature, address, grid, [rows]):
+            verify = self._key.verify_rows
+            if not await asyncio.to_thread(verify, ready.signature, address, grid, into):
                 self.foreign += 1
                 log.warning("rows from a peer were ignored: they are not signed with the fleet's key")
                 raise ForbiddenError("the peer's rows are not signed with the fleet's key")
-        return grid, buffer
+        return found
 
-    def _checked(self, ready: pb.ImageReady, address: bytes) -> Grid:
-        """Return the grid; raises if this cannot be the requested image. This bounds the memory to allocate."""
-        grid = Grid(ready.grid.t, ready.grid.h, ready.grid.w)
-        tokens = self._geometry.tokens(grid)
+    def _check(self, ready: pb.ImageReady, address: bytes, grid: Grid) -> None:
+        """Raise `InternalError` unless the rows of this image, with this grid, are announced."""
+        tokens = self.tokens(grid)
         if (
             ready.address != address
-            or not self._geometry.has(grid)
+            or (ready.grid.t, ready.grid.h, ready.grid.w) != grid
             or (ready.width, ready.dtype) != (self._width, self._recipe.dtype)
             or (ready.row_begin, ready.row_end) != (0, tokens)
             or ready.row_bytes != tokens * self._row_bytes
         ):
             raise InternalError("the peer answered with rows of another image or model")
-        return grid
 
     async def _next(self, call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":
         """Return the next message of a Fetch call; raises as `_read` does, or `TimeoutError`."""
         async with asyncio.timeout(self._silence_s):
             return await _read(call)
 
-    async def _fill(self, call: Any, buffer: memoryview) -> None:
-        """Read the rows of the requested image into `buffer`."""
-        filled = 0
-        while filled < len(buffer):
+    async def _fill(self, call: Any, into: Sequence[memoryview]) -> int:
+        """Read the rows of the requested image into `into`; return their checksum."""
+        filling = Filling(into)
+        while filling.missing_bytes:
             message = await self._next(call)
             if not isinstance(message, tuple):
                 raise InternalError("the peer announced rows again before the first were complete")
-            data = message[1]
-            if filled + len(data) > len(buffer):
-                raise InternalError(f"the peer sent more bytes than the {len(buffer)} that it announced")
-            buffer[filled : filled + len(data)] = data
-            filled += len(data)
-
-
-async def _checksum(buffer: Tensor) -> int:
-    views = [buffer.numpy().data]
-    small = len(buffer) <= CHECKSUM_ON_LOOP_BYTES
-    return checksum(views) if small else await asyncio.to_thread(checksum, views)
+            filling.add(message[1])
+        return filling.checksum
 
 
 async def _read(call: Any) -> "pb.FetchResponse | tuple[int, memoryview]":

@@ -11,14 +11,11 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from time import monotonic
 
 from cachetools import LRUCache, TTLCache
-from torch import Tensor
 
 from encoder_contract.errors import EncoderError, UnknownImageError
 from encoder_contract.geometry import Grid
@@ -40,6 +37,7 @@ from encoder_service.cluster.tasks import cancel_task, start_task
 from encoder_service.cluster.waiting import PeerWaiters
 from encoder_service.keys import ImageKey
 from encoder_service.store import Pin, Store
+from encoder_service.store.tier import Entry
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ class RedisCluster(Cluster):
             stack.push_async_callback(self.index.close)
             stack.push_async_callback(self._waiters.close)
             stack.push_async_callback(cancel_task, self._republishing)
-            stack.callback(self._transfers.close)
+            stack.push_async_callback(self._transfers.close)
             stack.push_async_callback(self.leases.stop)
 
     def note_request(self, key: ImageKey) -> None:
@@ -229,7 +227,7 @@ class _Acquiring:
 # A peer that is unreachable or sends wrong data is not asked again for this time: a prompt of many images waits for it
 # only once, and a peer that was disconnected for a moment is soon used again.
 QUARANTINE_S = 5.0
-# Concurrent transfers. Each holds an embedding in memory besides the store; fewer would already fill a gigabit link.
+# Concurrent transfers. Each reserves pages for an embedding; fewer would already fill a gigabit link.
 MAX_TRANSFERS = 8
 MAX_TRANSFERS_PER_PEER = 4  # so that a slow peer does not take all turns
 
@@ -244,9 +242,9 @@ class Transfers:
         self._store = store
         self._running: dict[bytes, asyncio.Task[Pin | None]] = {}
         self._turns = Room(MAX_TRANSFERS, share=at_most(MAX_TRANSFERS_PER_PEER))
-        # A separate pool: a write that waits for space must not occupy the event loop's default threads, which checksum
-        # and sign rows.
-        self._threads = ThreadPoolExecutor(MAX_TRANSFERS, "cluster-put")
+        self._freed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        store.on_freed.append(self._on_freed)
         self._quarantine: TTLCache[str, None] = TTLCache(MAX_CHANNELS, QUARANTINE_S, monotonic)
 
     @property
@@ -263,35 +261,62 @@ class Transfers:
             task.add_done_callback(lambda _: self._running.pop(key.address, None))
         return await asyncio.shield(task)
 
-    def close(self) -> None:
-        """Stop the threads, without waiting for them."""
-        self._threads.shutdown(wait=False)
+    async def close(self) -> None:
+        """Cancel all transfers, which free their pages."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _fetch(self, key: ImageKey, locations: Locations, holder: str) -> Pin | None:
         for location in locations:
             async with self._turns.taken(location.replica_id):
-                if (fetched := await self._try(location, key)) is None:
-                    continue
-                grid, rows = fetched
-                loop = asyncio.get_running_loop()
-                put = partial(self._store.put, key.address, rows, grid, holder=holder)
-                pin = await loop.run_in_executor(self._threads, put)
-                self._leases.publish(key.address, grid)
-                return pin
+                if location.replica_id in self._quarantine:
+                    continue  # another transfer from this peer failed while this one waited
+                if (pin := await self._fetch_from(location, key, holder)) is not None:
+                    self._leases.publish(key.address, pin.grid)
+                    return pin
         return None
 
-    async def _try(self, location: Location, key: ImageKey) -> tuple[Grid, Tensor] | None:
-        if location.replica_id in self._quarantine:
-            return None  # another transfer from this peer failed while this one waited
+    async def _fetch_from(self, location: Location, key: ImageKey, holder: str) -> Pin | None:
+        """Return a pin on the rows, received into pages of the store unless they are held; None if the peer fails."""
+        if not self._peers.tokens(location.grid):
+            log.warning("the index has an impossible grid of %s at %s", key.named, location.replica_id)
+            return None
+        pages = await self._reserved(location.grid, key, holder)
+        if isinstance(pages, Pin):
+            return pages
+        rows = self._store.rows(pages)
         try:
-            return await self._peers.fetch(location.endpoint, key)
+            with self._store.filling(pages):
+                pages.checksum = await self._peers.fetch(location.endpoint, key, location.grid, rows)
         except EncoderError as error:
             log.info("peer %s (%s) failed: %s", location.replica_id, location.endpoint, error)
             if isinstance(error, UnknownImageError):
                 await self._index.retract([key.address], location.replica_id)
             else:  # the location stays in the index: other replicas may be able to reach the peer
                 self._quarantine[location.replica_id] = None
-        return None
+            return None
+        [pin] = self._store.commit([pages])
+        return pin
+
+    async def _reserved(self, grid: Grid, key: ImageKey, holder: str) -> Entry | Pin:
+        """Return pages of the host tier for the rows, or a pin if they are held. Raises `OverloadedError`."""
+        self._loop = asyncio.get_running_loop()
+        tokens, reserve = self._peers.tokens(grid), self._store.reserve
+        try:
+            async with asyncio.timeout(self._store.wait_s):
+                while (pages := reserve(key.address, tokens, grid, holder, on_host=True)) is None:
+                    self._freed.clear()
+                    await self._freed.wait()
+                return pages
+        except TimeoutError:
+            raise self._store.full_error() from None
+
+    def _on_freed(self) -> None:
+        """Wake the transfers that wait for pages. Called on any thread, with the store's lock held."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._freed.set)
 
 
 # Enough to fill a gigabit link, few enough to leave bandwidth for the calls that still run.

@@ -73,7 +73,8 @@ class Dispatcher:
         self.on_answers: Callable[[bool], None] = lambda _answers: None
         """Called with True when a device answers again, and with False when none does any more."""
         self._tasks: list[asyncio.Task[None]] = []
-        queue.dispatch, queue.on_gone, store.on_freed = self._dispatch, self._gone, self._on_freed
+        queue.dispatch, queue.on_gone = self._dispatch, self._gone
+        store.on_freed.append(self._on_freed)
 
     def start(self) -> None:
         """Take over the devices, which have loaded."""
@@ -158,7 +159,7 @@ class Dispatcher:
                 self._group_lost(self._group_number)
             why = await asyncio.to_thread(device.ended)
             for entry in entries:
-                self._store.free(entry)
+                self._store.abandon(entry)
             if self._stopping.is_set():
                 return
             log.error("the process of %s ended (%s): starting another", device.name, why)

@@ -354,23 +354,11 @@ class JobQueue:
             copy.release()
 
     def _copy_of_equal(self, job: Job, address: bytes) -> Pin | None:
-        """Return a pin on a copy of these rows; None if there are none. On a worker thread: it copies megabytes."""
+        """Return a pin on a copy of these rows; None if they are gone or it has no room. On a worker thread."""
         if (held := self._store.pin(address)) is None:
             return None
-        copy = None
         with held:
-            try:
-                held.to_host()
-                copy = self._store.receive(job.key.address, held.tokens, held.grid, job.holder)
-                if copy is None:
-                    return self._store.pin(job.key.address)
-                for piece in held.rows():
-                    copy.add(piece)
-                return copy.commit(held.checksum())
-            except EncoderError:  # no room, or the copy is damaged: encode these frames
-                if copy is not None:
-                    copy.abandon()
-                return None
+            return self._store.copy(held, job.key.address, job.holder)
 
     def _abort(self, why: str) -> None:
         error = UnavailableError(f"{why}: use another server")

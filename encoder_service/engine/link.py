@@ -26,7 +26,7 @@ from encoder_service.engine.messages import Group
 from encoder_service.image.decoder import BATCH_IMAGES
 from encoder_service.image.source import VideoFile
 from encoder_service.metrics import Metrics
-from encoder_service.store import Obstacle, Pin, Store
+from encoder_service.store import Pin, Store
 from encoder_service.store.tier import Entry
 
 log = logging.getLogger(__name__)
@@ -212,8 +212,6 @@ class Link(asyncio.Protocol):
     def disown(self) -> list[Entry]:
         """Give up what a lost process had; return the pages to free once it has ended, as it may still write them."""
         entries = [entry for batch in self.batches.values() for entry in batch.entries]
-        for entry in entries:
-            self._store.disown(entry)
         unwanted = [self._jobs[number] for number in self._unwanted]
         if self._queue.interrupted(self.device.number, unwanted):
             self.device.failures += 1
@@ -360,11 +358,10 @@ class Link(asyncio.Protocol):
 
     def _push_batch(self, others: Sequence["Link"], group_number: int) -> bool:
         """Form a batch, reserve pages for its rows, and send it. Return whether one was sent."""
-        written: list[Job] = []  # others write their rows now
         budget = self.device.facts.batch_patches
         batch: SentBatch | None = None
         while batch is None and (jobs := self._scheduler.next_batch(monotonic(), budget, self.device.number)):
-            placed, more = self._placed(jobs, written)
+            placed, more = self._placed(jobs)
             if placed:
                 group = self._group(placed, others, group_number)
                 batch = self._encode(placed, group=group)
@@ -373,7 +370,6 @@ class Link(asyncio.Protocol):
                         link.join(group, batch.jobs[0])
             if not more:
                 break
-        self._queue.put_back(written)
         return batch is not None
 
     def _push_urgent(self) -> None:
@@ -398,9 +394,7 @@ class Link(asyncio.Protocol):
             )
             if not jobs:
                 return
-            written: list[Job] = []
-            placed, _ = self._placed(jobs, written, is_urgent=True)
-            self._queue.put_back(written)
+            placed, _ = self._placed(jobs, is_urgent=True)
             if not placed:
                 return
             self._encode(placed, urgent=True)
@@ -436,19 +430,19 @@ class Link(asyncio.Protocol):
         self._timer = loop.call_later(seconds, self._queue.poke)
 
     def _placed(
-        self, jobs: Sequence[Job], written: list[Job], *, is_urgent: bool = False
+        self, jobs: Sequence[Job], *, is_urgent: bool = False
     ) -> tuple[list[tuple[Job, Entry]], bool]:
         """Reserve pages for a batch; return the jobs that got them, and whether the store may have more.
 
-        Jobs end if their rows are held already, or if the store has had no space for too long. Jobs whose rows another
-        writer has are added to `written`, and the rest returns to the queue.
+        Jobs end if their rows are held already, or if the store has had no space for too long. The rest returns to the
+        queue.
         """
         placed: list[tuple[Job, Entry]] = []
         shared, wait = self._shared, self._shared.store_wait
         for at, job in enumerate(jobs):
             tokens = shared.tokens(job.grid)
             try:
-                found = self._store.place(job.key.address, tokens, job.grid, job.holder)
+                found = self._store.reserve(job.key.address, tokens, job.grid, job.holder)
             except EncoderError as error:
                 self._queue.end(job, error)
                 continue
@@ -457,8 +451,6 @@ class Link(asyncio.Protocol):
             elif isinstance(found, Entry):
                 placed.append((job, found))
                 wait.since = None
-            elif found is Obstacle.WRITER:
-                written.append(job)
             elif placed or is_urgent:
                 self._queue.put_back(jobs[at:])
                 return placed, False
@@ -608,7 +600,7 @@ class Link(asyncio.Protocol):
                 written.append(entry)
             else:
                 self._store.abandon(entry)
-        pins = iter(self._store.commit_all(written))
+        pins = iter(self._store.commit(written))
         outcomes = [error or next(pins) for error in message.errors]
         self._queue.encoded(batch.jobs, outcomes, message.seconds)
 

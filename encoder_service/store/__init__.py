@@ -11,14 +11,14 @@ from encoder_service.store.disk import Disk, DiskError
 from encoder_service.store.segment import StoreSizeError, require_room
 
 if TYPE_CHECKING:
-    from encoder_service.store.pin import Incoming, Pin
-    from encoder_service.store.store import EntryStats, Obstacle, Store, StoreStats, TierStats
+    from encoder_service.store.pin import Pin
+    from encoder_service.store.store import EntryStats, Store, StoreStats, TierStats
     from encoder_service.store.tier import AnyTier, TierName
 else:
     _WITH_TORCH = {
         **dict.fromkeys(("AnyTier", "TierName"), "tier"),
-        **dict.fromkeys(("Incoming", "Pin"), "pin"),
-        **dict.fromkeys(("EntryStats", "Obstacle", "Store", "StoreStats", "TierStats"), "store"),
+        "Pin": "pin",
+        **dict.fromkeys(("EntryStats", "Store", "StoreStats", "TierStats"), "store"),
     }
 
     def __getattr__(name: str) -> Any:
@@ -32,8 +32,6 @@ __all__ = [
     "Disk",
     "DiskError",
     "EntryStats",
-    "Incoming",
-    "Obstacle",
     "Pin",
     "Store",
     "StoreSizeError",

@@ -1,16 +1,11 @@
-"""Pins: a reader's hold on an embedding (`Pin`) and a writer's (`Incoming`).
-
-A `Pin` keeps an embedding's bytes in place until it is released. `Incoming` writes rows that arrive in pieces into
-reserved pages, which no reader sees until all rows are there.
-"""
+"""Pins: a reader's hold on an embedding, which keeps its bytes in place until it is released."""
 
 from types import TracebackType
 from typing import Protocol, Self
 
-import torch
-
-from encoder_contract.errors import InternalError, InvalidRequestError
-from encoder_contract.framing import Checksum, checksum
+from encoder_contract.errors import InvalidRequestError
+from encoder_contract.extents import Extent, views
+from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
 from encoder_contract.handle import Handle
 from encoder_service.store.segment import Segment
@@ -30,12 +25,6 @@ class EntryStore(Protocol):
 
     def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
         """Return the pinned host copy of a pinned entry. If there is none, make one."""
-
-    def commit(self, entry: Entry) -> None:
-        """Make a reserved entry visible, once its bytes are written. It stays pinned once."""
-
-    def abandon(self, entry: Entry) -> None:
-        """Free the pages of a reserved entry whose bytes will never be complete."""
 
 
 class Pin:
@@ -70,7 +59,7 @@ class Pin:
 
     @property
     def grid(self) -> Grid:
-        """(t, h, w), in patches, as given to `put`."""
+        """(t, h, w), in patches, as given to `reserve`."""
         return self.entry.grid
 
     @property
@@ -97,8 +86,7 @@ class Pin:
         Raises `InvalidRequestError` for a window outside the embedding.
         """
         assert self.tier == "host", "call to_host first"
-        view = self._store.segment.view
-        return [view[offset : offset + length] for offset, length in self._extents(begin, end)]
+        return views(self._store.segment.view, self._extents(begin, end))
 
     def checksum(self, begin: int = 0, end: int | None = None) -> int:
         """Return XXH3-64 over the bytes of rows [begin, end). Takes 0.1 ms per MB; that of all rows is cached."""
@@ -151,7 +139,7 @@ class Pin:
         if self._entry is not None:
             self._store.unpin_later(self._entry)
 
-    def _extents(self, begin: int, end: int | None) -> list[tuple[int, int]]:
+    def _extents(self, begin: int, end: int | None) -> list[Extent]:
         """Return the window's (offset, length) pairs, in bytes, in the segment or in the device's memory."""
         entry = self.entry
         end = entry.tokens if end is None else end
@@ -161,64 +149,3 @@ class Pin:
             )
         base = self._store.segment.data_offset if entry.tier.name == "host" else 0
         return [(base + offset, length) for offset, length in entry.extents(begin, end)]
-
-
-class Incoming:
-    """An embedding whose rows arrive in pieces; `commit` or `abandon` it. Not thread-safe: one writer at a time."""
-
-    def __init__(self, store: EntryStore, entry: Entry, dtype: torch.dtype) -> None:
-        """Take over a reserved entry of the host tier, for rows of `dtype`."""
-        self._dtype = dtype
-        self._store = store
-        self._entry: Entry | None = entry
-        view, base = store.segment.view, store.segment.data_offset
-        self._rows = [
-            view[base + offset : base + offset + length] for offset, length in entry.extents(0, entry.tokens)
-        ]
-        self._unwritten = list(self._rows)
-        self._missing_bytes = entry.row_bytes
-        self._checksum = Checksum()
-
-    def add(self, data: memoryview) -> None:
-        """Append bytes. Raises `InvalidRequestError` if the rows have fewer."""
-        self._check_length(len(data))
-        self._checksum.add(data)
-        while data:
-            target = self._unwritten[0]
-            count = min(len(target), len(data))
-            target[:count] = data[:count]
-            data = data[count:]
-            self._written(count)
-
-    def check(self, checksum: int) -> None:
-        """Raise `InvalidRequestError` if bytes are missing, and `InternalError` if the checksum does not match."""
-        if self._missing_bytes:
-            raise InvalidRequestError(f"{self._missing_bytes} bytes of the rows are missing")
-        if self._checksum.value != checksum:
-            raise InternalError("the rows arrived damaged: their checksum does not match")
-
-    def commit(self, checksum: int) -> Pin:
-        """Make the rows visible and return a pin on them. Raises what `check` raises."""
-        self.check(checksum)
-        entry = self._entry
-        assert entry is not None, "the rows were committed or abandoned"
-        self._entry, self._rows = None, []
-        entry.checksum = checksum
-        self._store.commit(entry)
-        return Pin(self._store, entry)
-
-    def abandon(self) -> None:
-        """Discard the rows, unless they were committed. Idempotent."""
-        entry, self._entry, self._rows = self._entry, None, []
-        if entry is not None:
-            self._store.abandon(entry)
-
-    def _check_length(self, length: int) -> None:
-        if length > self._missing_bytes:
-            raise InvalidRequestError("more bytes arrived than the rows of this grid have")
-
-    def _written(self, count: int) -> None:
-        self._missing_bytes -= count
-        self._unwritten[0] = self._unwritten[0][count:]
-        if not self._unwritten[0]:
-            del self._unwritten[0]

@@ -8,10 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from heapq import nlargest
 from itertools import chain
 from pathlib import Path
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
 from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_contract.extents import cut, pairs
+from encoder_contract.extents import cut, pairs, views
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
-from encoder_service.store.disk import THREADS, Disk
-from encoder_service.store.pin import Incoming, Pin
+from encoder_service.store.disk import THREADS, Disk, DiskFile
+from encoder_service.store.pin import Pin
 from encoder_service.store.registration import CudaRegistration, within_piece
 from encoder_service.store.segment import GIB, Segment, StoreSizeError, device_error
 from encoder_service.store.tier import AnyTier, Entry, PageLayout, Tier, TierName
@@ -76,13 +76,6 @@ class StoreStats:
     refusals: int
 
 
-class Obstacle(Enum):
-    """Why `Store.place` reserves no pages now."""
-
-    FULL = "everything in the store is in use"
-    WRITER = "another writer has the address"
-
-
 PAGE_BYTES = 64 << 10
 """A page holds as many rows as fit into this size, at least one. An embedding wastes half a page on average."""
 LARGEST = 10
@@ -108,9 +101,10 @@ _IDLE_S = 0.02
 class Store:
     """Embeddings by address. Thread-safe.
 
-    `pin`, `contains` and `Pin.release` take microseconds: an event loop may call them. `put` and `Pin.to_host` copy
-    megabytes and may wait for other threads: call them from worker threads. One thread at a time writes an address.
-    Other writers wait for that thread, and then find the embedding held.
+    Rows are written in three steps: `reserve` pages, fill them, `commit`. The first to commit an address wins.
+
+    `pin`, `reserve`, `commit` and `Pin.release` take microseconds: an event loop may call them. `copy` and
+    `Pin.to_host` copy megabytes and may wait for other threads: call them from worker threads.
     """
 
     def __init__(
@@ -164,11 +158,11 @@ class Store:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._waiting = 0  # threads that wait for `_freed`
-        self._writing: set[bytes] = set()
+        self._moving: set[bytes] = set()  # addresses that a thread copies to another tier
         self._collected: deque[Entry] = deque()  # one per pin that was garbage-collected and is still counted
-        self.on_freed: Callable[[], None] = lambda: None
-        """Called once when an `Obstacle` that `place` found may be gone; on any thread, with the lock held."""
-        self._is_awaited = False  # whether to call it
+        self.on_freed: list[Callable[[], None]] = []
+        """Called once when there may be pages for whom `reserve` found none; on any thread, with the lock held."""
+        self._is_awaited = False  # whether to call them
         self._low_host_pages = max(
             1, int(self._host.arena.pages * HOST_LOW_WATER)
         )  # grows with the largest embedding
@@ -211,7 +205,8 @@ class Store:
     def load_later(self, address: bytes, holder: str = "") -> "Future[Pin | None] | None":
         """Read an embedding from the disk into the host tier; return None if it is not there.
 
-        The future's result is a pin, or None if the file was damaged. It raises `OverloadedError` as `put` does.
+        The future's result is a pin, or None if the file was damaged. It raises
+        `OverloadedError` if everything stays in use for `wait_s`.
         """
         if self._disk is None or address not in self._disk:
             return None
@@ -226,61 +221,89 @@ class Store:
         entry = pin.entry
         if self._device is None or entry.tier is self._device:
             return
-        if (copy := self._pin_in(self._device, entry.address)) is not None:
+        with self._lock:
+            copy = self._pin_first([self._device], entry.address)
+        if copy is not None:
             pin.move_to(copy)
             return
         entry.device_readers += 1
         if entry.device_readers % PROMOTE_READERS == 0:
             self._promotions_due.append(entry.address)
 
-    def put(self, address: bytes, rows: Tensor, grid: Grid, *, holder: str = "") -> Pin:
-        """Store `rows` ([tokens, width], any device) under `address`; return a pin on the embedding held there.
+    def reserve(
+        self, address: bytes, tokens: int, grid: Grid, holder: str = "", *, on_host: bool = False
+    ) -> Entry | Pin | None:
+        """Reserve pages for rows, which no reader sees before `commit`: the first step of every write. Does not wait.
 
-        The first writer wins: `rows` are discarded if the address is held or another thread is writing it. With a
-        device tier, rows go there while it has space. The rows count against `holder` (see `EvictionOrder`). Raises
-        `OverloadedError` if everything stays pinned for `wait_s`, and `ImageLimitError` for an embedding larger than
-        the host tier.
-        """
-        assert rows.ndim == 2, rows.shape
-        assert (rows.shape[1], rows.dtype) == (self.width, self.dtype), (rows.shape, rows.dtype)
-        self._check_size(len(rows))
-        into, deadline = tuple(reversed(self._tiers)), time.monotonic() + self.wait_s
-        entry, is_new = self._pin_or_reserve(address, len(rows), grid, holder, self._tiers, into, deadline)
-        if is_new:
-            # Lazily: `_fill` abandons the entry if `flat` raises.
-            self._fill(entry, map(flat, [rows]))
-        return Pin(self, entry)
+        Fill the pages, then call `commit`, or `abandon` if the bytes will never be complete. The pages are in memory
+        that other processes can open: on the device while it has space, else, or with `on_host`, on the host. They
+        count against `holder` (see `EvictionOrder`) at once.
 
-    def place(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Entry | Pin | Obstacle:
-        """Reserve pages for rows that another process writes, in memory that it can open. Does not wait.
-
-        Return the reserved entry: call `commit_all` once it is written, or `abandon`. Return a pin if the rows are held
-        already, or else what is in the way. Raises `ImageLimitError` as `put` does.
+        Return a pin if the rows are held already, and None if everything is in use: `on_freed` then tells when to try
+        again. Raises `ImageLimitError` for an embedding larger than the host tier.
         """
         self._check_size(tokens)
-        into = [tier for tier in reversed(self._tiers) if tier is self._host or tier.shared_as]
+        into = [self._host] if on_host else [tier for tier in reversed(self._tiers) if tier.is_shared]
         dropped: list[Entry] = []
         try:
             with self._lock:
                 self._unpin_collected()
-                for tier in self._tiers:
-                    if (held := tier.entries.get(address)) is not None:
-                        tier.pin(held)
-                        return Pin(self, held)
-                if address in self._writing:
-                    self._is_awaited = True
-                    return Obstacle.WRITER
-                if (entry := self._place(address, tokens, grid, holder, into, dropped)) is None:
+                if (held := self._pin_first(self._tiers, address)) is not None:
+                    return Pin(self, held)
+                entry = self._place(address, tokens, grid, holder, into, dropped)
+                if entry is None:
                     self._is_awaited = True
                     self._waits += 1
-                    return Obstacle.FULL
-                self._writing.add(address)
                 return entry
         finally:
             self._report_dropped(dropped)
 
+    def rows(self, entry: Entry) -> list[memoryview]:
+        """Return the bytes of an entry of the host tier, in order, without a copy. To fill them, use `filling`."""
+        return views(self.segment.view, entry.extents(0, entry.tokens), self.segment.data_offset)
+
+    @contextmanager
+    def filling(self, entry: Entry) -> Iterator[None]:
+        """Abandon a reserved entry if the block, which fills its pages, raises. By then, nothing may write to them."""
+        try:
+            yield
+        except BaseException:  # any error: pages that stay reserved would be lost
+            self.abandon(entry)
+            raise
+
+    def commit(self, entries: Iterable[Entry]) -> list[Pin]:
+        """Make reserved entries visible, once their bytes are written; return a pin on the rows of each address.
+
+        The first to commit wins: the pages of a later writer of the address are freed, and its pin is on the rows held.
+        """
+        with self._lock:
+            pins = [Pin(self, self._committed(entry)) for entry in entries]
+            self._wake()
+        return pins
+
+    def abandon(self, entry: Entry) -> None:
+        """Free the pages of a reserved entry that is not committed, once nobody can write to them any more."""
+        with self._lock:
+            entry.tier.release(entry)
+            self._wake()
+
+    def copy(self, held: Pin, address: bytes, holder: str = "") -> Pin | None:
+        """Write pinned rows under another address; return a pin on them. Copies megabytes: call it on a worker thread.
+
+        Returns None if everything is in use.
+        """
+        source = held.entry
+        copy = self.reserve(address, source.tokens, source.grid, holder)
+        if not isinstance(copy, Entry):
+            return copy
+        copy.checksum = source.checksum
+        with self.filling(copy):
+            copy_bytes(copy.tier.pieces(copy), source.tier.pieces(source))
+        [pin] = self.commit([copy])
+        return pin
+
     def fits(self, tokens: int) -> bool:
-        """Whether an embedding of this size finds pages now. If not, `on_freed` is called as after `place`."""
+        """Whether an embedding of this size finds pages now. If not, `on_freed` is called as after `reserve`."""
         with self._lock:
             self._unpin_collected()
             needed = self.layout.pages(tokens)
@@ -289,15 +312,6 @@ class Store:
             )
             self._is_awaited |= not fits
             return fits
-
-    def commit_all(self, entries: Iterable[Entry]) -> list[Pin]:
-        """Make reserved entries visible, once their bytes are written; return a pin on each."""
-        committed = list(entries)
-        with self._lock:
-            for entry in committed:
-                self._commit(entry)
-            self._wake()
-        return [Pin(self, entry) for entry in committed]
 
     def full_error(self) -> OverloadedError:
         """Return the error for rows that found no space for `wait_s`, and count it."""
@@ -312,22 +326,6 @@ class Store:
         if self._device is None or not self._device.shared_as:
             return None
         return self._device.shared_as, self._device.memory.numel()
-
-    def receive(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Incoming | None:
-        """Reserve pages of the host tier for rows that arrive in pieces; return None if the address is held.
-
-        The pages count against `holder` at once. Takes microseconds: an event loop may call it. Raises
-        `OverloadedError` immediately if everything is pinned or reserved, or another thread is writing the address.
-        Raises `ImageLimitError` if the host tier is too small.
-        """
-        self._check_size(tokens)
-        entry, is_new = self._pin_or_reserve(
-            address, tokens, grid, holder, self._tiers, (self._host,), time.monotonic()
-        )
-        if is_new:
-            return Incoming(self, entry, self.dtype)
-        self.unpin(entry)
-        return None
 
     def contains(self, address: bytes) -> bool:
         """Whether any tier holds the embedding. Takes no pin and counts no hit."""
@@ -358,11 +356,7 @@ class Store:
             self._unpin_collected()
             entries = [tier.entries[address] for tier in self._tiers if address in tier.entries]
             is_on_disk = self._is_on_disk(address)
-            if (
-                not (entries or is_on_disk)
-                or any(entry.pins for entry in entries)
-                or address in self._writing
-            ):
+            if not (entries or is_on_disk) or any(entry.pins for entry in entries) or address in self._moving:
                 return False
             for entry in entries:
                 entry.tier.drop(entry)
@@ -443,7 +437,7 @@ class Store:
         return list(map(_entry_stats, entries))
 
     def close(self) -> None:
-        """Remove the segment's file and stop the migrator. Views of rows stay valid. Do not call `put` afterwards."""
+        """Remove the segment's file and stop the migrator. Views of rows stay valid. Write nothing afterwards."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -466,35 +460,10 @@ class Store:
         self._tell_freed()
 
     def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
-        host, deadline = (self._host,), time.monotonic() + wait_s
-        copy, is_new = self._pin_or_reserve(
-            entry.address, entry.tokens, entry.grid, entry.holder, host, host, deadline
-        )
+        copy, is_new = self._pin_or_reserve(entry, entry.holder, [self._host], wait_s)
         if is_new:
-            copy.continue_from(entry)
-            self._fill(copy, entry.tier.pieces(entry))
+            self._move(entry, copy)
         return copy
-
-    def commit(self, entry: Entry) -> None:
-        with self._lock:
-            self._commit(entry)
-            self._wake()
-
-    def abandon(self, entry: Entry) -> None:
-        self.disown(entry)
-        self.free(entry)
-
-    def disown(self, entry: Entry) -> None:
-        """Let others write the address of a reserved entry, whose bytes will never be complete. Call `free` later."""
-        with self._lock:
-            self._writing.discard(entry.address)
-            self._wake()
-
-    def free(self, entry: Entry) -> None:
-        """Free the pages of a disowned entry, once nobody can write to them any more."""
-        with self._lock:
-            entry.tier.release(entry)
-            self._wake()
 
     def _device_tier(self, memory: DeviceMemory, device: str) -> Tier:
         """Return the device tier over `memory`. Set `device_probe` if other processes can open that memory."""
@@ -511,44 +480,29 @@ class Store:
     # Writing and moving
 
     def _pin_or_reserve(
-        self,
-        address: bytes,
-        tokens: int,
-        grid: Grid,
-        holder: str,
-        held_in: Sequence[Tier],
-        into: Sequence[Tier],
-        deadline: float,
+        self, source: Entry | DiskFile, holder: str, held_in: Sequence[Tier], wait_s: float
     ) -> tuple[Entry, bool]:
-        """Return a pinned entry, and whether its pages are newly reserved: no tier in `held_in` held the embedding.
+        """Return a pinned entry of the host tier, and whether it is newly reserved: no tier in `held_in` held it.
 
-        With reserved pages, the caller is the address's only writer until it calls `commit` or `abandon`. Waits for
-        another writer, and for space while too much is pinned. Raises `OverloadedError` at `deadline` (monotonic).
+        Then the caller is the only thread that moves the address, until `_moving_ends`. Waits for another thread that
+        moves it, and for space. Raises `OverloadedError` after `wait_s`.
         """
+        address, deadline = source.address, time.monotonic() + wait_s
         dropped: list[Entry] = []
         try:
             with self._lock:
                 while True:
                     self._unpin_collected()
-                    for tier in held_in:
-                        if (held := tier.entries.get(address)) is not None:
-                            tier.pin(held)
-                            return held, False
-                    if address not in self._writing:
-                        break
-                    self._wait(deadline)
-                self._writing.add(address)
-                try:
-                    while True:
-                        entry = self._place(address, tokens, grid, holder, into, dropped)
+                    if (held := self._pin_first(held_in, address)) is not None:
+                        return held, False
+                    if address not in self._moving:
+                        entry = self._place(
+                            address, source.tokens, source.grid, holder, (self._host,), dropped
+                        )
                         if entry is not None:
+                            self._moving.add(address)
                             return entry, True
-                        self._wait(deadline)
-                        self._unpin_collected()
-                except BaseException:  # any error: an address left in `_writing` could never be put again
-                    self._writing.discard(address)
-                    self._wake()
-                    raise
+                    self._wait(deadline)
         finally:
             self._report_dropped(dropped)
 
@@ -575,14 +529,24 @@ class Store:
                 return entry
         return None
 
-    def _fill(self, entry: Entry, sources: Iterable[Tensor]) -> None:
-        """Copy the embedding's bytes into its reserved pages and make it visible. It stays pinned once."""
+    def _move(self, source: Entry, copy: Entry) -> None:
+        """Copy a pinned entry into pages of another tier, reserved with `_moving`, and make it visible, pinned once."""
+        copy.continue_from(source)
+        with self._moving_ends(copy.address):
+            with self.filling(copy):
+                copy_bytes(copy.tier.pieces(copy), source.tier.pieces(source))
+            with self._lock:
+                copy.tier.commit(copy)
+
+    @contextmanager
+    def _moving_ends(self, address: bytes) -> Iterator[None]:
+        """Let others move the address after the block."""
         try:
-            copy_bytes(entry.tier.pieces(entry), sources)
-        except BaseException:  # any error: pages that stay reserved would be lost
-            self.abandon(entry)
-            raise
-        self.commit(entry)
+            yield
+        finally:
+            with self._lock:
+                self._moving.discard(address)
+                self._wake()
 
     def _demote(self, victim: Entry) -> bool:
         """Copy a pinned entry to the host unless the host holds it, then drop it. Do nothing while the host is full."""
@@ -623,7 +587,7 @@ class Store:
             self._unlikely += not is_likely
             host.pin(victim)
         if victim.address not in disk and (is_likely or self._unlikely % SAMPLED == 0):
-            rows = self._rows(victim)
+            rows = self.rows(victim)
             if victim.checksum is None:
                 victim.checksum = checksum(rows)
             disk.write(victim.address, victim.tokens, victim.grid, rows, victim.checksum, victim.holder)
@@ -643,76 +607,68 @@ class Store:
         if self.layout.pages(file.tokens) > self._host.arena.pages:
             disk.drop(address)
             return None
-        entry, is_new = self._pin_or_reserve(
-            address,
-            file.tokens,
-            file.grid,
-            holder,
-            self._tiers,
-            (self._host,),
-            time.monotonic() + self.wait_s,
-        )
+        entry, is_new = self._pin_or_reserve(file, holder, self._tiers, self.wait_s)
         if not is_new:
             return Pin(self, entry)
-        try:
-            entry.checksum = disk.read(file, self._rows(entry))
-        except BaseException:  # any error: pages that stay reserved would be lost
-            self.abandon(entry)
-            raise
-        if entry.checksum is None:
-            self.abandon(entry)
-            return None
-        with self._lock:
-            now = time.monotonic()
-            if not self._host.order.recall(entry, now):
-                entry.uses = 1  # before it went to the disk: this is another use
-            self._commit(entry)
-            self._host.order.use(entry, now)
-            self._wake()
-        return Pin(self, entry)
-
-    def _rows(self, entry: Entry) -> list[memoryview]:
-        """Return the bytes of an entry of the host tier, in order, without a copy."""
-        view, base = self.segment.view, self.segment.data_offset
-        extents = entry.extents(0, entry.tokens)
-        return [view[base + offset : base + offset + length] for offset, length in extents]
+        with self._moving_ends(address):
+            with self.filling(entry):
+                entry.checksum = disk.read(file, self.rows(entry))
+            if entry.checksum is None:
+                self.abandon(entry)
+                return None
+            with self._lock:
+                return Pin(self, self._recalled(entry))
 
     def _promote(self, address: bytes, device: Tier) -> bool:
         """Copy a host entry into free pages of the device. Demotion keeps some pages free."""
-        if (source := self._pin_in(self._host, address)) is None:
+        with self._lock:
+            source = self._pin_first([self._host], address)
+        if source is None:
             return False
         try:
             with self._lock:
-                if address in self._writing or address in device.entries:
+                if address in self._moving or address in device.entries:
                     return False
                 copy = device.reserve(address, source.tokens, source.grid, source.holder)
                 if copy is None:
                     return False
-                self._writing.add(address)
-            copy.continue_from(source)
-            self._fill(copy, source.tier.pieces(source))
+                self._moving.add(address)
+            self._move(source, copy)
         finally:
             self.unpin(source)
         self.unpin(copy)
         self._promotions += 1
         return True
 
-    def _pin_in(self, tier: Tier, address: bytes) -> Entry | None:
-        """Pin and return the copy in `tier`, or return None. Counts no hit."""
-        with self._lock:
-            entry = tier.entries.get(address)
-            if entry is not None:
-                tier.pin(entry)
-            return entry
-
     # With the lock held
 
-    def _commit(self, entry: Entry) -> None:
+    def _pin_first(self, tiers: Iterable[Tier], address: bytes) -> Entry | None:
+        """Pin and return the copy in the first of `tiers` that holds the embedding. Counts no hit."""
+        for tier in tiers:
+            if (held := tier.entries.get(address)) is not None:
+                tier.pin(held)
+                return held
+        return None
+
+    def _committed(self, entry: Entry) -> Entry:
+        """Make an entry visible and return it; if its address is held by now, free its pages and pin what is held."""
+        if (held := self._pin_first(self._tiers, entry.address)) is not None:
+            entry.tier.release(entry)
+            return held
         entry.tier.commit(entry)
-        self._writing.discard(entry.address)
+        return entry
+
+    def _recalled(self, entry: Entry) -> Entry:
+        """Commit an entry that was read from the disk. That it was there counts for its chance of another use."""
+        now = time.monotonic()
+        if not self._host.order.recall(entry, now):
+            entry.uses = 1  # before it went to the disk: this is another use
+        committed = self._committed(entry)
+        committed.tier.order.use(committed, now)
+        return committed
 
     def _wait(self, deadline: float) -> None:
-        """Wait until a thread frees pages or finishes an address. Raises `OverloadedError` at the deadline."""
+        """Wait until a thread frees pages or has moved an address. Raises `OverloadedError` at the deadline."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise self.full_error()
@@ -732,7 +688,8 @@ class Store:
     def _tell_freed(self) -> None:
         if self._is_awaited:
             self._is_awaited = False
-            self.on_freed()
+            for call in self.on_freed:
+                call()
 
     def _unpin_collected(self) -> None:
         """Undo the pins that were garbage-collected."""

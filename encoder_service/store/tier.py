@@ -130,6 +130,11 @@ class Tier:
         self._generations = memoryview(array("Q", bytes(8 * pages))) if generations is None else generations
         self._last_generation = 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can open the memory."""
+        return self.name == "host" or bool(self.shared_as)
+
     def reserve(self, address: bytes, tokens: int, grid: Grid, holder: str = "") -> Entry | None:
         """Reserve free pages for an embedding of `holder`, which no reader sees until `commit`.
 

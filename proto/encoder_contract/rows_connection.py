@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import monotonic
 
 from encoder_contract.errors import StaleHandleError
@@ -68,17 +69,23 @@ class RowsConnections:
     async def receive(self, secret: bytes, into: Sequence[memoryview]) -> int:
         """Receive the rows of a ticket into `into`, and return their checksum. Cancelling it ends the transfer.
 
-        Raises `StaleHandleError` if the ticket is not valid or the connection fails: fetch the rows again.
+        Nothing writes to `into` once this has returned or raised. Raises `StaleHandleError` if the ticket is not valid
+        or the connection fails: fetch the rows again.
         """
         reception = _Reception(secret, into)
         try:
-            receiving = self._threads.submit(self._receive, reception)
+            in_thread = self._threads.submit(self._receive, reception)
         except RuntimeError as error:
             raise StaleHandleError("the client was closed") from error
+        receiving = asyncio.wrap_future(in_thread)
         try:
-            return await asyncio.wrap_future(receiving)
+            return await asyncio.shield(receiving)
         except asyncio.CancelledError:
-            reception.abort()
+            is_writing = reception.abort()
+            in_thread.cancel()
+            while is_writing and not receiving.done():  # the socket is shut down: the thread returns at once
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([receiving])
             raise
 
     def close(self) -> None:
@@ -102,8 +109,8 @@ class RowsConnections:
             while (connection := self._unused()) is not None:
                 try:
                     return self._receive_by(connection, reception)
-                except _ClosedError:
-                    continue  # the server had closed an idle connection
+                except _ClosedError:  # the server had closed an idle connection
+                    reception.check()
             try:
                 return self._receive_by(self._connect(), reception)
             except _ClosedError as error:
@@ -202,26 +209,33 @@ class _Reception:
     def begin(self, connection: socket.socket) -> None:
         with self._lock:
             self._connection = connection
-            if self._aborted:
-                raise StaleHandleError("the fetch has ended")
+        self.check()
 
     def end(self) -> None:
         with self._lock:
             self._connection = None
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
+        """End the transfer. Return whether its thread may still write for a moment."""
         with self._lock:
             self._aborted = True
-            if self._connection is not None:
-                try:  # not the method of an SSLSocket, which would let its thread read on without TLS
-                    socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
-                except OSError:
-                    return
+            if self._connection is None:
+                return False
+            with suppress(
+                OSError
+            ):  # not the method of an SSLSocket, which would let its thread read on without TLS
+                socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+            return True
 
     @property
     def aborted(self) -> bool:
         with self._lock:
             return self._aborted
+
+    def check(self) -> None:
+        """Raise `StaleHandleError` if the transfer was aborted."""
+        if self.aborted:
+            raise StaleHandleError("the fetch has ended")
 
     def receive(self) -> int:
         connection, into = self._connection, self._into

@@ -2,17 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 
 import torch
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_contract.video import Frames
 from encoder_service.app import Server
-from encoder_service.store import Incoming
+from encoder_service.store.tier import Entry
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.images import Image
 from testing.clips import clip
@@ -92,16 +90,17 @@ async def test_equal_frames_without_room_for_a_copy_wait_for_room_and_are_encode
     [address] = server.store.grids()
     held = server.store.pin(address)
     assert held is not None
-    taken: list[Incoming] = []
-    with suppress(OverloadedError):
-        for number in count():
-            incoming = server.store.receive(number.to_bytes(32), 15, Grid(1, 6, 10))
-            assert incoming is not None
-            taken.append(incoming)
+    taken: list[Entry] = []
+    for number in count():
+        entry = server.store.reserve(number.to_bytes(32), 15, Grid(1, 6, 10))
+        if not isinstance(entry, Entry):
+            break
+        taken.append(entry)
+    waits = server.store.stats().waits
     second = asyncio.create_task(rows(client, pairs(OTHER_CONTAINER, [0])))
-    await soon(lambda: server.store.stats().refusals > 1)
+    await soon(lambda: server.store.stats().waits > waits)
     held.release()
-    for incoming in taken:
-        incoming.abandon()
+    for entry in taken:
+        server.store.abandon(entry)
     assert torch.equal(*first, *(await second))
     await counted(server, kept=2, copied=0)

@@ -84,10 +84,10 @@ async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
     monkeypatch.setattr(peers, "CLOSE_S", 0.0)
     reading, receive = asyncio.Event(), b.cluster._peers._receive
 
-    async def held(endpoint: str, call: Any, address: bytes) -> Any:
+    async def held(endpoint: str, call: Any, *image: Any) -> Any:
         reading.set()
         await soon(call.done)  # the closed channel cancels it
-        return await receive(endpoint, call, address)
+        return await receive(endpoint, call, *image)
 
     monkeypatch.setattr(b.cluster._peers, "_receive", held)
     fetching = asyncio.create_task(b.fetch(image.digest, grace_ms=30_000))

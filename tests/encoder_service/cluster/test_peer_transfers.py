@@ -2,9 +2,9 @@
 
 import asyncio
 import itertools
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,27 +13,27 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from torch import Tensor
 
-from encoder_contract.errors import EncoderError, UnavailableError
+from encoder_contract.errors import EncoderError, OverloadedError, UnavailableError
 from encoder_contract.framing import checksum, frame
 from encoder_contract.geometry import Geometry, Grid
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_service.cluster.cluster import Location, Locations
+from encoder_service.cluster.cluster import Location
 from encoder_service.cluster.leases import Leases
 from encoder_service.cluster.peers import FETCH, MIN_BYTES_PER_S, SILENCE_S, Peers
 from encoder_service.cluster.redis_cluster import MAX_TRANSFERS, MAX_TRANSFERS_PER_PEER, Transfers
 from encoder_service.keys import ImageKey, Recipe
-from encoder_service.store import Store
+from encoder_service.store import Pin, Store
 from testing.holding import cluster_of
+from testing.stored import write
 from tests.index_replicas import redis_settings
-from tests.small_store import WIDTH, make_store
-from tests.waiting import PATIENCE_S
+from tests.small_store import PAGE_BYTES, WIDTH, make_store, read
+from tests.waiting import PATIENCE_S, soon
 
 GRID = Grid(1, 16, 16)
-OURS = Recipe(b"m" * 32, b"p" * 32, "float32"), WIDTH, torch.float32, Geometry(16, 2, 65536, 1 << 24)
+OURS = Recipe(b"m" * 32, b"p" * 32, "float32"), WIDTH, 4 * WIDTH, Geometry(16, 2, 65536, 1 << 24)
 IMAGE = ImageKey(b"a" * 32, b"d" * 32)
-BYTES = 64 * WIDTH * torch.float32.itemsize
+BYTES = 64 * 4 * WIDTH
 Answer = Callable[[], AsyncIterator[bytes]]
 # The longest time of a correct answer.
 MOST_S = 2 * SILENCE_S + BYTES / MIN_BYTES_PER_S
@@ -117,18 +117,20 @@ async def peer(answer: Answer) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> tuple[Grid, Tensor]:
-    peers = Peers(*OURS, silence_s=silence_s)
+async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> bytes:
+    """Return the rows that a peer with this answer sends, into memory in two pieces."""
+    peers, rows = Peers(*OURS, silence_s=silence_s), memoryview(bytearray(b"\1" * BYTES))
     try:
         async with peer(answer) as endpoint:
-            return await peers.fetch(endpoint, IMAGE)
+            found = await peers.fetch(endpoint, IMAGE, GRID, [rows[:999], rows[999:]])
+            assert found == checksum([rows])
+            return bytes(rows)
     finally:
         await peers.close()
 
 
 async def test_rows_of_a_correct_peer_are_accepted() -> None:
-    grid, rows = await fetched(sound, PATIENCE_S)
-    assert (grid, rows.shape) == (GRID, (64, WIDTH))
+    assert await fetched(sound, PATIENCE_S) == bytes(BYTES)
 
 
 @pytest.mark.parametrize(
@@ -145,62 +147,74 @@ async def test_a_transfer_without_progress_fails_in_time(answer: Answer) -> None
         assert time.monotonic() - began >= BYTES / MIN_BYTES_PER_S
 
 
-def transfers_from(fetch: Callable[..., Awaitable[tuple[Grid, Tensor]]], store: Store) -> Transfers:
-    """Return transfers whose peers answer with `fetch`, and with an index that was never joined."""
+def transfers_from(store: Store, fetch: Callable[..., Awaitable[int]] | None = None) -> Transfers:
+    """Return transfers from peers, whose rows `fetch` writes if it is given; their index was never joined."""
     peers = Peers(*OURS)
-    peers.fetch = fetch  # type: ignore[method-assign, assignment]
+    if fetch is not None:
+        peers.fetch = fetch  # type: ignore[method-assign, assignment]
     index = cluster_of(redis_settings("redis://127.0.0.1:1", "none")).index
     return Transfers(index, Leases(index, renew_s=1.0), peers, store)
 
 
-async def test_transfers_into_a_full_store_do_not_block_other_threads(tmp_path: Path) -> None:
+def named(number: int) -> ImageKey:
+    return replace(IMAGE, address=number.to_bytes(32, "big"))
+
+
+async def test_transfers_into_a_full_store_ask_no_peer_before_there_is_room(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=1, wait_s=4 * PATIENCE_S)
-    pin = store.put(b"pinned", torch.zeros(64, WIDTH), GRID)
+    pin = write(store, b"pinned", torch.zeros(64, WIDTH), GRID)
+    asked: list[bytes] = []
 
-    async def fetch(_endpoint: str, _key: ImageKey) -> tuple[Grid, Tensor]:
-        return GRID, torch.zeros(64, WIDTH)
+    async def fetch(_endpoint: str, key: ImageKey, _grid: Grid, into: Sequence[memoryview]) -> int:
+        asked.append(key.address)
+        return checksum(into)
 
-    transfers = transfers_from(fetch, store)
-    # Like a small machine: fewer threads to hash and copy than transfers.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    keys = [replace(IMAGE, address=n.to_bytes(32, "big")) for n in range(MAX_TRANSFERS)]
-    places = [(Location(f"peer-{n}", "peer", GRID),) for n in range(MAX_TRANSFERS)]
+    transfers = transfers_from(store, fetch)
 
-    async def fetch_into_store(key: ImageKey, places: Locations) -> None:
-        fetched_pin = await transfers.fetch(key, places, "a tenant")
+    async def fetch_into_store(number: int) -> None:
+        places = (Location(f"peer-{number}", "peer", GRID),)
+        fetched_pin = await transfers.fetch(named(number), places, "a tenant")
         assert fetched_pin is not None
         assert fetched_pin.entry.holder == "a tenant"
         fetched_pin.release()
 
-    fetches = [asyncio.ensure_future(fetch_into_store(*each)) for each in zip(keys, places, strict=True)]
+    fetches = [asyncio.ensure_future(fetch_into_store(number)) for number in range(MAX_TRANSFERS)]
     try:
-        await asyncio.sleep(0.5)
-        await asyncio.wait_for(asyncio.to_thread(bytes), PATIENCE_S)
+        await soon(lambda: store.stats().waits >= MAX_TRANSFERS)
+        assert not asked
         assert not any(task.done() for task in fetches)
+        assert not any("cluster" in thread.name for thread in threading.enumerate()), "no thread waits"
     finally:
         pin.release()
         await asyncio.gather(*fetches)
-        transfers.close()
+        await transfers.close()
         store.close()
+    assert len(asked) == MAX_TRANSFERS
+
+
+async def test_a_store_that_stays_full_refuses_a_transfer_in_time(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=1, wait_s=0.2)
+    with write(store, b"pinned", torch.zeros(64, WIDTH), GRID), pytest.raises(OverloadedError):
+        await transfers_from(store).fetch(named(0), (Location("peer", "127.0.0.1:1", GRID),), "")
+    assert store.stats().refusals == 1
+    store.close()
 
 
 async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=8 * MAX_TRANSFERS)
     running: set[bytes] = set()
 
-    async def fetch(endpoint: str, key: ImageKey) -> tuple[Grid, Tensor]:
+    async def fetch(endpoint: str, key: ImageKey, _grid: Grid, into: Sequence[memoryview]) -> int:
         if endpoint == "slow":
             running.add(key.address)
             await asyncio.Event().wait()
-        return GRID, torch.zeros(64, WIDTH)
+        return checksum(into)
 
-    transfers = transfers_from(fetch, store)
+    transfers = transfers_from(store, fetch)
     names = itertools.count()
 
     def fetch_from_peer(endpoint: str) -> Awaitable[object]:
-        return transfers.fetch(
-            replace(IMAGE, address=next(names).to_bytes(32, "big")), (Location(endpoint, endpoint, GRID),), ""
-        )
+        return transfers.fetch(named(next(names)), (Location(endpoint, endpoint, GRID),), "")
 
     slow = [asyncio.ensure_future(fetch_from_peer("slow")) for _ in range(4 * MAX_TRANSFERS)]
     try:
@@ -209,10 +223,107 @@ async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
             assert all(await asyncio.gather(*(fetch_from_peer("quick") for _ in range(4 * MAX_TRANSFERS))))
         assert len(running) == MAX_TRANSFERS_PER_PEER < MAX_TRANSFERS
+        used = store.stats().tiers[0].used_bytes
+        await transfers.close()
+        assert store.stats().tiers[0].used_bytes == used - MAX_TRANSFERS_PER_PEER * PAGE_BYTES
     finally:
-        for task in (*slow, *transfers._running.values()):
-            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
         store.close()
+
+
+def announcing(**changes: Any) -> Answer:
+    """Return an answer with a changed announcement, then the rows of the image."""
+
+    async def answer() -> AsyncIterator[bytes]:
+        yield ready(**changes)
+        yield frame(0, [memoryview(bytes(BYTES))])
+
+    return answer
+
+
+def sending(*parts: bytes) -> Answer:
+    """Return an answer that announces the image, and sends these parts as its rows."""
+
+    async def answer() -> AsyncIterator[bytes]:
+        yield ready()
+        for part in parts:
+            yield frame(0, [memoryview(part)])
+
+    return answer
+
+
+async def cut_off() -> AsyncIterator[bytes]:
+    yield ready()
+    yield frame(0, [memoryview(bytes(BYTES // 2))])
+    raise RuntimeError("the peer died")
+
+
+LIES: dict[str, Answer] = {
+    "another address": announcing(address=b"b" * 32),
+    "another grid": another_grid,
+    "more rows": announcing(row_end=65, row_bytes=BYTES + 64),
+    "fewer rows": announcing(row_end=63, row_bytes=BYTES - 64),
+    "a window": announcing(row_begin=1),
+    "a huge size": announcing(row_bytes=1 << 40),
+    "no size": announcing(row_bytes=0),
+    "another width": announcing(width=2 * WIDTH),
+    "another element type": announcing(dtype="bfloat16"),
+    "another checksum": announcing(checksum=7),
+    "a ticket of no port": announcing(ticket=pb.Ticket(port=1, secret=bytes(16))),
+    "a byte too many": sending(bytes(BYTES - 1), bytes(2)),
+    "a message too many in one": sending(bytes(2 * BYTES)),
+    "a byte too few": sending(bytes(BYTES - 1)),
+    "a wrong byte": sending(bytes(BYTES - 1), b"\1"),
+    "malformed": malformed_message_among_rows,
+    "no rows": sending(),
+    "its death": cut_off,
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
+async def test_what_a_lying_peer_sends_is_never_held_and_costs_no_page(lie: Answer, tmp_path: Path) -> None:
+    store, honest = make_store(tmp_path, host_pages=1), b"\0" * BYTES
+    transfers = transfers_from(store)
+    try:
+        async with peer(lie) as liar, peer(sound) as other:
+            assert await transfers.fetch(IMAGE, (Location("liar", liar, GRID),), "") is None
+            stats = store.stats()
+            assert (stats.tiers[0].used_bytes, stats.tiers[0].writes, stats.pins) == (0, 0, 0)
+            assert not store.contains(IMAGE.address)
+            places = (Location("liar", liar, GRID), Location("honest", other, GRID))
+            pin = await transfers.fetch(IMAGE, places, "")
+            assert pin is not None, "another location has them"
+            assert read(pin) == honest
+            assert pin.handle().generation
+            pin.release()
+    finally:
+        await transfers._peers.close()
+        store.close()
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 0, 0), Grid(1, 3, 16), Grid(2, 16, 16), Grid(1, 1 << 20, 1 << 20)])
+async def test_a_grid_that_no_image_has_reserves_nothing(grid: Grid, tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=1)
+    transfers = transfers_from(store)
+    async with peer(sound) as endpoint:
+        assert await transfers.fetch(IMAGE, (Location("peer", endpoint, grid),), "") is None
+    assert store.stats().tiers[0].used_bytes == 0
+    store.close()
+
+
+async def test_rows_of_another_writer_win_and_the_transfers_pages_are_freed(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=4)
+    other: list[Pin] = []
+
+    async def fetch(_endpoint: str, key: ImageKey, _grid: Grid, into: Sequence[memoryview]) -> int:
+        other.append(write(store, key.address, torch.ones(64, WIDTH), GRID))
+        return checksum(into)
+
+    pin = await transfers_from(store, fetch).fetch(IMAGE, (Location("peer", "peer", GRID),), "")
+    assert pin is not None
+    assert pin.entry is other[0].entry
+    assert store.stats().tiers[0].used_bytes == PAGE_BYTES
+    store.close()
 
 
 @pytest.mark.parametrize("answer", [malformed_message, malformed_message_among_rows])

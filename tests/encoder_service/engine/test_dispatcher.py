@@ -18,7 +18,8 @@ from encoder_service.engine.facts import ModelFacts
 from encoder_service.engine.job_queue import Job
 from encoder_service.engine.model import Model
 from encoder_service.scheduler import Claim
-from encoder_service.store import Pin
+from encoder_service.store import Pin, Store
+from encoder_service.store.tier import Entry
 from tests.engines import demanded
 from tests.scripted_device import FILE, GRID, Floor, floor
 from tests.waiting import PATIENCE_S, soon
@@ -479,8 +480,8 @@ async def test_a_full_store_is_noticed_without_asking_again(model: Model) -> Non
 async def test_an_image_without_space_fails_in_time_and_later_ones_at_once(model: Model) -> None:
     async with floor(model, store_bytes=rows_bytes(model, 1)) as at:
         [device] = at.devices
-        taken = at.store.receive(b"rows of a peer", 1, Grid(1, 2, 2))
-        assert taken is not None
+        taken = at.store.reserve(b"rows of a peer", 1, Grid(1, 2, 2))
+        assert isinstance(taken, Entry)
         jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(2)]
         for _ in jobs:
             [image] = (await device.next(messages.Decode)).images
@@ -489,25 +490,9 @@ async def test_an_image_without_space_fails_in_time_and_later_ones_at_once(model
         assert all(isinstance(outcome, OverloadedError) for _, outcome in at.ended)
         assert sorted((await device.next(messages.Gone)).images) == sorted(job.number for job in jobs)
         assert at.links[0].patches == 0
-        taken.abandon()
+        at.store.abandon(taken)
         await soon(lambda: at.engine._shared.store_wait.since is None)
         assert (await a_batch(at, b"again"))[1].places
-
-
-async def test_an_image_that_another_writer_has_waits_and_lets_others_go_first(model: Model) -> None:
-    async with floor(model) as at:
-        [device] = at.devices
-        job = at.submit(b"written", demanded("written"))
-        incoming = at.store.receive(job.key.address, 4, GRID)
-        assert incoming is not None
-        [image] = (await device.next(messages.Decode)).images
-        device.prepared(image.number)
-        other, batch = await a_batch(at, b"other")
-        assert batch.images == [other.number]
-        device.encoded(batch)
-        await soon(lambda: len(at.ended) == 1)
-        incoming.abandon()
-        assert (await device.next(messages.Encode)).images == [job.number]
 
 
 async def test_rows_that_arrive_otherwise_end_the_job_without_encoding(model: Model) -> None:
@@ -517,15 +502,35 @@ async def test_rows_that_arrive_otherwise_end_the_job_without_encoding(model: Mo
         job = at.submit(b"from a peer", Claim("guess", "test"))
         reader = at.jobs.wait(job, demanded("reader"))
         [image] = (await device.next(messages.Decode)).images
-        incoming = at.store.receive(job.key.address, 4, GRID)
-        assert incoming is not None
-        incoming.add(memoryview(bytes(4 * model.tower.width * model.tower.dtype.itemsize)))
-        incoming.commit(incoming._checksum.value).release()
+        written(at.store, job.key.address).release()
         device.prepared(image.number)
         await soon(lambda: bool(at.links[0]._prepared))
         device.encoded(batch)
         (await reader).release()
         assert (await device.next(messages.Gone)).images == [job.number]
+
+
+async def test_rows_that_arrive_while_they_are_encoded_are_the_ones_held(model: Model) -> None:
+    async with floor(model) as at:
+        [device] = at.devices
+        job, batch = await a_batch(at, b"from a peer")
+        reader = at.jobs.wait(job, demanded("reader"))
+        arrived = written(at.store, job.key.address)
+        used = at.store.stats().tiers[0].used_bytes
+        device.encoded(batch)
+        encoded = await reader
+        assert encoded.entry is arrived.entry
+        assert at.store.stats().tiers[0].used_bytes < used, "the device's pages are free"
+        for pin in (encoded, arrived):
+            pin.release()
+
+
+def written(store: Store, address: bytes) -> Pin:
+    """Write rows as a peer's are written."""
+    entry = store.reserve(address, 4, GRID)
+    assert isinstance(entry, Entry)
+    [pin] = store.commit([entry])
+    return pin
 
 
 # Devices that fail

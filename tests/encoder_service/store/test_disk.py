@@ -23,6 +23,7 @@ from encoder_service.store import DiskError, Store
 from encoder_service.store import disk as disk_module
 from encoder_service.store.disk import HEADER_BYTES, Disk, DiskFile
 from encoder_service.store.store import SAMPLED, WRITE_CHANCE
+from testing.stored import write as write_rows
 
 ROW_BYTES = 512
 GRID = Grid(1, 4, 4)
@@ -477,7 +478,7 @@ def tensor(number: int, tokens: int = 1024) -> torch.Tensor:
 
 
 def put(store: Store, number: int) -> None:
-    store.put(address(number), tensor(number), GRID).release()
+    write_rows(store, address(number), tensor(number), GRID).release()
 
 
 def move_all(store: Store) -> None:

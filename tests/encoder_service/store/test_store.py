@@ -6,13 +6,18 @@ import threading
 import time
 
 import pytest
-import torch
 import xxhash
 
 from encoder_contract.errors import ImageLimitError, InvalidRequestError, OverloadedError
+from encoder_contract.extents import pairs
 from encoder_service.store import StoreSizeError, segment
+from testing.stored import write
 from tests.small_store import PAGE_BYTES, WIDTH, embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
+
+
+def as_bytes(rows):
+    return memoryview(rows.numpy()).cast("B")
 
 
 @pytest.fixture
@@ -24,7 +29,7 @@ def store(tmp_path):
 
 def test_rows_and_their_windows_are_read_bit_for_bit(store):
     rows = embedding(1, 2.3)
-    with store.put(b"a", rows, (1, 4, 6)) as pin:
+    with write(store, b"a", rows, (1, 4, 6)) as pin:
         assert (pin.tokens, pin.grid, pin.tier, pin.address) == (len(rows), (1, 4, 6), "host", b"a")
         for begin, end in [(0, len(rows)), (5, 6), (1000, 1100), (len(rows) - 1, len(rows))]:
             assert read(pin, begin, end) == rows[begin:end].numpy().tobytes()
@@ -33,7 +38,7 @@ def test_rows_and_their_windows_are_read_bit_for_bit(store):
 
 def test_checksums_cover_the_window_and_are_cached_for_all_rows(store):
     rows = embedding(1, 2.5)
-    with store.put(b"a", rows, (1, 4, 6)) as pin:
+    with write(store, b"a", rows, (1, 4, 6)) as pin:
         assert pin.checksum(7, 2000) == xxhash.xxh3_64_intdigest(rows[7:2000].numpy())
         assert not pin.checksum_known
         assert pin.checksum() == pin.checksum(0, len(rows)) == xxhash.xxh3_64_intdigest(rows.numpy())
@@ -44,7 +49,7 @@ def test_a_scattered_embedding_reads_as_one(store):
     for index in range(16):
         put(store, bytes([index]))
     pins = [store.pin(bytes([index])) for index in range(1, 16, 2)]
-    with store.put(b"wide", embedding(9, 5.5), (1, 1, 1)) as pin:
+    with write(store, b"wide", embedding(9, 5.5), (1, 1, 1)) as pin:
         assert len(pin.rows()) > 1
         assert read(pin) == embedding(9, 5.5).numpy().tobytes()
         assert read(pin, 1000, 3000) == embedding(9, 5.5)[1000:3000].numpy().tobytes()
@@ -53,7 +58,7 @@ def test_a_scattered_embedding_reads_as_one(store):
 
 @pytest.mark.parametrize("window", [(-1, 3), (3, 3), (5, 4), (0, 1025), (1024, 1025)])
 def test_a_window_outside_the_embedding_is_an_error(store, window):
-    with store.put(b"a", embedding(1), (1, 1, 1)) as pin:
+    with write(store, b"a", embedding(1), (1, 1, 1)) as pin:
         with pytest.raises(InvalidRequestError, match="1024 rows"):
             pin.rows(*window)
         with pytest.raises(InvalidRequestError):
@@ -62,7 +67,7 @@ def test_a_window_outside_the_embedding_is_an_error(store, window):
 
 def test_the_first_writer_wins(store):
     put(store, b"a")
-    with store.put(b"a", embedding(99, 2), (1, 9, 9)) as pin:
+    with write(store, b"a", embedding(99, 2), (1, 9, 9)) as pin:
         assert read(pin) == embedding(ord("a")).numpy().tobytes()
         assert pin.grid == (1, 2, 2)
 
@@ -81,7 +86,7 @@ def test_the_least_recently_used_is_evicted_first(tmp_path):
 
 
 def test_a_pinned_embedding_stays_and_a_full_store_refuses_with_a_hint(store):
-    pin = store.put(b"a", embedding(1, 16), (1, 1, 1))
+    pin = write(store, b"a", embedding(1, 16), (1, 1, 1))
     with pytest.raises(OverloadedError) as refusal:
         put(store, b"b")
     assert refusal.value.retry_after_ms > 0
@@ -93,25 +98,25 @@ def test_a_pinned_embedding_stays_and_a_full_store_refuses_with_a_hint(store):
     assert not store.contains(b"a")
 
 
-def test_a_writer_waits_for_a_release_for_at_most_wait_s(tmp_path):
-    store = make_store(tmp_path, wait_s=60.0)
-    pin = store.put(b"a", embedding(1, 16), (1, 1, 1))
-    began = time.monotonic()
-    threading.Timer(0.1, pin.release).start()
-    put(store, b"b", 16)  # there is no room before that
-    assert time.monotonic() - began < PATIENCE_S
-    store.close()
-    store = make_store(tmp_path, wait_s=0.5)
-    with store.put(b"b", embedding(1, 16), (1, 1, 1)):
+def test_a_move_waits_for_a_release_for_at_most_wait_s(tmp_path):
+    store = make_store(tmp_path, device_pages=16)
+    full = store.copy(write(store, b"a", embedding(1, 16), (1, 1, 1)), b"b")
+    assert full.tier == "host"
+    with store.pin(b"a") as pin:
         began = time.monotonic()
         with pytest.raises(OverloadedError):
-            put(store, b"c")
+            pin.to_host(wait_s=0.5)
         assert 0.5 <= time.monotonic() - began < PATIENCE_S
+        began = time.monotonic()
+        threading.Timer(0.1, full.release).start()
+        pin.to_host(wait_s=60.0)  # there is no room before that
+        assert time.monotonic() - began < PATIENCE_S
+        assert read(pin) == embedding(1, 16).numpy().tobytes()
     store.close()
 
 
 def test_the_garbage_collector_releases_forgotten_pins_even_in_a_cycle(store):
-    pin = store.put(b"a", embedding(1, 16), (1, 1, 1))
+    pin = write(store, b"a", embedding(1, 16), (1, 1, 1))
     cycle = [pin]
     cycle.append(cycle)
     del pin, cycle
@@ -120,49 +125,56 @@ def test_the_garbage_collector_releases_forgotten_pins_even_in_a_cycle(store):
     assert store.stats().pins == 0
 
 
-def test_two_writers_of_one_address_write_once(tmp_path):
-    store = make_store(tmp_path, wait_s=PATIENCE_S)
-    entered, go_on = threading.Event(), threading.Event()
-
-    class SlowRows(torch.Tensor):
-        def contiguous(self):
-            entered.set()
-            go_on.wait(PATIENCE_S)
-            return self.as_subclass(torch.Tensor).contiguous()
-
-    pins = []
-    first = threading.Thread(
-        target=lambda: pins.append(store.put(b"a", embedding(1).as_subclass(SlowRows), (1, 1, 1)))
-    )
-    first.start()
-    assert entered.wait(PATIENCE_S)
-    assert store.pin(b"a") is None  # not before it is complete
+def test_of_two_writers_of_one_address_the_first_to_commit_wins(store):
+    first, second = (store.reserve(b"a", 1024, (1, 1, number)) for number in range(2))
+    for entry, number in ((second, 2), (first, 1)):
+        with store.filling(entry):
+            for target, part in pairs(store.rows(entry), [as_bytes(embedding(number))]):
+                target[:] = part
+    assert store.pin(b"a") is None  # not before one is complete
     assert not store.evict(b"a")
-    second = threading.Thread(target=lambda: pins.append(store.put(b"a", embedding(2), (1, 1, 2))))
-    second.start()
-    time.sleep(0.05)
-    go_on.set()
-    first.join()
-    second.join()
+    pins = [*store.commit([second]), *store.commit([first])]
     assert [pin.grid for pin in pins] == [(1, 1, 1)] * 2
-    assert store.stats().tiers[0].writes == 1
+    assert {read(pin) for pin in pins} == {bytes(as_bytes(embedding(2)))}
+    host = store.stats().tiers[0]
+    assert (host.writes, host.used_bytes, store.stats().pins) == (1, PAGE_BYTES, 2)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_copy_has_the_rows_and_the_checksum_under_its_own_address_and_holder(tmp_path, where):
+    store = make_store(tmp_path, device_pages=8 if where == "device" else 0)
+    with write(store, b"a", embedding(1, 2.5), (1, 4, 6), "me") as pin:
+        assert pin.tier == where
+        if where == "host":
+            pin.checksum()
+        with store.copy(pin, b"b", "you") as copy:
+            assert (copy.address, copy.grid, copy.entry.holder) == (b"b", (1, 4, 6), "you")
+            assert copy.checksum_known == (where == "host")
+            copy.to_host()
+            assert read(copy) == bytes(as_bytes(embedding(1, 2.5)))
+            assert copy.checksum() == xxhash.xxh3_64_intdigest(as_bytes(embedding(1, 2.5)))
+        with store.copy(pin, b"b", "you") as again:
+            assert again.address == b"b"
     store.close()
 
 
-def test_a_write_that_fails_leaves_nothing_behind(store):
-    class BrokenRows(torch.Tensor):
-        def contiguous(self):
-            raise RuntimeError("the device is lost")
+def test_a_copy_without_room_is_none_and_takes_no_page(store):
+    with write(store, b"a", embedding(1, 9), (1, 1, 1)) as pin:
+        used = store.stats().tiers[0].used_bytes
+        assert store.copy(pin, b"b") is None
+        assert store.stats().tiers[0].used_bytes == used
 
-    with pytest.raises(RuntimeError, match="lost"):
-        store.put(b"a", embedding(1).as_subclass(BrokenRows), (1, 1, 1))
+
+def test_a_write_that_fails_leaves_nothing_behind(store):
+    with pytest.raises(RuntimeError, match="lost"), store.filling(store.reserve(b"a", 1024, (1, 1, 1))):
+        raise RuntimeError("the device is lost")
     assert store.stats().tiers[0].used_bytes == 0
     put(store, b"a")
 
 
 def test_an_embedding_larger_than_the_host_tier_is_refused_by_name(store):
     with pytest.raises(ImageLimitError, match="--store-host-gib"):
-        store.put(b"a", embedding(1, 17), (1, 1, 1))
+        write(store, b"a", embedding(1, 17), (1, 1, 1))
 
 
 def test_the_largest_entries_are_named_with_their_pins(store):
@@ -204,7 +216,7 @@ def test_a_store_beyond_the_memory_limit_is_refused(tmp_path, monkeypatch):
 
 def test_close_removes_the_segment_and_keeps_views_valid(tmp_path):
     store = make_store(tmp_path)
-    pin = store.put(b"a", embedding(1), (1, 1, 1))
+    pin = write(store, b"a", embedding(1), (1, 1, 1))
     views = pin.rows()
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
@@ -215,7 +227,7 @@ def test_close_removes_the_segment_and_keeps_views_valid(tmp_path):
 
 
 def test_prefault_touches_every_page_and_changes_none(store):
-    with store.put(b"a", embedding(1), (1, 1, 1)) as pin:
+    with write(store, b"a", embedding(1), (1, 1, 1)) as pin:
         store.segment.prefault()
         assert read(pin) == embedding(1).numpy().tobytes()
 

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from encoder_contract.errors import OverloadedError
+from encoder_service.store import Pin
+from encoder_service.store.store import copy_bytes, flat
+from testing.stored import write
 from tests.small_store import PAGE_BYTES, PAGE_ROWS, embedding, make_store, read
 
 pytestmark = pytest.mark.slow
@@ -30,6 +33,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.live = []
         self.versions = {}
         self.version = 0
+        self.writers = []
 
     @rule(
         target=pins,
@@ -43,16 +47,53 @@ class StoreMachine(RuleBasedStateMachine):
         self.version += 1
         rows = embedding(self.version, pages)
         try:
-            pin = self.store.put(address, rows, (1, 1, self.version), holder=holder)
+            pin = write(self.store, address, rows, (1, 1, self.version), holder=holder)
         except OverloadedError:
-            host = self.store.stats().tiers[-1]
-            needed = -(-len(rows) // PAGE_ROWS) * PAGE_BYTES
-            assert host.size_bytes - host.pinned_bytes < needed
+            self.assert_full(len(rows))
             return None
         if not held:
             self.versions[address] = rows.numpy().tobytes()
         self.live.append(pin)
         return pin
+
+    @rule(name=st.integers(0, 9), pages=st.sampled_from([0.5, 1, 3]), on_host=st.booleans())
+    def reserve(self, name, pages, on_host):
+        """Begin to write; other writers may have begun to write the address."""
+        address = bytes([name])
+        self.version += 1
+        rows = embedding(self.version, pages)
+        found = self.store.reserve(address, len(rows), (1, 1, self.version), "a", on_host=on_host)
+        if isinstance(found, Pin):
+            assert self.store.contains(address)
+            found.release()
+        elif found is None:
+            self.assert_full(len(rows))
+        else:
+            copy_bytes(found.tier.pieces(found), [flat(rows)])
+            self.writers.append((found, rows.numpy().tobytes()))
+
+    @rule(target=pins, at=st.integers(0, 9))
+    def commit(self, at):
+        if not self.writers:
+            return None
+        entry, content = self.writers.pop(at % len(self.writers))
+        if not self.store.contains(entry.address):
+            self.versions[entry.address] = content
+        [pin] = self.store.commit([entry])
+        assert pin.address == entry.address
+        self.live.append(pin)
+        return pin
+
+    @rule(at=st.integers(0, 9))
+    def abandon(self, at):
+        if self.writers:
+            self.store.abandon(self.writers.pop(at % len(self.writers))[0])
+
+    def assert_full(self, rows):
+        host = self.store.stats().tiers[-1]
+        reserved = sum(entry.pages for entry, _ in self.writers if entry.tier.name == "host") * PAGE_BYTES
+        needed = -(-rows // PAGE_ROWS) * PAGE_BYTES
+        assert host.size_bytes - host.pinned_bytes - reserved < needed
 
     @rule(target=pins, name=st.integers(0, 9))
     def pin(self, name):
@@ -87,7 +128,8 @@ class StoreMachine(RuleBasedStateMachine):
     def flush(self):
         self.store.flush()
         stats = self.store.stats()
-        assert all(tier.used_bytes == tier.pinned_bytes for tier in stats.tiers)
+        reserved = sum(entry.pages for entry, _ in self.writers) * PAGE_BYTES
+        assert sum(tier.used_bytes - tier.pinned_bytes for tier in stats.tiers) == reserved
 
     @rule()
     def move(self):
@@ -104,9 +146,17 @@ class StoreMachine(RuleBasedStateMachine):
                 assert read(pin) == found
 
     @invariant()
+    def writers_have_the_bytes_that_they_wrote(self):
+        for entry, content in self.writers:
+            assert b"".join(piece.numpy().tobytes() for piece in entry.tier.pieces(entry)) == content
+
+    def entries_of(self, tier):
+        return [*tier.entries.values(), *(entry for entry, _ in self.writers if entry.tier is tier)]
+
+    @invariant()
     def no_page_has_two_owners_and_none_is_lost(self):
         for tier in self.store._tiers:
-            runs = [run for slot in tier.entries.values() for run in slot.runs]
+            runs = [run for slot in self.entries_of(tier) for run in slot.runs]
             pages = [page for start, count in runs for page in range(start, start + count)]
             assert len(pages) == len(set(pages))
             assert len(pages) + tier.arena.free_pages == tier.arena.pages
@@ -115,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
     def every_page_in_use_counts_against_one_holder(self):
         for tier in self.store._tiers:
             pages = Counter()
-            for entry in tier.entries.values():
+            for entry in self.entries_of(tier):
                 pages[entry.holder] += tier.layout.pages(entry.tokens)
             assert {name: held for name, (held,) in tier.order.held.items()} == pages
 

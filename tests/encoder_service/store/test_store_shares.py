@@ -9,7 +9,8 @@ import pytest
 
 from encoder_service.store import Store
 from encoder_service.store.eviction import MAX_HOLDERS, UNUSED_S
-from encoder_service.store.tier import Tier
+from encoder_service.store.tier import Entry, Tier
+from testing.stored import write
 from tests.small_store import PAGE_BYTES, embedding, make_store
 
 ROWS = embedding(1)
@@ -19,7 +20,7 @@ GRID = (1, 2, 2)
 def put(store: Store, holder: str, *numbers: int) -> None:
     """Put rows of a page each."""
     for number in numbers:
-        store.put(f"{holder} {number}".encode(), ROWS, GRID, holder=holder).release()
+        write(store, f"{holder} {number}".encode(), ROWS, GRID, holder=holder).release()
 
 
 def held(store: Store) -> Counter[str]:
@@ -85,7 +86,7 @@ def test_a_flood_of_random_sizes_spares_a_holder_with_a_third(tmp_path: Path) ->
     draw = random.Random(0)
     for number in range(300):
         rows = embedding(1, draw.uniform(0.1, 12))
-        store.put(f"b {number}".encode(), rows, GRID, holder="b").release()
+        write(store, f"b {number}".encode(), rows, GRID, holder="b").release()
     assert held(store)["a"] == 21
     store.close()
 
@@ -93,7 +94,7 @@ def test_a_flood_of_random_sizes_spares_a_holder_with_a_third(tmp_path: Path) ->
 def test_pinned_rows_count_against_their_holder(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(6))
-    pins = [store.put(f"b {number}".encode(), ROWS, GRID, holder="b") for number in range(9)]
+    pins = [write(store, f"b {number}".encode(), ROWS, GRID, holder="b") for number in range(9)]
     put(store, "b", *range(20, 40))
     assert held(store) == {"a": 6, "b": 10}
     for pin in pins:
@@ -105,12 +106,12 @@ def test_incoming_rows_count_against_their_holder(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(6))
     put(store, "b", *range(2))
-    coming = [store.receive(f"b {number}".encode(), len(ROWS), GRID, "b") for number in range(10, 18)]
+    coming = [store.reserve(f"b {number}".encode(), len(ROWS), GRID, "b") for number in range(10, 18)]
     put(store, "b", *range(20, 40))
     assert held(store) == {"a": 6, "b": 2}
     for incoming in coming:
-        assert incoming is not None
-        incoming.abandon()
+        assert isinstance(incoming, Entry)
+        store.abandon(incoming)
     put(store, "b", *range(40, 60))
     assert held(store) == {"a": 6, "b": 10}
     store.close()
@@ -167,8 +168,8 @@ def test_the_device_tier_has_shares_and_a_copy_keeps_its_holder(tmp_path: Path) 
 
 def test_the_first_writer_is_the_holder_of_an_address(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=4)
-    store.put(b"same", ROWS, GRID, holder="a").release()
-    store.put(b"same", ROWS, GRID, holder="b").release()
+    write(store, b"same", ROWS, GRID, holder="a").release()
+    write(store, b"same", ROWS, GRID, holder="b").release()
     assert pages_by_holder(store._host) == {"a": 1}
     assert store.stats().tiers[0].used_bytes == PAGE_BYTES
     store.close()

@@ -4,13 +4,14 @@ import threading
 import time
 
 from encoder_service.store.store import PROMOTE_READERS
+from testing.stored import write
 from tests.small_store import embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
 
 
 def test_rows_go_to_the_device_and_are_copied_to_the_host_for_readers(tmp_path):
     store = make_store(tmp_path, device_pages=8)
-    pin = store.put(b"a", embedding(1, 2), (1, 1, 1))
+    pin = write(store, b"a", embedding(1, 2), (1, 1, 1))
     assert pin.tier == "device"
     pin.to_host()
     pin.to_host()
@@ -44,7 +45,7 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
     store = make_store(tmp_path, host_pages=4, device_pages=4)
     for name in b"abcd":
         put(store, bytes([name]))
-    pin = store.put(b"p", embedding(1, 4), (1, 1, 1))
+    pin = write(store, b"p", embedding(1, 4), (1, 1, 1))
     assert pin.tier == "host"
     assert not store.move_once()
     assert all(tier_of(store, bytes([name])) == "device" for name in b"abcd")

@@ -20,6 +20,7 @@ from encoder_contract.device_memory import (
 )
 from encoder_service.store import Store
 from encoder_service.store import store as storing
+from testing.stored import write
 
 READER = """
 import pickle, sys
@@ -42,7 +43,7 @@ def test_another_process_reads_device_memory_without_a_host_copy(device: str, tm
         segment_dir=str(tmp_path),
     )
     rows = torch.randn(1000, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with store.put(b"a", rows.to(device), (1, 1, 1)) as pin:
+    with write(store, b"a", rows.to(device), (1, 1, 1)) as pin:
         handle = pin.handle(100, 700)
         assert (pin.tier, len(handle.memory) == 64) == ("device", device == "cuda")
         command = [sys.executable, "-c", READER]

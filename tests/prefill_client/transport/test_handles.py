@@ -14,6 +14,8 @@ from encoder_contract.handle import Handle
 from encoder_service.store import store as storing
 from encoder_service.store.store import copy_bytes
 from prefill_client import DeviceRows, SharedRows
+from testing import stored
+from testing.stored import write
 from tests.rows_by_handle import (
     WIDTH,
     as_bytes,
@@ -26,7 +28,7 @@ from tests.rows_by_handle import (
 
 
 def test_a_handle_to_evicted_rows_is_stale(store):
-    pin = store.put(b"a", embedding(1), (1, 1, 1))
+    pin = write(store, b"a", embedding(1), (1, 1, 1))
     handle = pin.handle()
     shared = shared_rows(handle)
     pin.release()
@@ -42,7 +44,7 @@ def test_a_handle_to_evicted_rows_is_stale(store):
     ):
         with pytest.raises(StaleHandleError):
             use()
-    again = store.put(b"a", embedding(1), (1, 1, 1))
+    again = write(store, b"a", embedding(1), (1, 1, 1))
     assert again.handle().extents == handle.extents
     with pytest.raises(StaleHandleError):
         shared.copy()
@@ -73,9 +75,10 @@ def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
             overwritten.extend(under)
         copy_bytes(targets, sources)
 
-    monkeypatch.setattr(storing, "copy_bytes", watched)
+    for writer in (storing, stored):
+        monkeypatch.setattr(writer, "copy_bytes", watched)
     for n in range(120):
-        with store.put(bytes([n]), embedding(n, 200 + n * 97 % 3000), (1, 1, 1)) as pin:
+        with write(store, bytes([n]), embedding(n, 200 + n * 97 % 3000), (1, 1, 1)) as pin:
             issued.append(pin.handle())
             assert valid(issued[-1])
         while store.move_once():
@@ -87,7 +90,7 @@ def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
 
 def test_a_handle_of_a_stopped_or_restarted_server_is_stale(tmp_path):
     store = make_store(tmp_path)
-    handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
+    handle = write(store, b"a", embedding(1), (1, 1, 1)).handle()
     path = Path(handle.segment)
     with pytest.raises(StaleHandleError, match="restarted"):
         shared_rows(replace(handle, segment_id=os.urandom(16)))
@@ -115,7 +118,7 @@ def test_a_handle_of_a_stopped_or_restarted_server_is_stale(tmp_path):
     ],
 )
 def test_an_invalid_handle_is_refused_before_any_read(store, change):
-    handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
+    handle = write(store, b"a", embedding(1), (1, 1, 1)).handle()
     if "segment_bytes" in change or "segment" in change:
         other = Path(handle.segment).with_name("other")  # not mapped yet
         other.write_bytes(Path(handle.segment).read_bytes())
@@ -132,14 +135,14 @@ def test_a_handle_survives_serialization(store):
 
 
 def test_a_handle_cannot_read_the_segments_header(shm):
-    handle = shm.put(b"a", embedding(1), (1, 1, 1)).handle()
+    handle = write(shm, b"a", embedding(1), (1, 1, 1)).handle()
     with pytest.raises(InternalError, match="points outside"):
         shared_rows(replace(handle, extents=((8, 100),)))
 
 
 def test_rows_are_read_from_exactly_their_extents(shm, device):
     for store, other in ((shm, DeviceRows), (device, SharedRows)):
-        handle = store.put(b"a", embedding(1), (1, 1, 1)).handle()
+        handle = write(store, b"a", embedding(1), (1, 1, 1)).handle()
         with pytest.raises(InternalError, match="is for the transport"):
             other(handle, WIDTH, "bfloat16")
 
@@ -156,13 +159,13 @@ def test_rows_are_read_from_exactly_their_extents(shm, device):
     ],
 )
 def test_device_memory_that_cannot_be_opened_makes_rows_stale(device, change):
-    handle = device.put(b"a", embedding(1), (1, 1, 1)).handle()
+    handle = write(device, b"a", embedding(1), (1, 1, 1)).handle()
     with pytest.raises(StaleHandleError):
         shared_rows(replace(handle, **change)).copy()
 
 
 def test_a_reused_descriptor_is_not_read_as_device_memory(device, tmp_path):
-    handle = device.put(b"a", embedding(1), (1, 1, 1)).handle()
+    handle = write(device, b"a", embedding(1), (1, 1, 1)).handle()
     kind, pid, _, inode = handle.memory.split(b":")
     with (tmp_path / "other").open("w+b") as other:
         other.truncate(handle.memory_bytes)

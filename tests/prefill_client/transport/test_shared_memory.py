@@ -13,6 +13,7 @@ import torch
 
 from encoder_contract.errors import StaleHandleError
 from prefill_client.transport import device as device_module
+from testing.stored import write
 from tests.rows_by_handle import (
     WIDTH,
     as_bytes,
@@ -26,7 +27,7 @@ from tests.rows_by_handle import (
 
 
 def test_rows_in_place_are_read_only_views(shm):
-    pin = shm.put(b"a", embedding(1), (1, 1, 1))
+    pin = write(shm, b"a", embedding(1), (1, 1, 1))
     with shared_rows(pin.handle(10, 900)).reading() as rows:
         assert (rows.shape, rows.dtype, rows.base is not None) == ((890, WIDTH), np.uint16, True)
         assert rows.tobytes() == as_bytes(embedding(1)[10:900])
@@ -53,7 +54,7 @@ def test_a_window_within_one_extent_is_a_view(shm):
 
 
 def test_a_segment_is_mapped_once_for_all_handles(store):
-    pins = [store.put(bytes([n]), embedding(n), (1, 1, 1)) for n in range(6)]
+    pins = [write(store, bytes([n]), embedding(n), (1, 1, 1)) for n in range(6)]
     assert {bool(pin.handle().memory) for pin in pins} == {bool(store.device_probe)}
     assert len({flat(pin.handle()) for pin in pins}) == 6
     assert len(mappings_of(str(store.segment.path))) == 1
@@ -79,11 +80,11 @@ def test_rows_that_change_during_a_copy_raise_stale_handle(store, monkeypatch):
 def test_segments_of_a_dead_server_are_unmapped(tmp_path):
     first = make_store(tmp_path)
     gone = str(first.segment.path)
-    shared_rows(first.put(b"a", embedding(1), (1, 1, 1)).handle())
+    shared_rows(write(first, b"a", embedding(1), (1, 1, 1)).handle())
     assert len(mappings_of(gone)) == 1
     first.close()
     second = make_store(tmp_path)
-    shared_rows(second.put(b"a", embedding(1), (1, 1, 1)).handle())
+    shared_rows(write(second, b"a", embedding(1), (1, 1, 1)).handle())
     assert not mappings_of(gone)
     second.close()
 
@@ -99,7 +100,7 @@ print(int(rows.sum(dtype=np.uint64)), *rows.shape, "torch" in sys.modules)
 
 
 def test_four_ranks_map_a_broadcast_handle_without_torch(store):
-    pin = store.put(b"a", embedding(5), (1, 1, 1))
+    pin = write(store, b"a", embedding(5), (1, 1, 1))
     pickled = pickle.dumps(pickle.loads(pickle.dumps(pin.handle(100, 700))))
     assert len(pickled) < 500
     ranks = [

@@ -1,13 +1,14 @@
-"""Pages for rows that another process writes: reserved without waiting, and used again only once they are free."""
+"""Reserved pages: got without waiting, invisible until they are committed, and used again only once they are free."""
 
 import threading
 from pathlib import Path
 
 import pytest
 
-from encoder_contract.errors import ImageLimitError, OverloadedError
-from encoder_service.store import Obstacle, Pin
+from encoder_contract.errors import ImageLimitError
+from encoder_service.store import Pin
 from encoder_service.store.tier import Entry
+from testing.stored import write
 from tests.small_store import PAGE_ROWS, embedding, make_store
 from tests.waiting import PATIENCE_S
 
@@ -17,13 +18,13 @@ GRID = (1, 2, 2)
 
 def test_placed_rows_are_invisible_until_they_are_committed(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=10)
-    entry = store.place(b"rows", FOUR, GRID, "me")
+    entry = store.reserve(b"rows", FOUR, GRID, "me")
     assert isinstance(entry, Entry)
     assert not store.contains(b"rows")
     assert store.pin(b"rows") is None
-    [pin] = store.commit_all([entry])
+    [pin] = store.commit([entry])
     assert store.contains(b"rows")
-    found = store.place(b"rows", FOUR, GRID)
+    found = store.reserve(b"rows", FOUR, GRID)
     assert isinstance(found, Pin)
     pin.release()
     found.release()
@@ -33,49 +34,48 @@ def test_placed_rows_are_invisible_until_they_are_committed(tmp_path: Path) -> N
 
 def test_placing_evicts_but_does_not_take_pages_in_use(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=10)
-    store.put(b"unused", embedding(1, 6), GRID).release()
-    first = store.place(b"a", SIX, GRID)
+    write(store, b"unused", embedding(1, 6), GRID).release()
+    first = store.reserve(b"a", SIX, GRID)
     assert isinstance(first, Entry)
     assert not store.contains(b"unused")
-    assert store.place(b"b", FIVE, GRID) is Obstacle.FULL
-    second = store.place(b"b", FOUR, GRID)
+    assert store.reserve(b"b", FIVE, GRID) is None
+    second = store.reserve(b"b", FOUR, GRID)
     assert isinstance(second, Entry)
     assert not {page for page, _ in first.runs} & {page for page, _ in second.runs}
-    with pytest.raises(OverloadedError):
-        store.receive(b"from a peer", FOUR, GRID)
+    assert store.reserve(b"from a peer", FOUR, GRID, on_host=True) is None
     store.abandon(first)
-    store.put(b"from a peer", embedding(1, 5), GRID).release()
+    write(store, b"from a peer", embedding(1, 5), GRID).release()
     store.close()
 
 
-def test_an_address_has_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_pages_that_a_lost_device_may_still_write_stay_taken_and_their_address_can_be_written(
+    tmp_path: Path,
+) -> None:
     store = make_store(tmp_path, host_pages=10)
-    incoming = store.receive(b"rows", FOUR, GRID)
-    assert incoming is not None
-    assert store.place(b"rows", FOUR, GRID) is Obstacle.WRITER
-    incoming.abandon()
-    assert isinstance(store.place(b"rows", FOUR, GRID), Entry)
-    store.close()
-
-
-def test_disowned_pages_stay_taken_but_their_address_is_free(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=10)
-    first = store.place(b"rows", FIVE, GRID)
+    first, second = (store.reserve(b"rows", FIVE, GRID) for _ in range(2))
     assert isinstance(first, Entry)
-    store.disown(first)
-    second = store.place(b"rows", FIVE, GRID)
     assert isinstance(second, Entry)
-    assert store.place(b"more", FIVE, GRID) is Obstacle.FULL
-    store.free(first)
-    assert store.place(b"rows", FIVE, GRID) is Obstacle.WRITER, "that of the second writer"
-    assert isinstance(store.place(b"more", FIVE, GRID), Entry)
+    assert store.reserve(b"more", FIVE, GRID) is None
+    [pin] = store.commit([second])
+    store.abandon(first)
+    assert pin.entry is second
+    assert isinstance(store.reserve(b"more", FIVE, GRID), Entry)
+    store.close()
+
+
+def test_rows_go_to_the_device_while_it_has_space_unless_they_are_for_the_host(tmp_path: Path) -> None:
+    store = make_store(tmp_path, host_pages=16, device_pages=10)
+    entries = [store.reserve(bytes([at]), FOUR, GRID, on_host=at == 0) for at in range(4)]
+    assert [isinstance(entry, Entry) and entry.tier.name for entry in entries] == [
+        *("host", "device", "device", "host")
+    ]
     store.close()
 
 
 def test_rows_that_never_fit_are_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=4)
     with pytest.raises(ImageLimitError):
-        store.place(b"rows", FIVE, GRID)
+        store.reserve(b"rows", FIVE, GRID)
     store.close()
 
 
@@ -83,18 +83,18 @@ def test_rows_that_never_fit_are_refused(tmp_path: Path) -> None:
 def test_freed_pages_are_reported_once_to_whoever_found_none(tmp_path: Path, how: str) -> None:
     store = make_store(tmp_path, host_pages=10)
     calls = threading.Semaphore(0)
-    store.on_freed = calls.release
-    pins = [store.put(b"pinned", embedding(1, 6), GRID)]
-    incoming = store.receive(b"coming", FOUR, GRID)
-    assert incoming is not None
-    assert store.place(b"rows", SIX if how != "abandoned" else FOUR, GRID) is Obstacle.FULL
+    store.on_freed.append(calls.release)
+    pins = [write(store, b"pinned", embedding(1, 6), GRID)]
+    incoming = store.reserve(b"coming", FOUR, GRID)
+    assert isinstance(incoming, Entry)
+    assert store.reserve(b"rows", SIX if how != "abandoned" else FOUR, GRID) is None
     assert not calls.acquire(blocking=False)
     if how == "released":
         pins.pop().release()
     elif how == "forgotten":
         pins.clear()
     elif how == "abandoned":
-        incoming.abandon()
+        store.abandon(incoming)
     else:
         pins.pop().release()
         assert calls.acquire(timeout=PATIENCE_S)
@@ -103,5 +103,5 @@ def test_freed_pages_are_reported_once_to_whoever_found_none(tmp_path: Path, how
         store.flush()
     assert calls.acquire(timeout=PATIENCE_S)
     assert not calls.acquire(blocking=False)
-    assert isinstance(store.place(b"rows", FOUR, GRID), Entry)
+    assert isinstance(store.reserve(b"rows", FOUR, GRID), Entry)
     store.close()

@@ -1,0 +1,120 @@
+"""The client of a rows port: who may write to the memory of a transfer, and until when."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from encoder_contract.errors import StaleHandleError
+from encoder_contract.framing import checksum
+from encoder_contract.rows_connection import SIZE, TICKET_BYTES, RowsConnections
+from tests.waiting import PATIENCE_S
+
+SIZE_BYTES = 16 << 20
+TICKET = bytes(TICKET_BYTES)
+
+
+class Flood:
+    """A rows port that answers each ticket with `size` announced bytes, and sends ones until the client is gone."""
+
+    def __init__(self, size: int, sent: int = 1 << 40) -> None:
+        self.size, self.sent = size, sent
+        self.gone = threading.Semaphore(0)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._threads = ThreadPoolExecutor(2)
+        self._threads.submit(self._accept)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._threads.shutdown()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            self._threads.submit(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.recv(TICKET_BYTES, socket.MSG_WAITALL)
+                connection.sendall(SIZE.pack(self.size))
+                ones = b"\1" * (1 << 16)
+                for begin in range(0, self.sent, len(ones)):
+                    connection.sendall(ones[: self.sent - begin])
+            except OSError:
+                self.gone.release()
+
+
+@pytest.fixture
+def flood() -> Iterator[Flood]:
+    flood = Flood(SIZE_BYTES)
+    yield flood
+    flood.close()
+
+
+async def test_a_cancelled_transfer_has_ended_when_it_raises(flood: Flood) -> None:
+    connections = RowsConnections("127.0.0.1", flood.port)
+    for number in range(4):
+        memory = memoryview(bytearray(SIZE_BYTES))
+        receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
+        while not memory[number << 20]:  # in its middle
+            await asyncio.sleep(0)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        found = checksum([memory])
+        assert await asyncio.to_thread(flood.gone.acquire, timeout=PATIENCE_S)
+        assert checksum([memory]) == found, "it was written to afterwards"
+    connections.close()
+
+
+async def test_a_transfer_cancelled_twice_has_ended_too(flood: Flood) -> None:
+    connections, memory = RowsConnections("127.0.0.1", flood.port), memoryview(bytearray(SIZE_BYTES))
+    receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
+    while not memory[0]:
+        await asyncio.sleep(0)
+    receiving.cancel()
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    found = checksum([memory])
+    assert await asyncio.to_thread(flood.gone.acquire, timeout=PATIENCE_S)
+    assert checksum([memory]) == found
+    connections.close()
+
+
+@pytest.mark.parametrize(("announced", "sent"), [(99, 99), (101, 101), (1 << 63, 1 << 20), (100, 60), (0, 0)])
+async def test_another_size_than_expected_is_refused_and_memory_around_it_is_untouched(
+    announced: int, sent: int
+) -> None:
+    port = Flood(announced, sent)
+    memory = bytearray(300)
+    views = [memoryview(memory)[50:90], memoryview(memory)[200:260]]
+    connections = RowsConnections("127.0.0.1", port.port)
+    with pytest.raises(StaleHandleError):
+        await connections.receive(TICKET, views)
+    assert not any(memory[:50])
+    assert not any(memory[90:200])
+    assert not any(memory[260:])
+    connections.close()
+    port.close()
+
+
+async def test_rows_fill_views_in_order() -> None:
+    port = Flood(100, 100)
+    memory = bytearray(300)
+    connections = RowsConnections("127.0.0.1", port.port)
+    found = await connections.receive(TICKET, [memoryview(memory)[200:260], memoryview(memory)[50:90]])
+    assert found == checksum([memoryview(b"\1" * 100)])
+    assert memory == bytes(50) + b"\1" * 40 + bytes(110) + b"\1" * 60 + bytes(40)
+    connections.close()
+    port.close()

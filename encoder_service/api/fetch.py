@@ -5,13 +5,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, OverloadedError, UnknownImageError
 from encoder_contract.fleet_key import FleetKey
+from encoder_contract.framing import MESSAGE_BYTES
 from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
@@ -20,10 +21,19 @@ from encoder_service.api.inbound import CallRecord
 from encoder_service.cluster.cluster import Locations
 from encoder_service.images import FetchResult, Images
 from encoder_service.keys import ImageKey
-from encoder_service.limits import TURN_BYTES, TURN_NAMES, Budgets, Caller, Hold, name_turns
+from encoder_service.limits import (
+    NAMES_AT_A_TIME,
+    TURN_BYTES,
+    TURN_NAMES,
+    Budgets,
+    Caller,
+    Hold,
+    name_turns,
+)
 from encoder_service.rows_port import Reader, Transfer
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
+from encoder_service.transport import Sender
 
 # How long an image waits for its caller's share of pinned bytes: longer than it takes to send rows or to read them in a
 # forward pass, and as long as a writer waits for space in the store.
@@ -107,6 +117,8 @@ SOURCES = {
 PINNED_AHEAD = 2
 # Windows of a call that are sent beside it at a time: a client has as many connections.
 SENT_BESIDE = 4
+# Windows of at most this size travel inside their announcement: copying them takes less than a message of their own.
+INSIDE_BYTES = TURN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +143,12 @@ class _Outcome:
     wait_s: float
     hold: ExitStack | None = None
 
+    @property
+    def pin(self) -> Pin:
+        """The pin on its rows."""
+        assert isinstance(self.result, FetchResult)
+        return self.result.pin
+
     def of_window(self, window: pb.FetchImage) -> FetchResult | EncoderError:
         """Return the outcome of one window of the image."""
         if isinstance(self.result, EncoderError):
@@ -141,6 +159,27 @@ class _Outcome:
         return InvalidRequestError(
             f"the row window [{begin}, {end}) must lie within the image's {tokens} rows and not be empty"
         )
+
+
+@dataclass(slots=True)
+class _FetchMessage:
+    """Outcomes of windows that are sent together, and the rows that follow them in messages of their own."""
+
+    response: pb.FetchResponse = field(default_factory=pb.FetchResponse)
+    following: list[tuple[int, Iterable[bytes]]] = field(default_factory=list)
+    """The messages of each window whose rows follow, and how many bytes of rows they have."""
+    row_bytes: int = 0
+    """Bytes of rows inside it and after it."""
+
+    @property
+    def outcomes(self) -> int:
+        """Number of windows."""
+        return len(self.response.ready) + len(self.response.errors)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another window may be too much for one message, or for one turn on the event loop."""
+        return self.outcomes >= NAMES_AT_A_TIME or self.row_bytes > MESSAGE_BYTES - INSIDE_BYTES
 
 
 class _Beside:
@@ -226,11 +265,12 @@ class FetchCall:
         self._fleet_key = info.identity.fleet_key if caller.is_peer else None
         self._grace_s = min(message.grace_ms, info.description.limits.max_grace_ms) / 1000
         self._local_only = message.local_only
+        self._rows_inside = message.rows_inside
         self._located: Mapping[bytes, Locations] = {}
         # The caller's first choice, and the sender of rows that cannot be read in place.
         self._sender, self._copier = info.transports.choose(message, is_local=caller.is_local)
         self._pinned = PinnedRows(budgets, caller, info.row_bytes)
-        self._known: list[_Outcome] = []  # errors, and rows that are read in place
+        self._known: deque[_Outcome] = deque()  # errors, and rows that are read in place
         self._to_send: deque[_Outcome] = deque()  # rows that are sent; the first few are pinned
         self._pinned_ahead = 0
         self._beside: set[_Beside] = set()  # rows that are being sent beside the call
@@ -243,8 +283,8 @@ class FetchCall:
         self._watched: dict[int, Callable[[], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def answers(self) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        """Yield the messages of the call; rows are already framed, as bytes.
+    async def answers(self) -> AsyncGenerator[bytes]:
+        """Yield the messages of the call, serialised.
 
         What is known at one moment is yielded together. If rows are read in place, the call stays open and keeps them
         pinned until the caller ends it. Of rows that are sent, only the next ones are pinned, however slowly the caller
@@ -261,18 +301,13 @@ class FetchCall:
                 await self._turns.take(self._caller.holder, units)
                 self._tasks.update(asyncio.create_task(self._resolve(request)) for request in some)
             while self._left or self._beside or self._send_errors:
-                if known := len(self._known) + len(self._send_errors):
-                    message = await self._announcement()
-                    await self._turns.take(self._caller.holder, 1 + known // TURN_NAMES)
-                    yield message
-                elif not self._may_send:
+                if not (self._known or self._send_errors or self._may_send):
                     self._changed.clear()
                     await self._changed.wait()
-                else:
-                    async with aclosing(self._sent(self._to_send.popleft())) as pieces:
-                        async for piece in pieces:
-                            await self._turns.take(self._caller.holder, _turn_pieces(piece))
-                            yield piece
+                async with aclosing(self._messages()) as messages:
+                    async for message in messages:
+                        await self._turns.take(self._caller.holder, 1 + len(message) // TURN_BYTES)
+                        yield message
             self._record.complete = True
             if self._pinned:
                 # The caller reads the rows in place, and cancels when it is done.
@@ -384,58 +419,84 @@ class FetchCall:
 
     # Answers
 
-    async def _announcement(self) -> pb.FetchResponse:
-        """Return the message with all known errors, and with handles of rows that the caller reads in place."""
-        message = pb.FetchResponse(errors=self._send_errors)
-        outcomes, self._known, self._send_errors = self._known, [], []
-        self._left -= len(outcomes)
-        for outcome in outcomes:
-            began, is_lent = monotonic(), False
-            for window in outcome.request.windows:
-                result = outcome.of_window(window)
-                if isinstance(result, EncoderError):
-                    message.errors.append(self._failed(window.index, outcome.wait_s, result))
-                    continue
-                is_lent = True
-                self._record.fetched(result.source, outcome.wait_s, result.stage_ms)
-                ready = _ready(window, result, self._info)
-                await self._sender.prepare(ready, result.pin)
-                self._record.transferred(
-                    self._sender.sent_by(result.pin), ready.row_bytes, monotonic() - began
-                )
-                message.ready.append(ready)
-            if outcome.hold is not None and not is_lent:
-                self._pinned.release(outcome.hold)
-        return message
+    async def _messages(self) -> AsyncGenerator[bytes]:
+        """Yield what is known now in as few messages as possible. Nothing in a message waits for what is not known."""
+        message = _FetchMessage(pb.FetchResponse(errors=self._send_errors))
+        self._send_errors = []
+        while self._known or self._may_send:
+            if self._known:
+                image = self._add_known(message, self._known.popleft())
+            else:
+                image = self._add_sent(message, self._to_send.popleft())
+            async with aclosing(image) as pieces:
+                async for piece in pieces:
+                    yield piece
+        for piece in self._pieces(message):
+            yield piece
 
-    async def _sent(self, outcome: _Outcome) -> AsyncGenerator[pb.FetchResponse | bytes]:
-        """Yield the rows of an image in messages, or its tickets, or its error."""
+    async def _add_known(self, message: _FetchMessage, outcome: _Outcome) -> AsyncGenerator[bytes]:
+        """Add handles of rows that the caller reads in place, or errors. Yield the messages that this fills."""
+        await self._take_turn(outcome)
+        self._left -= 1
+        is_lent = False
+        for window in outcome.request.windows:
+            for piece in self._pieces(message) if message.is_full else ():
+                yield piece
+            began = monotonic()
+            if (ready := await self._announced(message, window, outcome, self._sender)) is not None:
+                is_lent = True
+                used = self._sender.sent_by(outcome.pin)
+                self._record.transferred(used, ready.row_bytes, monotonic() - began)
+        if outcome.hold is not None and not is_lent:
+            self._pinned.release(outcome.hold)
+
+    async def _add_sent(self, message: _FetchMessage, outcome: _Outcome) -> AsyncGenerator[bytes]:
+        """Add rows that are sent, or tickets, or errors. Yield the messages that this fills, and rows after them."""
         assert self._copier is not None
-        try:
+        if not self._pin_now(outcome):
+            for piece in self._pieces(message):
+                yield piece
             await self._pin_again(outcome)
-        except Exception as error:  # noqa: BLE001 - only this image fails
-            outcome.result = self._images.known_error(error)
+        await self._take_turn(outcome)
         if self._goes_beside(outcome):
-            yield await self._offer(outcome)
+            await self._offer(message, outcome)
             return
         self._left -= 1
         for window in outcome.request.windows:
-            result = outcome.of_window(window)
-            if isinstance(result, EncoderError):
-                yield pb.FetchResponse(errors=[self._failed(window.index, outcome.wait_s, result)])
-                continue
+            for piece in self._pieces(message) if message.is_full else ():
+                yield piece
             began = monotonic()
-            ready = await self._announced(window, result, outcome.wait_s)
-            message: pb.FetchResponse | bytes = pb.FetchResponse(ready=[ready])
-            for frame in self._copier.frames(ready, result.pin):
-                yield message
-                message = frame
-            # Recorded before the last message is sent: once the caller has it, it may end the call at once.
-            self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
-            yield message
+            if (ready := await self._announced(message, window, outcome, self._copier)) is None:
+                continue
+            message.row_bytes += ready.row_bytes
+            if self._rows_inside and ready.row_bytes <= INSIDE_BYTES:
+                ready.rows = b"".join(outcome.pin.rows(ready.row_begin, ready.row_end))
+                self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
+            else:
+                message.following.append((ready.row_bytes, self._copier.frames(ready, outcome.pin)))
+        for piece in self._pieces(message) if message.following else ():  # while the rows are pinned
+            yield piece
         if outcome.hold is not None:
             self._pinned.release(outcome.hold)
             self._pinned_ahead -= 1
+
+    async def _take_turn(self, outcome: _Outcome) -> None:
+        await self._turns.take(self._caller.holder, 1 + len(outcome.request.windows) // TURN_NAMES)
+
+    def _pieces(self, message: _FetchMessage) -> Iterator[bytes]:
+        """Empty a message. Yield it, unless it was empty, and the rows that follow it."""
+        if not message.outcomes:
+            return
+        piece, following = message.response.SerializeToString(), message.following
+        message.response, message.following, message.row_bytes = pb.FetchResponse(), [], 0
+        for row_bytes, frames in following:
+            began = monotonic()
+            for frame in frames:
+                yield piece
+                piece = frame
+            # Recorded before the last message is sent: once the caller has it, it may end the call at once.
+            self._record.transferred(pb.TRANSPORT_INLINE, row_bytes, monotonic() - began)
+        yield piece
 
     def _goes_beside(self, outcome: _Outcome) -> bool:
         """Return whether rows are sent beside the call. Its holder has a ticket for each window then.
@@ -451,10 +512,22 @@ class FetchCall:
             return True
         return False
 
-    async def _pin_again(self, outcome: _Outcome) -> None:
-        """Pin rows that are to be sent now, if they are not pinned."""
+    def _pin_now(self, outcome: _Outcome) -> bool:
+        """Pin rows that are to be sent, if they are not pinned. Return False if that takes time."""
         if outcome.hold is not None or isinstance(outcome.result, EncoderError):
-            return
+            return True
+        assert self._copier is not None
+        if (found := self._images.held(outcome.request.key)) is None:
+            return False
+        if self._copier.reaches(found.pin):
+            with suppress(OverloadedError):
+                self._pinned_as(outcome, found.pin, self._pinned.send_now(found.pin))
+                return True
+        found.pin.release()
+        return False
+
+    async def _pin_again(self, outcome: _Outcome) -> None:
+        """Pin rows that are to be sent, or set the error."""
 
         async def pin() -> Pin:
             found = self._images.held(outcome.request.key) or await self._rows(
@@ -465,44 +538,51 @@ class FetchCall:
                 await self._copier.reach(found.pin)
             return found.pin
 
-        again, outcome.hold = await self._pinned.send(await pin(), pin)
-        outcome.result = replace(outcome.result, pin=again)
+        try:
+            self._pinned_as(outcome, *await self._pinned.send(await pin(), pin))
+        except Exception as error:  # noqa: BLE001 - only this image fails
+            outcome.result = self._images.known_error(error)
+
+    def _pinned_as(self, outcome: _Outcome, pin: Pin, hold: ExitStack) -> None:
+        assert isinstance(outcome.result, FetchResult)
+        outcome.result, outcome.hold = replace(outcome.result, pin=pin), hold
         self._pinned_ahead += 1
 
-    async def _announced(self, window: pb.FetchImage, result: FetchResult, wait_s: float) -> pb.ImageReady:
-        """Return the message that announces rows to be sent, with all that the receiver checks."""
-        assert self._copier is not None
-        self._record.fetched(result.source, wait_s, result.stage_ms)
-        ready = _ready(window, result, self._info)
-        await self._copier.prepare(ready, result.pin)
+    async def _announced(
+        self, message: _FetchMessage, window: pb.FetchImage, outcome: _Outcome, sender: Sender
+    ) -> pb.ImageReady | None:
+        """Add the outcome of a window to a message. Return its announcement, without rows; None for an error."""
+        result = outcome.of_window(window)
+        if isinstance(result, EncoderError):
+            message.response.errors.append(self._failed(window.index, outcome.wait_s, result))
+            return None
+        self._record.fetched(result.source, outcome.wait_s, result.stage_ms)
+        ready = _add_ready(message.response, window, result, self._info)
+        await sender.prepare(ready, result.pin)
         if self._fleet_key is not None:
             await _sign(ready, result.pin, self._fleet_key)
         return ready
 
-    async def _offer(self, outcome: _Outcome) -> pb.FetchResponse:
-        """Begin to send an image beside the call. Return the message with its tickets, or its errors."""
-        message = pb.FetchResponse()
-        for window in outcome.request.windows:
-            result = outcome.of_window(window)
-            if isinstance(result, EncoderError):
-                message.errors.append(self._failed(window.index, outcome.wait_s, result))
-            else:
-                message.ready.append(await self._announced(window, result, outcome.wait_s))
-        hold = outcome.hold
-        if hold is not None:
-            self._pinned_ahead -= 1
-        if hold is None or not message.ready:
+    async def _offer(self, message: _FetchMessage, outcome: _Outcome) -> None:
+        """Begin to send an image beside the call. Add its tickets, or its errors, to a message."""
+        assert self._copier is not None
+        announced = [
+            await self._announced(message, window, outcome, self._copier)
+            for window in outcome.request.windows
+        ]
+        offered = [ready for ready in announced if ready is not None]
+        hold, pin = outcome.hold, outcome.pin
+        assert hold is not None
+        self._pinned_ahead -= 1
+        if not offered:
             self._left -= 1
-            if hold is not None:
-                self._pinned.release(hold)
-            return message
-        assert isinstance(outcome.result, FetchResult)
+            self._pinned.release(hold)
+            return
         self._pinned.leave(hold)
-        beside = _Beside(hold, (ready.index for ready in message.ready))
+        beside = _Beside(hold, (ready.index for ready in offered))
         self._beside.add(beside)
-        for ready in message.ready:
-            self._send_beside(beside, ready, outcome.result.pin)
-        return message
+        for ready in offered:
+            self._send_beside(beside, ready, pin)
 
     def _send_beside(self, beside: _Beside, ready: pb.ImageReady, pin: Pin) -> None:
         assert self._copier is not None
@@ -566,14 +646,13 @@ async def _sign(ready: pb.ImageReady, pin: Pin, fleet_key: FleetKey) -> None:
         ready.signature = await asyncio.to_thread(fleet_key.sign_rows, ready.address, grid, pin.rows())
 
 
-def _turn_pieces(message: pb.FetchResponse | bytes) -> int:
-    return 1 + len(message) // TURN_BYTES if isinstance(message, bytes) else 1
-
-
-def _ready(window: pb.FetchImage, found: FetchResult, info: ServerInfo) -> pb.ImageReady:
+def _add_ready(
+    response: pb.FetchResponse, window: pb.FetchImage, found: FetchResult, info: ServerInfo
+) -> pb.ImageReady:
+    """Announce a window of the rows that were found."""
     pin = found.pin
     end = window.row_end or pin.tokens
-    ready = pb.ImageReady(
+    ready = response.ready.add(
         index=window.index,
         address=pin.address,
         grid=messages.grid_message(pin.grid),

@@ -76,7 +76,7 @@ class EncoderService:
             yield answer
         record.complete = True
 
-    async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[pb.FetchResponse | bytes]:
+    async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[bytes]:
         """Stream rows; see the contract."""
         record = self._begin_record("fetch", inbound)
         identity, tenant, is_peer = self._info.identity, None, False

@@ -168,8 +168,13 @@ class InlineReceiver(Receiver):
         """Return True, because rows arrive inline unless another transport announces them."""
         return True
 
+    def ask(self, request: pb.FetchRequest) -> None:
+        """Add the transport, and take small rows inside their announcement."""
+        super().ask(request)
+        request.rows_inside = True
+
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:  # noqa: ARG002
-        """Return the arrival of rows whose bytes follow."""
+        """Return the arrival of rows whose bytes are in the message, or follow."""
         return _InlineArrival(ready)
 
 
@@ -180,6 +185,8 @@ class _InlineArrival(Arrival):
         self._ready = ready
         self._buffer = acquire_buffer(ready.row_bytes)
         self._filling = Filling([self._buffer.data])
+        if ready.rows:
+            self.add(memoryview(ready.rows))
 
     @property
     def complete(self) -> bool:

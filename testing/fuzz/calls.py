@@ -114,6 +114,7 @@ async def fetch(channel: Any, _seed: int, draw: random.Random) -> None:
         grace_ms=draw.choice((0, 0, 1, 20)),
         shm_proof=draw.randbytes(draw.choice((0, 16))),
         local_only=draw.random() < 0.2,
+        rows_inside=draw.random() < 0.5,
     )
     raw = request.SerializeToString()
     call: Any = channel.unary_stream(f"{SERVICE}/Fetch")(mutated(draw, raw) if draw.random() < 0.1 else raw)

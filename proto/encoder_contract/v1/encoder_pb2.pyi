@@ -707,6 +707,7 @@ class FetchRequest(google.protobuf.message.Message):
     GRACE_MS_FIELD_NUMBER: builtins.int
     SHM_PROOF_FIELD_NUMBER: builtins.int
     LOCAL_ONLY_FIELD_NUMBER: builtins.int
+    ROWS_INSIDE_FIELD_NUMBER: builtins.int
     grace_ms: builtins.int
     """How long to wait for an image that is not submitted yet, milliseconds. After that, it ends in NOT_FOUND."""
     shm_proof: builtins.bytes
@@ -715,6 +716,8 @@ class FetchRequest(google.protobuf.message.Message):
     """
     local_only: builtins.bool
     """Set between replicas: answer only with rows that this replica holds or is encoding, else NOT_FOUND."""
+    rows_inside: builtins.bool
+    """The caller also takes rows inside `ImageReady`. Otherwise, all inline rows come in `Rows`."""
     @property
     def caller(self) -> Global___Caller: ...
     @property
@@ -732,9 +735,10 @@ class FetchRequest(google.protobuf.message.Message):
         grace_ms: builtins.int = ...,
         shm_proof: builtins.bytes = ...,
         local_only: builtins.bool = ...,
+        rows_inside: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "grace_ms", b"grace_ms", "images", b"images", "local_only", b"local_only", "rows_inside", b"rows_inside", "shm_proof", b"shm_proof", "transports", b"transports"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
@@ -865,6 +869,7 @@ class ImageReady(google.protobuf.message.Message):
     STAGE_BEGAN_S_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
     index: builtins.int
     address: builtins.bytes
     row_begin: builtins.int
@@ -878,6 +883,10 @@ class ImageReady(google.protobuf.message.Message):
     """XXH3-64 over the bytes of the window; 0 with a handle. Guards against faults, not against forgery."""
     signature: builtins.bytes
     """In answers to other replicas that share a key: a signature over address, grid and the bytes of all rows."""
+    rows: builtins.bytes
+    """All bytes of the window. Set only if the request has `rows_inside`, and only for small windows: the rows inside one
+    message have at most 1 MiB together.
+    """
     @property
     def grid(self) -> Global___Grid: ...
     @property
@@ -916,9 +925,10 @@ class ImageReady(google.protobuf.message.Message):
         stage_began_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         signature: builtins.bytes = ...,
         ticket: Global___Ticket | None = ...,
+        rows: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid", b"grid", "handle", b"handle", "ticket", b"ticket"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "signature", b"signature", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "ticket", b"ticket", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "dtype", b"dtype", "grid", b"grid", "handle", b"handle", "index", b"index", "row_begin", b"row_begin", "row_bytes", b"row_bytes", "row_end", b"row_end", "rows", b"rows", "signature", b"signature", "source", b"source", "stage_began_s", b"stage_began_s", "stage_ms", b"stage_ms", "ticket", b"ticket", "width", b"width"]) -> None: ...
 
 Global___ImageReady: typing_extensions.TypeAlias = ImageReady
 

@@ -99,9 +99,10 @@ class EncoderServiceServicer(object):
     def Fetch(self, request, context):
         """Fetches rows. Images come in the order in which they become ready. Each has exactly one outcome: its rows, or one
         `ImageError`. What is known at one moment comes in one message. Rows are an `ImageReady`, followed by `Rows`
-        messages until `row_bytes` are sent, or by none if it carries a `Handle`. Rows of different images may be
-        interleaved. A handle is valid while the stream is open:
-        the server keeps the stream open until the caller closes it. Cancelling releases everything that the call holds.
+        messages until `row_bytes` are sent. No `Rows` follow if it carries a `Handle`, a `Ticket` or the rows themselves.
+        One message may announce several windows, whose `Rows` follow it. Rows of different images may be interleaved. A
+        handle is valid while the stream is open: the server keeps the stream open until the caller closes it. Cancelling
+        releases everything that the call holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,6 +6,7 @@ import pytest
 
 from encoder_contract.credentials import NO_CREDENTIALS
 from encoder_contract.errors import InternalError, InvalidRequestError
+from encoder_contract.framing import checksum
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.transport import SENDERS
@@ -13,6 +14,7 @@ from prefill_client import TRANSPORTS, EncoderClient, RowRequest
 from prefill_client.images import ServerClock
 from prefill_client.transport import BY_DEFAULT, RECEIVERS, receivers, select_receivers
 from prefill_client.transport.channels import Channels
+from prefill_client.transport.receiver import InlineReceiver
 from prefill_client.transport.row_stream import RowStream
 from testing.photos import photo
 from tests.calls import collect, connection
@@ -83,6 +85,23 @@ async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClie
     stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0), PATIENCE_S)
     with pytest.raises(InternalError, match="shm, which the client did not request"):
         await anext(aiter(stream))
+
+
+def received_inside(rows: bytes) -> bytes:
+    """Return what arrives of rows inside an announcement of two rows of two float32."""
+    fields = {"row_bytes": 16, "checksum": checksum([memoryview(bytes(16))])}
+    ready = pb.ImageReady(row_end=2, width=2, dtype="float32", rows=rows, **fields)  # type: ignore[arg-type]
+    arrival = InlineReceiver().receive(ready, lambda: True)
+    assert arrival.complete
+    return arrival.rows().copy().tobytes()
+
+
+def test_rows_inside_an_announcement_are_checked_as_those_that_follow_it() -> None:
+    assert received_inside(bytes(16)) == bytes(16)
+    with pytest.raises(InternalError, match="arrived damaged"):
+        received_inside(b"\1" + bytes(15))
+    with pytest.raises(InternalError, match="more than its 16 bytes"):
+        received_inside(bytes(17))
 
 
 def test_device_rows_come_only_on_request() -> None:

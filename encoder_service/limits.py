@@ -1,6 +1,7 @@
 """Limits on callers: a `Caller`, the `Budget`s that callers share, the table of budgets, units of work."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,12 +61,18 @@ RETRY_AFTER_MS = 200
 class Budget(Room):
     """A room that callers get or are refused, by name in the message. Not thread-safe: use from one event loop.
 
-    A holder may have its `fair_share`.
+    A holder may have its `fair_share`, and at most `share`. Its first amount only needs to fit.
     """
 
-    def __init__(self, size: int, name: str, *, part_of: "Budget | None" = None) -> None:
+    def __init__(
+        self, size: int, name: str, *, share: float = math.inf, part_of: "Budget | None" = None
+    ) -> None:
         """Amounts of a part also count in the whole, but against nobody's share of it."""
-        super().__init__(size, name, share=fair_share, part_of=part_of)
+
+        def may_have(held: int, more: int, free: int) -> bool:
+            return held + more <= share and fair_share(held, more, free)
+
+        super().__init__(size, name, share=may_have, part_of=part_of)
         self._uses: Counter[tuple[str, bytes]] = Counter()  # by holder and key
 
     def hold(self, caller: Caller, amount: int = 1, *, once: bytes = b"") -> "Hold":
@@ -191,7 +198,7 @@ class Budgets:
     arriving: Budget
     strangers: Budget
     refused: Budget
-    fetched_images: Budget
+    fetched_messages: Budget
     awaited_images: Budget
     upload_bytes: Budget
     pinned_bytes: Budget
@@ -226,7 +233,7 @@ class Budgets:
             strangers=Budget(ARRIVING_CALLS, "calls of unknown callers whose request has not arrived"),
             refused=Budget(REFUSED_CALLS, "delayed refusals"),
             # A Fetch above this is refused whole, before its names are read: refusing must cost less than asking again.
-            fetched_images=Budget(claims, "images in Fetch calls"),
+            fetched_messages=Budget(claims // TURN_NAMES, "messages of Fetch calls", share=FETCHED_MESSAGES),
             awaited_images=Budget(AWAITED_IMAGES, "images that are not submitted yet"),
             upload_bytes=Budget(upload_bytes, "upload bytes"),
             pinned_bytes=pinned_bytes,
@@ -235,6 +242,18 @@ class Budgets:
             ),
             tickets=Budget(TICKETS, "windows of rows that are sent beside their calls"),
         )
+
+
+# Messages with rows that a holder may be owed: 0.1 s of the event loop, however many of them are due at one moment.
+FETCHED_MESSAGES = 1000
+
+
+def fetch_messages(windows: int, *, rows_inside: bool) -> int:
+    """Return how many messages a Fetch of small rows counts as: each is one unit of work for the event loop.
+
+    If rows travel inside announcements, `TURN_NAMES` windows cost as much as a message.
+    """
+    return math.ceil(windows / TURN_NAMES) if rows_inside else windows
 
 
 # Refusals of a call, or of up to `NAMES_AT_A_TIME` images together, are delayed by this. Otherwise a caller that

@@ -2,11 +2,14 @@
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from encoder_contract.errors import OverloadedError
-from encoder_service.limits import Budget, Hold
+from encoder_service.config import Config
+from encoder_service.limits import FETCHED_MESSAGES, Budget, Budgets, Hold, fetch_messages
+from encoder_service.scheduler import most_held
 from tests.callers import caller
 from tests.waiting import PATIENCE_S
 
@@ -28,6 +31,17 @@ def test_a_greedy_caller_leaves_a_quarter_to_others() -> None:
     with pytest.raises(OverloadedError, match="share of places"):
         budget.hold(caller("greedy"))
     assert 0 < taken(budget, "other") < 25
+
+
+def test_a_holder_is_owed_at_most_a_tenth_of_a_second_of_messages() -> None:
+    budget = Budgets.of(Config(model=Path("unused"))).fetched_messages
+    assert taken(budget, "greedy") == FETCHED_MESSAGES < most_held(budget.size - FETCHED_MESSAGES)
+    assert taken(budget, "other") == FETCHED_MESSAGES
+
+
+def test_windows_inside_announcements_count_as_a_quarter_of_a_message() -> None:
+    assert [fetch_messages(windows, rows_inside=True) for windows in (1, 4, 5, 512)] == [1, 1, 2, 128]
+    assert [fetch_messages(windows, rows_inside=False) for windows in (1, 4, 5, 512)] == [1, 4, 5, 512]
 
 
 def test_a_part_counts_in_the_whole_but_against_nobodys_share_of_it() -> None:

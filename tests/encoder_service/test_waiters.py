@@ -88,13 +88,13 @@ async def stub(server: Server) -> AsyncIterator[Any]:
 
 def unknown(count: int, grace_ms: int) -> pb.FetchRequest:
     images = [pb.FetchImage(index=n, digest=address(n)) for n in range(count)]
-    return pb.FetchRequest(images=images, grace_ms=grace_ms)
+    return pb.FetchRequest(images=images, grace_ms=grace_ms, rows_inside=True)
 
 
 async def test_a_flood_of_unknown_digests_is_refused_without_harm_to_others(
     server: Server, stub: Any
 ) -> None:
-    calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(12)]
+    calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(7)]  # as many as one caller may have
     image = photo(64, 64, 9)
     reading = [asyncio.ensure_future(call.read()) for call in calls]
     first, _ = await asyncio.wait(reading, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)

@@ -128,7 +128,7 @@ async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config
 
 async def test_a_fetch_over_the_callers_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, max_queued_images=16, drain_s=1) as server,
+        server_of(config, model, max_queued_images=64, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
         from_another_host(server.endpoint) as elsewhere,
         await EncoderClient.connect(elsewhere) as other,
@@ -139,12 +139,14 @@ async def test_a_fetch_over_the_callers_share_is_refused_as_a_whole(config: Conf
             grace_ms=120_000,  # longer than the test
         )
         service = await stub(client)
-        waiting = service.Fetch(request)  # half of 16 claims for each of 16 images
-        await soon(lambda: server.budgets.fetched_images.held == 128)
+        waiting = service.Fetch(
+            request
+        )  # half of 16 claims for each of 64 images, four of which count as a message
+        await soon(lambda: server.budgets.fetched_messages.held == 128)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await service.Fetch(request).read()
         assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "share of images in Fetch calls" in str(refusal.value.details())
+        assert "share of messages of Fetch calls" in str(refusal.value.details())
         outcomes = await collect(other, await submitted(other, PHOTOS[:2]), transports=("inline",))
         assert [outcomes[n].error for n in range(2)] == [None] * 2
         assert not waiting.done()

@@ -189,7 +189,7 @@ async def test_a_tenant_has_one_share_under_any_client_name(guard: Server, as_te
             client.fetch([RowRequest(bytes([n]) * 32)], grace_ms=20_000) for n, client in enumerate((a, b, c))
         ]
         waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
-        room = guard.budgets.fetched_images
+        room = guard.budgets.fetched_messages
         await soon(lambda: room.held == 3)
         assert dict(room._holders) == {"tenant chat": 2, "tenant search": 1}
         for each in waiting:

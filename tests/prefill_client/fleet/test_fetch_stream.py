@@ -30,7 +30,7 @@ async def test_calls_interrupted_by_a_drain_continue_at_another_server(config: C
         await EncoderClient.connect([a.endpoint, b.endpoint]) as client,
     ):
         waiting = asyncio.create_task(fetched(client, PICTURES[0]))
-        rooms = {server: server.budgets.fetched_images for server in (a, b)}
+        rooms = {server: server.budgets.fetched_messages for server in (a, b)}
         await soon(lambda: any(room.held for room in rooms.values()))
         first_server, other = (a, b) if rooms[a].held else (b, a)
         await first_server.drain()

@@ -9,7 +9,8 @@ counts as failed, and its time counts as at least the victim's patience. The fir
 During the attack `watchers` the server is also told to stop. It must notify the victim's health watcher, and end.
 
 Before the attack, the attacker attacks a second server on the same machine for a while. The victim of the first server
-then measures the cost of sharing the processors, which no server can reduce.
+then measures the cost of sharing the processors, which no server can reduce. The processor time of the event loop,
+divided by the Submits and Fetches of all callers that ended meanwhile, depends on no other load of the machine.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -71,12 +72,17 @@ BENCHMARK = Benchmark(
         ),
         Figure("victim_p99_over_neighbour", "p99 beside the worst attacker / beside an honest neighbour"),
         Figure(
+            "victim_throughput_over_neighbour",
+            "requests a second beside the worst attacker / beside an honest neighbour",
+        ),
+        Figure(
             "grown_mib",
             "memory of the server after the worst attacker, more than before",
             "MiB",
             target="<= 512",
         ),
         Figure("calm_p99_ms", "p99 of a request with none", "ms"),
+        Figure("calm_loop_ms", "processor time of the event loop with none", "ms a call"),
         *(
             figure
             for name, says in (
@@ -103,7 +109,9 @@ BENCHMARK = Benchmark(
             )
             for figure in (
                 Figure(f"p99_ratio_{name}", f"{says}: p99 / with none"),
+                Figure(f"p99_over_neighbour_{name}", f"{says}: p99 / beside an honest neighbour"),
                 Figure(f"p99_elsewhere_{name}", f"{says}, at another server of the machine: p99 / with none"),
+                Figure(f"loop_ms_{name}", f"{says}: processor time of the event loop", "ms a call"),
                 Figure(f"failed_{name}", f"{says}: failed", "requests"),
             )
         ),
@@ -155,6 +163,32 @@ class RequestOutcomes:
     def per_s(self) -> float:
         """The rate of the requests that succeeded. Requests are made one by one."""
         return (len(self.seconds) - len(self.errors)) / sum(self.seconds)
+
+
+@dataclass(frozen=True)
+class LoopWork:
+    """Seconds of processor time of the server's event loop, and the Submits and Fetches that ended meanwhile."""
+
+    cpu_s: float = 0.0
+    calls: float = 0.0
+
+    @classmethod
+    def so_far(cls, server: ServerProcess) -> Self:
+        """Return the work since the server's start. Its event loop runs on its main thread."""
+        threads = {each.id: each for each in psutil.Process(server.process.pid).threads()}
+        loop = threads[server.process.pid]
+        return cls(loop.user_time + loop.system_time, server.metrics().total("calls_total"))
+
+    def __add__(self, other: Self) -> "LoopWork":
+        return LoopWork(self.cpu_s + other.cpu_s, self.calls + other.calls)
+
+    def __sub__(self, other: Self) -> "LoopWork":
+        return LoopWork(self.cpu_s - other.cpu_s, self.calls - other.calls)
+
+    @property
+    def ms_a_call(self) -> float:
+        """Milliseconds for each call."""
+        return self.cpu_s * 1e3 / max(1.0, self.calls)
 
 
 class Victim:
@@ -214,12 +248,15 @@ class Measured:
     """The victim's requests to one server, in the order in which they were made.
 
     `elsewhere`: while the attacker attacked another server; `calm`: with no attacker; `attacked`: beside the attacker.
-    `grown_mib` is the growth of the server's own memory during the attack, and of the kernel's for its connections.
+    `calm_work` and `attacked_work` are the event loop's meanwhile, for all callers. `grown_mib` is the growth of the
+    server's own memory during the attack, and of the kernel's for its connections.
     """
 
     elsewhere: RequestOutcomes
     calm: RequestOutcomes
     attacked: RequestOutcomes
+    calm_work: LoopWork
+    attacked_work: LoopWork
     grown_mib: float
 
 
@@ -257,14 +294,20 @@ async def measure_attack(name: str, model: Path) -> Measured:
                 elsewhere = await victim.run_for(ATTACK_S)
         with attacking(name, server) as go:
             await victim.run_for(WARM_S)
+            began = await work_of(server)
             calm = await victim.run_for(CALM_S)
-            before_mib = unshared_mib(server)
+            before, before_mib = await work_of(server), unshared_mib(server)
             go()
             attacked = await victim.run_for(ATTACK_S)
-            grown_mib = max(0.0, unshared_mib(server) - before_mib)
+            after, grown_mib = await work_of(server), max(0.0, unshared_mib(server) - before_mib)
             if name == "watchers":
                 attacked.errors += await stop(server, victim)
-        return Measured(elsewhere, calm, attacked, grown_mib)
+        return Measured(elsewhere, calm, attacked, before - began, after - before, grown_mib)
+
+
+async def work_of(server: ServerProcess) -> LoopWork:
+    """Return the work of a server's event loop so far."""
+    return await asyncio.to_thread(LoopWork.so_far, server)
 
 
 def write_tenant(folder: Path) -> None:
@@ -332,42 +375,57 @@ async def measure(names: Sequence[str], budget: TimeBudget) -> dict[str, Measure
 
 def report(found: dict[str, Measured], left_out: list[str]) -> dict[str, Any]:
     """Print the table; return the figures."""
-    calm = RequestOutcomes()
+    calm, calm_work = RequestOutcomes(), LoopWork()
     for each in found.values():
         calm.add(each.calm)
-    rows: list[list[str | float]] = [[*_row("no attacker", calm, calm), ""]]
+        calm_work += each.calm_work
+    neighbour = found[NEIGHBOUR].attacked
+    rows: list[list[str | float]] = [[*_row("no attacker", calm, calm, neighbour), calm_work.ms_a_call, ""]]
     for name, each in found.items():
-        rows.append([*_row(name, each.attacked, calm), each.grown_mib])
-        rows.append([*_row(f"{name}, at another server", each.elsewhere, calm), ""])
-    rows += [[name, "left out: no time", "", "", "", "", "", ""] for name in left_out]
-    heads = ["attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm", "per s / calm", "MiB more"]
-    table("One well-behaved client beside each attacker", heads, rows)
+        beside = _row(name, each.attacked, calm, neighbour)
+        rows.append([*beside, each.attacked_work.ms_a_call, each.grown_mib])
+        rows.append([*_row(f"{name}, at another server", each.elsewhere, calm, neighbour), "", ""])
+    rows += [[name, "left out: no time", *[""] * (len(HEADS) - 2)] for name in left_out]
+    table("One well-behaved client beside each attacker", HEADS, rows)
     for name, each in found.items():
         for error, times in Counter(each.attacked.errors).most_common(3):
             print(f"{name}: {times} times: {error}")
     ratios = {name: each.attacked.p99_ms / calm.p99_ms for name, each in found.items()}
     worst = max(ratio for name, ratio in ratios.items() if name != NEIGHBOUR)
-    speeds = [each.attacked.per_s / calm.per_s for name, each in found.items() if name != NEIGHBOUR]
+    slowest = min(each.attacked.per_s for name, each in found.items() if name != NEIGHBOUR)
     return {
         "victim_p99_ratio": worst,
-        "victim_throughput_ratio": min(speeds),
+        "victim_throughput_ratio": slowest / calm.per_s,
         "victim_p99_over_neighbour": worst / ratios[NEIGHBOUR],
+        "victim_throughput_over_neighbour": slowest / neighbour.per_s,
         "victim_failed": sum(len(each.attacked.errors) for each in found.values()),
         "grown_mib": max(each.grown_mib for each in found.values()),
         "calm_failed": len(calm.errors),
         "calm_p99_ms": calm.p99_ms,
+        "calm_loop_ms": calm_work.ms_a_call,
         "attacks": len(found) - 1,
         "left_out": left_out,
         **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
+        **{f"p99_over_neighbour_{name}": ratio / ratios[NEIGHBOUR] for name, ratio in ratios.items()},
         **{f"p99_elsewhere_{name}": each.elsewhere.p99_ms / calm.p99_ms for name, each in found.items()},
+        **{f"loop_ms_{name}": each.attacked_work.ms_a_call for name, each in found.items()},
         **{f"failed_{name}": len(each.attacked.errors) for name, each in found.items()},
     }
 
 
-def _row(name: str, requests: RequestOutcomes, calm: RequestOutcomes) -> list[str | float]:
+HEADS = (
+    *("attack", "requests", "failed", "p50 ms", "p99 ms", "p99 / calm", "p99 / neighbour", "per s / calm"),
+    *("loop ms / call", "MiB more"),
+)
+
+
+def _row(
+    name: str, requests: RequestOutcomes, calm: RequestOutcomes, neighbour: RequestOutcomes
+) -> list[str | float]:
     counts = [str(len(requests.seconds)), str(len(requests.errors))]
-    ratios = [requests.p99_ms / calm.p99_ms, requests.per_s / calm.per_s]
-    return [name, *counts, median(requests.seconds) * 1e3, requests.p99_ms, *ratios]
+    p99_ms = requests.p99_ms
+    ratios = [p99_ms / calm.p99_ms, p99_ms / neighbour.p99_ms, requests.per_s / calm.per_s]
+    return [name, *counts, median(requests.seconds) * 1e3, p99_ms, *ratios]
 
 
 def main() -> None:

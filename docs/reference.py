@@ -2,14 +2,14 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
 from bench.harness.benchmark import markdown
-from encoder_contract.settings import Settings, flag
+from encoder_contract.settings import Settings, declared, flag
 from encoder_service.config import Config
 from encoder_service.metrics import PREFIX, Metrics
 from prefill_client.sglang_gateway.config import GatewayConfig
@@ -47,18 +47,17 @@ def settings_page() -> str:
 
 def _sections(program: str, kind: type[Settings]) -> Iterator[str]:
     yield f"## {program}\n"
-    hints = get_type_hints(kind)
     rows: list[tuple[str, str, str]] = []
-    for each in fields(kind):
-        if each.name in kind.headings:
+    for setting, each, hint in declared(kind):
+        if setting in kind.headings:
             yield from _table(rows)
             rows = []
-            yield f"### {kind.headings[each.name]}\n"
+            yield f"### {kind.headings[setting]}\n"
         default = (
             "required" if each.default is MISSING else f"`{each.default}`" if each.default != "" else "empty"
         )
-        name = f"`{flag(each.name)}`, `{kind.environment_name(each.name)}`"
-        choices = " or ".join(f"`{choice}`" for choice in get_args(hints[each.name]))
+        name = f"`{flag(setting)}`, `{kind.environment_name(setting)}`"
+        choices = " or ".join(f"`{choice}`" for choice in get_args(hint))
         text = f"{choices}: {each.metadata['help']}" if choices else each.metadata["help"]
         rows.append((name, default, text.replace("|", "\\|")))
     yield from _table(rows)

@@ -25,7 +25,7 @@ from encoder_contract.command_line import (
     say,
     seconds,
 )
-from encoder_contract.credentials import Credentials
+from encoder_contract.credentials import AccessSettings
 from encoder_contract.endpoint import Endpoint
 from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
@@ -151,7 +151,7 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
             metavar="HOST:PORT",
             help="address of the server, or unix:/path (default %(default)s)",
         )
-        Credentials.add_flags(parser)
+        AccessSettings.add_flags(parser)
 
 
 def _operate(name: str, given: dict[str, Any]) -> int:
@@ -159,7 +159,14 @@ def _operate(name: str, given: dict[str, Any]) -> int:
 
     try:
         with output():
-            print(run(name, given["server"], given.get("address", ""), Credentials.from_flags(given)))
+            print(
+                run(
+                    name,
+                    given["server"],
+                    given.get("address", ""),
+                    AccessSettings.from_flags(given).credentials,
+                )
+            )
     except OperatorError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return FAILED

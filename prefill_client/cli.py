@@ -19,7 +19,7 @@ from encoder_contract.command_line import (
     reported,
     seconds,
 )
-from encoder_contract.credentials import Credentials
+from encoder_contract.credentials import AccessSettings
 from encoder_contract.errors import EncoderError
 from encoder_contract.version import __version__
 from prefill_client.transport import BY_DEFAULT, INLINE
@@ -66,7 +66,7 @@ def _add_encode_flags(encode: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="seconds before the command gives up (default %(default)s)",
     )
-    Credentials.add_flags(encode)
+    AccessSettings.add_flags(encode)
     encode.add_argument(
         "--inline", action="store_true", help="receive rows over gRPC instead of shared memory"
     )
@@ -93,7 +93,10 @@ async def _encode(options: dict[str, Any], files: list[bytes]) -> int:
 
     timeout_s = min(options["timeout_s"], CONNECT_S)
     async with await EncoderClient.connect(
-        options["server"], credentials=Credentials.from_flags(options), timeout_s=timeout_s, wait=False
+        options["server"],
+        credentials=AccessSettings.from_flags(options).credentials,
+        timeout_s=timeout_s,
+        wait=False,
     ) as client:
         began = perf_counter()
         submitted = await client.submit(files, request_id=REQUEST, timeout_s=options["timeout_s"])

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from encoder_contract.command_line import CommandLine, reported
-from encoder_contract.credentials import Credentials
-from encoder_contract.settings import Settings, knob
+from encoder_contract.credentials import AccessSettings
+from encoder_contract.settings import Settings, group, knob
 from encoder_contract.version import __version__
 from prefill_client.media.destinations import Destinations
 
@@ -21,20 +21,7 @@ class HttpSettings(Settings):
         help="address of the encoder service: host:port or unix:/path, or dns:host:port for every replica behind that "
         "name",
     )
-    encoder_tls_ca: str = knob(
-        "",
-        help="PEM file of the authorities that issue the encoder's certificate, or `public`; empty: no TLS",
-    )
-    encoder_tls_cert: str = knob(
-        "", help="PEM file with the client certificate of this process, if the encoder requires one"
-    )
-    encoder_tls_key: str = knob("", help="PEM file with the private key of --encoder-tls-cert, unencrypted")
-    encoder_tls_name: str = knob(
-        "", help="name to expect in the encoder's certificate; empty: the host of --encoder"
-    )
-    encoder_token_file: str = knob(
-        "", help="file with the tenant token that this process sends to the encoder; empty: no token"
-    )
+    access: AccessSettings = group(AccessSettings, prefix="encoder_")
     listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 picks a free port")
     max_body_bytes: int = knob(256 << 20, help="largest request body, bytes")
     max_image_bytes: int = knob(32 << 20, help="largest image file, bytes")
@@ -53,17 +40,6 @@ class HttpSettings(Settings):
             self.image_destinations  # noqa: B018 - raises for an invalid rule
         except ValueError as error:
             self._require(False, "image_hosts", f"must be hosts, addresses and networks: {error}")
-
-    @property
-    def credentials(self) -> Credentials:
-        """Credentials for calls to the encoder service."""
-        return Credentials(
-            self.encoder_tls_ca,
-            self.encoder_tls_cert,
-            self.encoder_tls_key,
-            self.encoder_tls_name,
-            self.encoder_token_file,
-        )
 
     @property
     def image_destinations(self) -> Destinations:

@@ -42,7 +42,7 @@ async def serve(config: ServiceConfig, listener: socket.socket) -> None:
         videos, refused = VideoSettings.from_folder(folder), ""
     except (OSError, ValueError) as error:
         videos, refused = None, f", no videos: {error}"
-    async with await EncoderClient.connect(config.encoder, credentials=config.credentials) as client:
+    async with await EncoderClient.connect(config.encoder, credentials=config.access.credentials) as client:
         await asyncio.to_thread(_check_model, folder, client.description)
         engine, prefixes = (
             Engine(language_model, row_width=client.description.width),

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from encoder_contract.credentials import Credentials
+from encoder_contract.credentials import AccessSettings
 
 ANY_MODEL = "any"
 _FINGERPRINT = re.compile("[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceSettings:
+class ServiceSettings(AccessSettings):
     """Each field is a key of the user's configuration. Unknown keys are errors."""
 
     location: ClassVar[str]
@@ -32,16 +32,6 @@ class ServiceSettings:
     model_fingerprint: str = ""
     """A service whose vision weights or configuration differ from the engine's checkpoint is refused. 64 hexadecimal
     digits: the service must also have this fingerprint. "any": nothing is compared."""
-    tls_ca: str = ""
-    """PEM file of authorities of the service's certificate, or `public`; empty: no TLS."""
-    tls_cert: str = ""
-    """PEM file with this engine's certificate, if the service requires one; read again when it changes."""
-    tls_key: str = ""
-    """PEM file with the key of `tls_cert`."""
-    tls_name: str = ""
-    """The name in the service's certificate, if endpoints are addresses."""
-    token_file: str = ""
-    """File with the tenant's token; sent only over TLS or within this host, read again when it changes."""
     tenant_salt: str = ""
     """Part of the address of every image: this engine shares embeddings only with engines of the same salt."""
 
@@ -68,11 +58,6 @@ class ServiceSettings:
     def takes_any_model(self) -> bool:
         """Whether a service of any model is accepted, if its rows have the right shape."""
         return self.model_fingerprint == ANY_MODEL
-
-    @property
-    def credentials(self) -> Credentials:
-        """The credentials for the service."""
-        return Credentials(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
 
     def _check(self) -> None:
         for name in (field.name for field in fields(self)):

@@ -39,7 +39,7 @@ async def serve(config: GatewayConfig) -> None:
             config.endpoints,
             client_id="sglang-gateway",
             tenant_salt=config.tenant_salt.encode(),
-            credentials=config.credentials,
+            credentials=config.access.credentials,
             timeout_s=config.start_s,
         )
         async with client:
@@ -51,7 +51,7 @@ async def serve(config: GatewayConfig) -> None:
 
 async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.socket) -> None:
     delivery, metrics = Delivery(), GatewayMetrics()
-    certificates = config.credentials.certificates()
+    certificates = config.access.credentials.certificates()
     if certificates is not None and certificates.pem.cert:
         metrics.watch_certificate(certificates)
     load = partial(ImageLoader, config.image_destinations, timeout_s=config.image_s)

@@ -4,10 +4,11 @@ import argparse
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from encoder_contract.certificates import Certificates
+from encoder_contract.settings import flag, knob, metavar
 from encoder_contract.trusted import read_trusted
 
 PUBLIC_CA = "public"
@@ -38,35 +39,42 @@ class Credentials:
             return None
         return Certificates(self.cert, self.key, "" if self.ca == PUBLIC_CA else self.ca)
 
-    @staticmethod
-    def add_flags(parser: argparse.ArgumentParser) -> None:
-        """Add the flags for TLS and the token to a command."""
-        for flag, text in (
-            (
-                "ca",
-                f"PEM file of the authorities that issue the server's certificate, or `{PUBLIC_CA}`; empty: no TLS",
-            ),
-            ("cert", "PEM file with a client certificate, if the server requires one"),
-            ("key", "PEM file with the private key of --tls-cert, unencrypted"),
-            ("name", "name to expect in the server's certificate; empty: the host of --server"),
-        ):
-            parser.add_argument(
-                f"--tls-{flag}", default="", metavar="NAME" if flag == "name" else "FILE", help=text
-            )
-        parser.add_argument(
-            "--token-file", default="", metavar="FILE", help="file with a tenant's token; empty: no token"
-        )
-
-    @classmethod
-    def from_flags(cls, given: Mapping[str, Any]) -> Self:
-        """Return the credentials that the flags of `add_flags` gave."""
-        return cls(
-            given["tls_ca"], given["tls_cert"], given["tls_key"], given["tls_name"], given["token_file"]
-        )
-
     def token(self) -> "Token":
         """Read the token file. Raises `ValueError`, which names it."""
         return Token(self.token_file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessSettings:
+    """The settings of a client's credentials, as every program and plug-in names them."""
+
+    tls_ca: str = knob(
+        "",
+        help=f"PEM file of the authorities that issue the server's certificate, or `{PUBLIC_CA}`; empty: no TLS",
+    )
+    tls_cert: str = knob("", help="PEM file with a client certificate, if the server requires one")
+    tls_key: str = knob("", help="PEM file with the private key of the client certificate, unencrypted")
+    tls_name: str = knob(
+        "", help="name to expect in the server's certificate; empty: the host of its address"
+    )
+    token_file: str = knob("", help="file with a tenant's token for the server; empty: no token")
+
+    @property
+    def credentials(self) -> Credentials:
+        """The credentials for calls to the service."""
+        return Credentials(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.token_file)
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Add a flag for each setting to a command."""
+        for each in fields(cls):
+            what = metavar(each.name, str)
+            parser.add_argument(flag(each.name), default="", metavar=what, help=each.metadata["help"])
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any]) -> Self:
+        """Return what the flags of `add_flags` gave."""
+        return cls(**{each.name: given[each.name] for each in fields(cls)})
 
 
 class Token:

@@ -1,8 +1,8 @@
 """Settings: each field of a frozen dataclass is a flag, an environment variable, a default and a help line."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -44,6 +44,22 @@ def knob(
     return field(default=default, metadata={"help": help, "zero": zero, "below": below})
 
 
+def group(kind: type, *, prefix: str) -> Any:
+    """Declare a field of type `kind`, a dataclass of knobs. Each is a setting, whose name begins with `prefix`."""
+    return field(default_factory=kind, metadata={"group": kind, "prefix": prefix})
+
+
+def declared(kind: type) -> Iterator[tuple[str, "Field[Any]", Any]]:
+    """Yield the name, the declaration and the type of each setting in a dataclass, also of those in groups."""
+    hints = get_type_hints(kind)
+    for each in fields(kind):
+        if "group" not in each.metadata:
+            yield each.name, each, hints[each.name]
+            continue
+        for name, inner, hint in declared(each.metadata["group"]):
+            yield each.metadata["prefix"] + name, inner, hint
+
+
 def flag(name: str) -> str:
     """Return the flag of a field: `max_image_bytes` is `--max-image-bytes`."""
     return "--" + name.replace("_", "-")
@@ -75,23 +91,22 @@ class Settings:
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         """Add a flag for each field to `parser`, without defaults, so that `read` sees which flags were given."""
-        hints = get_type_hints(cls)
-        group: argparse._ActionsContainer = parser
-        for each in fields(cls):
-            if each.name in cls.headings:
-                group = parser.add_argument_group(cls.headings[each.name])
-            kind, choices = _kind(hints[each.name])
+        section: argparse._ActionsContainer = parser
+        for name, each, hint in declared(cls):
+            if name in cls.headings:
+                section = parser.add_argument_group(cls.headings[name])
+            kind, choices = _kind(hint)
             default = "required" if each.default is MISSING else f"default {_shown(each.default)}"
-            text = f"{each.metadata['help']} ({default}; {cls.environment_name(each.name)})"
+            text = f"{each.metadata['help']} ({default}; {cls.environment_name(name)})"
             switch = choices is not None and set(choices) == {"no", "yes"}
-            group.add_argument(
-                flag(each.name),
+            section.add_argument(
+                flag(name),
                 type=kind,
                 choices=choices,
                 nargs="?" if switch else None,  # a switch without a value means yes
                 const="yes" if switch else None,
                 default=argparse.SUPPRESS,
-                metavar=None if choices else metavar(each.name, kind),
+                metavar=None if choices else metavar(name, kind),
                 help=text.replace("%", "%%"),
             )
 
@@ -99,15 +114,18 @@ class Settings:
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> Self:
         """Combine flags and environment variables; flags win. Raises `ConfigError` for unknown names and bad values."""
         values = {**cls._from_environment(environment), **given}
-        missing = [each.name for each in fields(cls) if each.default is MISSING and each.name not in values]
+        missing = [name for name, each, _ in declared(cls) if each.default is MISSING and name not in values]
         if missing:
             raise ConfigError(f"{flag(missing[0])} (or {cls.environment_name(missing[0])}) is required")
+        for each in (each for each in fields(cls) if "group" in each.metadata):
+            kind, prefix = each.metadata["group"], each.metadata["prefix"]
+            names = [inner.name for inner in fields(kind) if prefix + inner.name in values]
+            values[each.name] = kind(**{name: values.pop(prefix + name) for name in names})
         return cls(**values)
 
     @classmethod
     def _from_environment(cls, environment: Mapping[str, str]) -> dict[str, Any]:
-        known = {cls.environment_name(each.name): each.name for each in fields(cls)}
-        hints = get_type_hints(cls)
+        known = {cls.environment_name(name): (name, hint) for name, _, hint in declared(cls)}
         values: dict[str, Any] = {}
         for name, text in environment.items():
             if not name.startswith(cls.environment_prefix):
@@ -116,13 +134,15 @@ class Settings:
                 raise ConfigError(
                     f"{name} is not a setting{did_you_mean(name, known)}; --help lists all settings"
                 )
-            values[known[name]] = _parsed(name, text, hints[known[name]])
+            field_name, hint = known[name]
+            values[field_name] = _parsed(name, text, hint)
         return values
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, below = getattr(self, each.name), each.metadata["below"]
+            value = getattr(self, each.name)
             if isinstance(value, int | float):
+                below = each.metadata["below"]
                 rule = (
                     "must be positive and finite" if below == inf else f"must be above 0 and below {below:g}"
                 )

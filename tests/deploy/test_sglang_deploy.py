@@ -96,6 +96,6 @@ def test_the_page_and_the_manifests_name_releases_that_the_frames_are_tested_wit
 
 def test_the_gateway_of_a_pod_with_tls_reads_the_files_of_its_secret() -> None:
     config = pod_gateway({"tls": {"enabled": True, "name": "encoder.example"}})
-    assert config.encoder_tls_ca == "/etc/encoder/ca.crt"
-    assert config.encoder_tls_name == "encoder.example"
-    assert config.encoder_token_file == "/etc/encoder/token"
+    assert config.access.tls_ca == "/etc/encoder/ca.crt"
+    assert config.access.tls_name == "encoder.example"
+    assert config.access.token_file == "/etc/encoder/token"

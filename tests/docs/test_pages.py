@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import re
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import grpc
@@ -14,6 +13,7 @@ import yaml
 from bench.harness.benchmark import benchmarks
 from docs.reference import PROGRAMS, metrics_page, settings_page
 from encoder_contract import errors
+from encoder_contract.settings import declared
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.app import Server
 from encoder_service.config import Config
@@ -59,7 +59,7 @@ def code() -> str:
 
 @pytest.fixture(scope="module")
 def words(code: str) -> set[str]:
-    variables = {kind.environment_name(each.name) for _, kind in PROGRAMS for each in fields(kind)}
+    variables = {kind.environment_name(name) for _, kind in PROGRAMS for name, *_ in declared(kind)}
     return named(r"\w+", code) | {path.stem for path in sources()} | variables
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Self
 
@@ -57,6 +57,25 @@ class SentImages:
         self._routes.pop(digest, None)
 
 
+@dataclass(slots=True)
+class _Unanswered:
+    """An image without a final answer. The next attempt at it is due at `due_s`, in seconds of `time.monotonic`."""
+
+    image: Image
+    attempts: Attempts
+    due_s: float = 0.0
+
+    def final(self, answer: Submitted) -> Submitted | None:
+        """Return the final answer, after a server's; None if the image will be tried again."""
+        if answer.error is None:
+            return answer
+        pause_s = self.attempts.pause_s(answer.error, can_resubmit=False)
+        if pause_s is None:
+            return replace(answer, error=self.attempts.outcome(answer.error))
+        self.due_s = monotonic() + pause_s
+        return None
+
+
 class Submission:
     """Submits the images of one request, each to the server that the router prefers, and retries."""
 
@@ -103,40 +122,32 @@ class Submission:
 
         Retries end after `timeout_s`, or earlier after too many failures, unless they are `persistent`.
         """
-        images = {index: image for index, image in enumerate(files) if isinstance(image, Image)}
-        answers = {
-            index: Submitted(b"", error=error)
-            for index, error in enumerate(files)
-            if isinstance(error, EncoderError)
-        }
         deadline = monotonic() + timeout_s
-        attempts = {index: Attempts(deadline, kept=persistent, sends=True) for index in images}
-        due_s = dict.fromkeys(images, 0.0)
-        while images:
-            now_s = monotonic()
-            due = {index: image for index, image in images.items() if due_s[index] <= now_s}
-            answered = await self._submit_once(due, attempts)
-            for index, answer in answered.items():
-                pause_s = None
-                if answer.error is not None:
-                    pause_s = attempts[index].pause_s(answer.error, can_resubmit=False)
-                if pause_s is None:
-                    error = answer.error and attempts[index].outcome(answer.error)
-                    answers[index] = replace(answer, error=error)
-                    del images[index]
-                else:
-                    due_s[index] = monotonic() + pause_s
-            if self._together is not None and images:  # what is refused together is tried again together
-                due_s = dict.fromkeys(images, max(due_s[index] for index in images))
-            await asyncio.sleep(min((due_s[index] for index in images), default=0.0) - monotonic())
+        answers: dict[int, Submitted] = {}
+        waiting: dict[int, _Unanswered] = {}
+        for index, file in enumerate(files):
+            if isinstance(file, EncoderError):
+                answers[index] = Submitted(b"", error=file)
+            else:
+                waiting[index] = _Unanswered(file, Attempts(deadline, kept=persistent, sends=True))
+        now_s = 0.0
+        while waiting:
+            due = {index: each for index, each in waiting.items() if each.due_s <= now_s}
+            for index, answer in (await self._submit_once(due)).items():
+                if (final := due[index].final(answer)) is not None:
+                    answers[index] = final
+                    del waiting[index]
+            # What is refused together is tried again together.
+            choose = min if self._together is None else max
+            next_s = choose((each.due_s for each in waiting.values()), default=0.0)
+            await asyncio.sleep(next_s - monotonic())
+            now_s = max(next_s, monotonic())
         return [answers[index] for index in range(len(files))]
 
-    async def _submit_once(
-        self, images: dict[int, Image], attempts: dict[int, Attempts]
-    ) -> dict[int, Submitted]:
+    async def _submit_once(self, due: dict[int, _Unanswered]) -> dict[int, Submitted]:
         """Make one attempt at every image. Images that go to the same server share a call."""
-        indexes, max_images = list(images), self._pool.description.max_images_per_call
-        digests = [image.digest for image in images.values()]
+        indexes, max_images = list(due), self._pool.description.max_images_per_call
+        digests = [each.image.digest for each in due.values()]
         # Images that are at a server already stay there: the history of a chat is not dealt again as it grows.
         with self._pool.router.placed(digests, self._recent.route) as groups:
             batches = [
@@ -148,7 +159,7 @@ class Submission:
                 calls = [
                     group.create_task(
                         self._submit_to(
-                            endpoint, [images[index] for index in batch], attempts[batch[0]].left_s()
+                            endpoint, [due[index].image for index in batch], due[batch[0]].attempts.left_s()
                         )
                     )
                     for endpoint, batch in batches
@@ -160,38 +171,52 @@ class Submission:
         }
 
     async def _submit_to(self, endpoint: str, images: Sequence[Image], timeout_s: float) -> list[Submitted]:
-        """Return the answers of one server. What it has taken when the time is up stays submitted."""
-        is_together = self._together is not None  # then no bytes travel before there is room
-        new = [
-            index
-            for index, image in enumerate(images)
-            if not is_together and self._recent.route(image.digest) is None
-        ]
+        """Return the answers of one server."""
+        is_together = self._together is not None
         stream: SubmitStream | None = None
         try:
             async with self._pool.attempt(endpoint, timeout_s) as connection:
-                stream = connection.submit(images, self._caller, new)
+                stream = connection.submit(images, self._caller, self._new(images))
                 answers = await stream.answers(kept=self._kept, all_or_nothing=is_together)
                 self._pool.router.set_rate(endpoint, stream.patches_per_s)
         except EncoderError as error:
-            is_late = isinstance(error, DeadlineError) and stream is not None and stream.is_open()
-            answered = stream.answered if stream is not None and is_late and not self._kept else {}
-            if stream is not None and not answered:
-                stream.close()
-            answers = [
-                answered.get(index, Submitted(image.digest, error=error))
-                for index, image in enumerate(images)
-            ]
+            answers = self._answers_until(error, stream, images)
         except BaseException:  # cancelled: the caller no longer wants the images
             if stream is not None:
                 stream.close()
             raise
+        if stream is not None:
+            self._accept(stream, endpoint, images, answers)
+        return answers
+
+    def _new(self, images: Sequence[Image]) -> list[int]:
+        """Return the indexes of the images whose files come with their names. None do before there is room for all."""
+        if self._together is not None:
+            return []
+        return [index for index, image in enumerate(images) if self._recent.route(image.digest) is None]
+
+    def _answers_until(
+        self, error: EncoderError, stream: SubmitStream | None, images: Sequence[Image]
+    ) -> list[Submitted]:
+        """Return the answers of a call that failed. What the server has taken when the time is up stays submitted."""
+        answered: dict[int, Submitted] = {}
+        if stream is not None:
+            if isinstance(error, DeadlineError) and stream.is_open() and not self._kept:
+                answered = stream.answered
+            if not answered:
+                stream.close()
+        return [
+            answered.get(index, Submitted(image.digest, error=error)) for index, image in enumerate(images)
+        ]
+
+    def _accept(
+        self, stream: SubmitStream, endpoint: str, images: Sequence[Image], answers: Sequence[Submitted]
+    ) -> None:
         accepted = {index: image for index, image in enumerate(images) if answers[index].error is None}
         for image in accepted.values():
             self._recent.remember(image, endpoint)
-        if stream is not None and stream.is_open():
+        if stream.is_open():
             self._leave(stream, endpoint, accepted)
-        return answers
 
     def _leave(self, stream: SubmitStream, _endpoint: str, _accepted: dict[int, Image]) -> None:
         """End a call that has accepted some of its images, and is still open."""

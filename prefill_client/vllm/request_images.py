@@ -73,12 +73,15 @@ class RequestImages:
     def __init__(self, body: Any, form: ApiShape) -> None:
         self.body = body
         self._form = form
-        if isinstance(body, dict) and not isinstance(body.get("ec_transfer_params") or {}, dict):
-            raise InvalidRequestError("ec_transfer_params must be an object")
-        parts = [part for parts in _part_lists(body, form) for part in parts if isinstance(part, dict)]
-        kinds = [*map(_allowed_kind, parts)]
-        self._images = [part for part, kind in zip(parts, kinds, strict=True) if kind in IMAGES]
-        self._videos = [part for part, kind in zip(parts, kinds, strict=True) if kind == VIDEO]
+        self._images: list[dict[str, Any]] = []
+        self._videos: list[dict[str, Any]] = []
+        _check_parameters(body)
+        for part in _parts(body, form):
+            kind = _allowed_kind(part)
+            if kind in IMAGES:
+                self._images.append(part)
+            elif kind == VIDEO:
+                self._videos.append(part)
         if self._videos:
             self._check_videos()
             self._place_videos()
@@ -245,6 +248,16 @@ def _part_lists(body: Any, form: ApiShape) -> Iterator[list[Any]]:
             parts = message.get(key) if isinstance(message, dict) else None
             if isinstance(parts, list):
                 yield parts
+
+
+def _parts(body: Any, form: ApiShape) -> Iterator[dict[str, Any]]:
+    return (part for parts in _part_lists(body, form) for part in parts if isinstance(part, dict))
+
+
+def _check_parameters(body: Any) -> None:
+    parameters = body.get("ec_transfer_params") if isinstance(body, dict) else None
+    if parameters and not isinstance(parameters, dict):
+        raise InvalidRequestError("ec_transfer_params must be an object")
 
 
 def _users_texts(body: dict[str, Any]) -> set[int]:

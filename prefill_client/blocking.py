@@ -125,9 +125,11 @@ def _on_loop(
     return call
 
 
-def _connecting(
+def connecting(
     connect: Callable[Parameters, Coroutine[Any, Any, EncoderClient]],
 ) -> Callable[Parameters, "BlockingClient"]:
+    """Return the blocking version of a function that connects: the same parameters, documentation and errors."""
+
     @wraps(connect)
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> "BlockingClient":
         check_process()  # before there is a thread, which would stay
@@ -148,7 +150,7 @@ class BlockingClient:
     geometry and limits, as reported by the first server that answered.
     """
 
-    connect = staticmethod(_connecting(EncoderClient.connect))
+    connect = staticmethod(connecting(EncoderClient.connect))
     submit = _blocking(EncoderClient.submit, lambda _, answers: answers)
     keep = _blocking(EncoderClient.keep, lambda loop, kept: BlockingKept(loop, kept))
     fetch = _blocking(_on_loop(EncoderClient.fetch), lambda loop, stream: BlockingFetch(loop, stream))

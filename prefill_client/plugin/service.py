@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 
 from encoder_contract.backoff import backoff_s
-from encoder_contract.errors import EncoderError, Status, UnauthenticatedError
-from prefill_client.blocking import BlockingClient
+from encoder_contract.errors import EncoderError, ModelMismatchError, Status, UnauthenticatedError
+from prefill_client.blocking import connecting
 from prefill_client.client import EncoderClient
 from prefill_client.plugin.service_settings import ServiceSettings
 from prefill_client.transport import Receivers, receivers
@@ -25,18 +25,41 @@ FIRST_PROBE_S, LAST_PROBE_S = 1.0, 15.0
 
 
 async def connect(
-    settings: ServiceSettings, *, wait: bool = True, receivers: Receivers = receivers
+    settings: ServiceSettings,
+    *,
+    wait: bool = True,
+    timeout_s: float | None = None,
+    receivers: Receivers = receivers,
+    check: Callable[[Description], None] | None = None,
 ) -> EncoderClient:
-    """Return a client of the service; with `wait`, wait for a service that is still starting."""
-    return await EncoderClient.connect(
+    """Return a client of the service; with `wait`, wait for a service that is still starting.
+
+    `timeout_s` replaces the timeout of the settings. `check` raises `ValueError` for a service that the engine cannot
+    use, which becomes a `ModelMismatchError`; it runs on a thread. Also raises the errors of `EncoderClient.connect`.
+    """
+    client = await EncoderClient.connect(
         settings.endpoints,
         model_fingerprint=settings.demanded_fingerprint,
         tenant_salt=settings.tenant_salt.encode(),
         credentials=settings.credentials,
-        timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
+        timeout_s=timeout_s or (settings.start_timeout_s if wait else settings.submit_timeout_s),
         wait=wait,
         receivers=receivers,
     )
+    if check is None:
+        return client
+    try:
+        await asyncio.to_thread(check, client.description)
+    except BaseException as error:  # cancelled too, if the engine ends now
+        await client.close()
+        if isinstance(error, ValueError):
+            raise ModelMismatchError(str(error)) from error
+        raise
+    return client
+
+
+connect_blocking = connecting(connect)
+"""`connect`, for threads."""
 
 
 def describe(settings: ServiceSettings, *, wait: bool) -> Description:
@@ -44,13 +67,7 @@ def describe(settings: ServiceSettings, *, wait: bool) -> Description:
 
     Raises the errors of `connect`.
     """
-    with BlockingClient.connect(
-        settings.endpoints,
-        model_fingerprint=settings.demanded_fingerprint,
-        credentials=settings.credentials,
-        timeout_s=settings.start_timeout_s if wait else settings.submit_timeout_s,
-        wait=wait,
-    ) as client:
+    with connect_blocking(settings, wait=wait) as client:
         return client.description
 
 
@@ -70,7 +87,12 @@ class WatchedClient:
         self._probing: asyncio.Task[None] | None = None
 
     async def get(self) -> EncoderClient:
-        """Return the client. Concurrent callers share an attempt to connect. After a failure, the next call retries."""
+        """Return the client. Concurrent callers share an attempt to connect. After a failure, the next call retries.
+
+        Raises the errors of `open_client`, and at once the reason why the service is down.
+        """
+        if self.down is not None:
+            raise type(self.down)(self.down.message)
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = asyncio.ensure_future(self._connect())
         return await asyncio.shield(self._opening)

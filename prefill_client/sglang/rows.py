@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp, all_reduce
 from encoder_contract.errors import DeadlineError, InvalidImageError, UnavailableError, UnknownImageError
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
+from prefill_client.plugin.service import connect_blocking
 from prefill_client.sglang.counts import count
 from prefill_client.sglang.image_name import SglangImageName, file_of
 from prefill_client.sglang.sglang_settings import SglangSettings
@@ -104,15 +105,8 @@ class ChunkRows:
 
     def _connected(self) -> BlockingClient:
         if self._client is None:
-            settings = self._settings
-            self._client = BlockingClient.connect(
-                settings.endpoints,
-                model_fingerprint=settings.demanded_fingerprint,
-                tenant_salt=settings.tenant_salt.encode(),
-                credentials=settings.credentials,
-                timeout_s=settings.fetch_timeout_s,
-                wait=False,
-            )
+            timeout_s = self._settings.fetch_timeout_s
+            self._client = connect_blocking(self._settings, wait=False, timeout_s=timeout_s)
         return self._client
 
 

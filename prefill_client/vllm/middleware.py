@@ -360,8 +360,6 @@ class _Service:
         self._check(images, earlier, salt)
         if self._weights_changed:
             raise ModelMismatchError(_NEW_WEIGHTS)
-        if (down := self._client.down) is not None:
-            raise type(down)(down.message)
         client = (await self._client.get()).for_tenant(salt.encode())
         token = traceparent.set(info.traceparent)
         try:
@@ -444,13 +442,8 @@ class _Service:
 
     async def _open(self) -> EncoderClient:
         """Connect. Raises `ModelMismatchError` if the service's rows are not those of this engine's model."""
-        client = await connect(self.settings, wait=False)
-        try:
-            await asyncio.to_thread(check_description, self.settings, self._config, client.description)
-        except ValueError as error:
-            await client.close()
-            raise ModelMismatchError(str(error)) from error
-        return client
+        check = partial(check_description, self.settings, self._config)
+        return await connect(self.settings, wait=False, check=check)
 
     async def _media(
         self, images: RequestImages, client: EncoderClient, request_id: str, salt: str

@@ -153,7 +153,7 @@ class RowFetcher:
         *,
         width: int,
         dtype: str,
-        check: Callable[[Description], None] = lambda _: None,
+        check: Callable[[Description], None] | None = None,
         staging: Staging | None = None,
     ) -> None:
         """Connect. Raises `UnavailableError` if no server answers within `start_timeout_s`.
@@ -216,7 +216,9 @@ class RowFetcher:
 
     async def _open(self) -> None:
         try:
-            self._client = await self._connect(wait=not self._settings.has_own_tower)
+            self._client = await connect(
+                self._settings, wait=not self._settings.has_own_tower, receivers=self._staging.receivers
+            )
         except (UnavailableError, DeadlineError) as error:
             if not self._settings.has_own_tower:
                 raise
@@ -224,17 +226,9 @@ class RowFetcher:
             self._joining = asyncio.create_task(retry_join(self._join, self._settings))
         await self._staging.open()
 
-    async def _connect(self, *, wait: bool) -> EncoderClient:
-        return await connect(self._settings, wait=wait, receivers=self._staging.receivers)
-
     async def _join(self) -> None:
-        client = await self._connect(wait=False)
-        try:
-            await asyncio.to_thread(self._check, client.description)
-        except BaseException:  # cancelled too, if the engine ends now
-            await client.close()
-            raise
-        self._client = client
+        receivers = self._staging.receivers
+        self._client = await connect(self._settings, wait=False, receivers=receivers, check=self._check)
 
     def _start(self, queries: Sequence[FetchQuery]) -> None:
         groups: defaultdict[tuple[bool, object], list[FetchQuery]] = defaultdict(list)

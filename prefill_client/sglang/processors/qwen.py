@@ -27,7 +27,6 @@ from encoder_contract.errors import (
     ForbiddenError,
     InvalidImageError,
     InvalidRequestError,
-    ModelMismatchError,
 )
 from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest, Submitted, raise_first
@@ -100,8 +99,6 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         self, sources: Sequence[str | bytes], request_id: str
     ) -> list[QwenVLImagePreprocessArtifact]:
         """Return the images of a request once the request may reach the scheduler."""
-        if (down := self._client.down) is not None:
-            raise type(down)(down.message)
         began_s = monotonic()
         try:
             client = await self._in_time(self._client.get(), began_s)
@@ -178,13 +175,8 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
 
     async def _open(self) -> EncoderClient:
         """Connect. Raises `ModelMismatchError` if the service has another model than this engine."""
-        client = await connect(self._settings, wait=False)
-        try:
-            await asyncio.to_thread(check_description, self._settings, self._engine, client.description)
-        except ValueError as error:
-            await client.close()
-            raise ModelMismatchError(str(error)) from error
-        return client
+        check = partial(check_description, self._settings, self._engine)
+        return await connect(self._settings, wait=False, check=check)
 
 
 def _artifact(answer: Submitted, file: bytes) -> QwenVLImagePreprocessArtifact:

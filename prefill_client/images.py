@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,12 @@ def raise_first(errors: Iterable[EncoderError | None], names: Sequence[str] = ()
     for index, error in enumerate(errors):
         if error is not None:
             raise error.about(names[index] if names else f"image {index}", index) from error
+
+
+def without_errors(items: Sequence[Item | EncoderError], names: Sequence[str] = ()) -> list[Item]:
+    """Return the items if no error is among them, else raise the first error as `raise_first` does."""
+    raise_first([each if isinstance(each, EncoderError) else None for each in items], names)
+    return [each for each in items if not isinstance(each, EncoderError)]
 
 
 # A function that reads rows in place. It may be called again after lost rows were fetched again, and must not return

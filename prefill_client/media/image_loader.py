@@ -1,4 +1,4 @@
-"""Loads the bytes behind URLs of images or videos: data URLs, and http and https URLs of allowed destinations."""
+"""Loads the bytes behind URLs of images or videos: data, http and https URLs, and file URLs, as far as allowed."""
 
 import asyncio
 import binascii
@@ -33,6 +33,7 @@ from prefill_client.media.download import (
     fresh_s,
     get,
 )
+from prefill_client.media.local_files import LocalFolder, is_file_url
 from prefill_client.media.proxy import Proxy, proxy_for
 
 log = logging.getLogger(__name__)
@@ -110,15 +111,17 @@ class ImageLoader:
         default_fresh_s: float = 60.0,
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
+        files: LocalFolder | None = None,
         what: str = "image",
     ) -> None:
         """`max_bytes` bounds an image. `timeout_s` bounds its download with redirects and the wait for a free slot.
 
-        `what` names the medium in error messages.
+        Without `files`, a file URL is invalid. `what` names the medium in error messages.
         """
+        self.what = what
         self._destinations = destinations
         self._max_bytes = max_bytes
-        self._what = what
+        self._files = files
         self._timeout_s = timeout_s
         self._default_fresh_s = default_fresh_s
         self._resolve = resolve or Resolver().addresses
@@ -127,23 +130,23 @@ class ImageLoader:
         self._cache: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
         self._downloads: SingleFlight[bytes] = SingleFlight()
 
-    async def load_all(self, urls: Sequence[str]) -> list[bytes]:
-        """Return the bytes of all images of a request, in order.
+    async def load_all(self, sources: Sequence[str | bytes]) -> list[bytes]:
+        """Return the bytes of all images of a request, in order. A source is a URL, or the bytes themselves.
 
         Raises the error of the first that fails, as `load` does, with the image's number, after it has cancelled the
         others.
         """
         lookups = Room(_LOOKUPS_PER_REQUEST)
 
-        async def load(index: int, url: str) -> bytes:
+        async def load(index: int, source: str | bytes) -> bytes:
             try:
-                return await self.load(url, lookups)
+                return source if isinstance(source, bytes) else await self.load(source, lookups)
             except EncoderError as error:
-                raise error.about(f"{self._what} {index}", index) from error
+                raise error.about(f"{self.what} {index}", index) from error
 
         try:
             async with asyncio.TaskGroup() as group:
-                loading = [group.create_task(load(index, url)) for index, url in enumerate(urls)]
+                loading = [group.create_task(load(index, source)) for index, source in enumerate(sources)]
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
@@ -155,10 +158,12 @@ class ImageLoader:
 
         Raises `InvalidImageError` for an invalid URL, its subclass `ImageHostError` if the host fails,
         `ImageLimitError` for more than `max_bytes`, `ForbiddenError` for a destination that is not allowed, and
-        `UnavailableError` if too many other images are being loaded.
+        `UnavailableError` if too many other images are being loaded; for a file URL, the errors of `LocalFolder.read`.
         """
         if url[:5].lower() == "data:":
             return await asyncio.to_thread(self._decode, url)
+        if self._files is not None and is_file_url(url):
+            return await asyncio.to_thread(self._files.read, url, self._max_bytes)
         parsed = ImageUrl.parse(url)
         self._destinations.check(parsed)
         loaded = self._cache.get(str(parsed))
@@ -257,7 +262,7 @@ class ImageLoader:
     def _decode(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise InvalidImageError(f"a data URL must have the form data:{self._what}/...;base64,...")
+            raise InvalidImageError(f"a data URL must have the form data:{self.what}/...;base64,...")
         if len(body) // 4 * 3 > self._max_bytes + 2:
             raise ImageLimitError(f"the data URL holds more than {self._max_bytes} bytes")
         try:

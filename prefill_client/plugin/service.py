@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from itertools import count
+from typing import Generic, Protocol, TypeVar
 
 from encoder_contract.backoff import backoff_s
 from encoder_contract.errors import EncoderError, ModelMismatchError, Status, UnauthenticatedError
@@ -71,22 +72,29 @@ def describe(settings: ServiceSettings, *, wait: bool) -> Description:
         return client.description
 
 
-class WatchedClient:
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+Client = TypeVar("Client", bound=_Closable)
+
+
+class WatchedClient(Generic[Client]):
     """A client that connects when it is first needed. Not thread-safe: use from one event loop.
 
     While the service is `down`, requests need not wait for it: it is probed, on separate connections, until it answers.
     `open_client` connects and checks the service; it raises `EncoderError`, or `ValueError` for credentials.
     """
 
-    def __init__(self, open_client: Callable[[], Awaitable[EncoderClient]], log: logging.Logger) -> None:
+    def __init__(self, open_client: Callable[[], Awaitable[Client]], log: logging.Logger) -> None:
         self.down: EncoderError | None = None
         """Why the service does not answer; None while it does."""
         self._open = open_client
         self._log = log
-        self._opening: asyncio.Future[EncoderClient] | None = None
+        self._opening: asyncio.Future[Client] | None = None
         self._probing: asyncio.Task[None] | None = None
 
-    async def get(self) -> EncoderClient:
+    async def get(self) -> Client:
         """Return the client. Concurrent callers share an attempt to connect. After a failure, the next call retries.
 
         Raises the errors of `open_client`, and at once the reason why the service is down.
@@ -111,7 +119,7 @@ class WatchedClient:
         if self._opening is not None and self._opening.done() and not self._opening.exception():
             await self._opening.result().close()
 
-    async def _connect(self) -> EncoderClient:
+    async def _connect(self) -> Client:
         try:
             return await self._open()
         except ValueError as error:  # a file of the credentials, which the operator may be replacing

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from hmac import compare_digest
@@ -27,15 +28,14 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError, Status
 from encoder_contract.video import Clip, VideoSettings
-from prefill_client.client import EncoderClient
 from prefill_client.fleet.submission import KeptImages
-from prefill_client.images import File, Submitted, raise_first
+from prefill_client.images import File, Submitted
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
-from prefill_client.media.image_loader import ImageLoader
-from prefill_client.plugin.service import WatchedClient, connect
-from prefill_client.transport.connection import Description, traceparent
-from prefill_client.video import Video, read_videos
+from prefill_client.media.local_files import LocalFolder
+from prefill_client.plugin.door import Door, Medium, clips_of, files_of, names_of, stills
+from prefill_client.plugin.service import WatchedClient
+from prefill_client.transport.connection import traceparent
 from prefill_client.vllm.counts import answers
 from prefill_client.vllm.guarded_request import (
     App,
@@ -61,7 +61,6 @@ from prefill_client.vllm.image_name import (
     salt_of,
     valid_traceparent,
 )
-from prefill_client.vllm.local_files import read_local
 from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.parts import template_text
 from prefill_client.vllm.request_images import (
@@ -230,15 +229,7 @@ class EncoderServiceMiddleware:
         """Submit the images and replace them by names."""
         trace = valid_traceparent(_headers(scope).get("traceparent"))
         info = RequestInfo(request_id, _priority(images.body), traceparent=trace)
-        kept, find_failed, videos = await self._service_of(scope).submit(images, info)
-        try:
-            body = await asyncio.to_thread(lambda: json.dumps(images.body).encode())
-            return _Submitted(body, kept, find_failed, videos)
-        except BaseException as error:  # else the images would stay submitted
-            await kept.close()
-            if isinstance(error, RecursionError):
-                raise InvalidRequestError("the request's JSON is nested too deeply") from None
-            raise
+        return await self._service_of(scope).submit(images, info)
 
     def _service_of(self, scope: MutableMapping[str, Any]) -> "_Service":
         if self._service is None:
@@ -261,25 +252,20 @@ class _Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Medium:
-    """An image or a video of a request. `name` is what error messages call it.
-
-    An image has one file, and may need a stand-in. A video has a file for each pair of frames of its `clip`.
-    """
-
-    name: str
-    files: Sequence[File]
-    stand_in: str = ""
-    clip: Clip | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Conversation:
     """The images of a conversation up to a response, in the order of its prompt: their digests and names."""
 
     digests: tuple[bytes, ...] = ()
     identifiers: tuple[str, ...] = ()
     tenant_salt: str = ""
+
+    def answers(self, media: Sequence[Medium], answers: Iterator[Submitted]) -> list[Submitted]:
+        """Return an answer for each image. An image without a file was not submitted, and gets one without an endpoint.
+
+        Consumes the answers to the files of `media`, these images.
+        """
+        images = zip(self.digests, media, strict=True)
+        return [next(answers) if medium.files else Submitted(digest) for digest, medium in images]
 
 
 class _StoredResponses:
@@ -292,10 +278,10 @@ class _StoredResponses:
         self._responses: LRUCache[str, _Conversation] = LRUCache(MAX_RESPONSES)
         self._files: LRUCache[bytes, bytes] = LRUCache(MAX_STORED_BYTES, getsizeof=len)
 
-    def add(self, response_id: str, conversation: _Conversation, files: Sequence[File | None]) -> None:
-        """Remember a response with its images; a file that is no longer kept is None."""
+    def add(self, response_id: str, conversation: _Conversation, new: Sequence[File]) -> None:
+        """Remember a response with its images, of which the last have the files `new`."""
         self._responses[response_id] = conversation
-        for digest, file in zip(conversation.digests, files, strict=True):
+        for digest, file in zip(reversed(conversation.digests), reversed(new), strict=False):
             if isinstance(file, bytes) and len(file) <= MAX_STORED_BYTES:
                 self._files[digest] = file
 
@@ -303,9 +289,10 @@ class _StoredResponses:
         """Return the images up to a response; no images for an unknown one."""
         return self._responses.get(response_id, _Conversation())
 
-    def file(self, digest: bytes) -> bytes | None:
-        """Return an image's file; None if it has been dropped."""
-        return self._files.get(digest)
+    def media(self, conversation: _Conversation) -> list[Medium]:
+        """Return the images of a conversation. One whose file has been dropped has none."""
+        files = map(self._files.get, conversation.digests)
+        return [Medium(f"image {index}", [] if file is None else [file]) for index, file in enumerate(files)]
 
 
 class _Service:
@@ -319,14 +306,19 @@ class _Service:
         self.settings = VllmSettings.read(config.ec_connector_extra_config)
         self._config = vllm_config
         self._signer = NameSigner(read_name_key(self.settings.name_key_file))
-        self._destinations = Destinations(getattr(args, "allowed_media_domains", None) or ())
-        self._local_folder: str = getattr(args, "allowed_local_media_path", "") or ""
         self._content_format = getattr(args, "chat_template_content_format", "auto")
         self._chat_template = template_text(getattr(args, "chat_template", ""))
         self._trusts_options = getattr(args, "trust_request_mm_kwargs", False)
         self._shows_tokens = getattr(args, "enable_prompt_tokens_details", False)
-        self._client = WatchedClient(self._open, _log)
-        self._loaders: dict[str, ImageLoader] = {}
+        folder = getattr(args, "allowed_local_media_path", "") or ""
+        open_door = partial(
+            Door.open,
+            self.settings,
+            Destinations(getattr(args, "allowed_media_domains", None) or ()),
+            files=LocalFolder(folder, "--allowed-local-media-path"),
+            check=partial(check_description, self.settings, vllm_config),
+        )
+        self._door = WatchedClient(open_door, _log)
         self._video_settings: VideoSettings | None = None
         self._responses = _StoredResponses()
         self._by_uuid: LRUCache[tuple[str, str], bytes] = LRUCache(MAX_STORED_BYTES, getsizeof=len)
@@ -347,64 +339,77 @@ class _Service:
         """Return the images of the response that a request continues; they come first in its prompt."""
         return self._responses.conversation(images.previous_response)
 
-    async def submit(
-        self, images: RequestImages, info: RequestInfo
-    ) -> tuple[KeptImages, FindFailed, VideoTokenCounts | None]:
+    async def submit(self, images: RequestImages, info: RequestInfo) -> _Submitted:
         """Submit a request's images and replace them by names; raise the error of the first that failed.
 
         `info` has the caller's fields for the service. Also submits the images of the response that the request
         continues, if their files are still kept.
         """
-        salt = _salt(self.settings, images.body)
-        earlier = self.earlier(images)
+        salt, earlier = _salt(self.settings, images.body), self.earlier(images)
         self._check(images, earlier, salt)
-        if self._weights_changed:
-            raise ModelMismatchError(_NEW_WEIGHTS)
-        client = (await self._client.get()).for_tenant(salt.encode())
-        token = traceparent.set(info.traceparent)
+        door = await self._open(salt)
+        with _traced(info.traceparent):
+            media = await self._media(images, door, info.request_id, salt)
+            lays_out = door.client.description.geometry is None
+            stand_ins = await asyncio.to_thread(_stand_ins, media) if lays_out else {}
+            continued = self._responses.media(earlier)
+            kept = await self._keep(door, [*continued, *media], info)
         try:
-            media = await self._media(images, client, info.request_id, salt)
-            files: list[File | None] = [*map(self._responses.file, earlier.digests)]
-            files += [file for medium in media for file in medium.files]
-            kept = await client.keep(
-                [file for file in files if file is not None],
-                request_id=info.request_id,
-                priority=info.priority,
-                timeout_s=self.settings.submit_timeout_s,
-                again_s=self._again_s,
-            )
-        finally:
-            traceparent.reset(token)
-        names = [f"image {index}" for index in range(len(earlier.digests))]
-        names += [medium.name for medium in media for _ in medium.files]
-        try:
-            answers = _answers_of_prompt(earlier, files, kept.answers)
-            raise_first([answer.error for answer in answers], names)
-            producer = producer_of(client.description, salt)
-            new = iter(answers[len(earlier.digests) :])
-            parts = [self._parts(medium, new, producer, seal=images.loses_parameters) for medium in media]
-            named = (part for each in parts for part in each if isinstance(part, NamedImage))
-            identifiers = (*earlier.identifiers, *(part.identifier for part in named))
-            images.replace(
-                parts,
-                replace(
-                    info,
-                    stored=tuple(index for index, answer in enumerate(answers) if answer.cached),
-                    submitted_to=tuple(answer.endpoint for answer in answers),
-                    proofs=tuple(map(self._signer.proof, identifiers)),
-                ),
-            )
+            remaining = iter(kept.answers)
+            answers = [*earlier.answers(continued, remaining), *remaining]
+            new, producer = iter(answers[len(continued) :]), producer_of(door.client.description, salt)
+            named = [
+                self._named(
+                    medium, new, producer, stand_ins.get(medium.name, ""), seal=images.loses_parameters
+                )
+                for medium in media
+            ]
+            identifiers = (*earlier.identifiers, *(image.identifier for each in named for image in each))
+            images.replace([*map(_parts, media, named)], self._told(info, answers, identifiers))
+            if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
+                digests = tuple(answer.digest for answer in answers)
+                self._responses.add(response_id, _Conversation(digests, identifiers, salt), files_of(media))
+            body = await _encoded(images.body)
+            tokens = self._video_tokens(clips_of(media))
         except BaseException:  # else the images would stay submitted
             await kept.close()
             raise
-        if envs.VLLM_ENABLE_RESPONSES_API_STORE and (response_id := images.stored_as()):
-            digests = tuple(answer.digest for answer in answers)
-            self._responses.add(response_id, _Conversation(digests, identifiers, salt), files)
-        timeout_s = self.settings.submit_timeout_s
-        failed = partial(
-            failed_image, client, answers, names, request_id=info.request_id, timeout_s=timeout_s
+        names = [*(medium.name for medium in continued), *names_of(media)]
+        return _Submitted(body, kept, self._find_failed(door, names, answers, info), tokens)
+
+    async def _open(self, salt: str) -> Door:
+        """Return the door of a tenant. Raises `ModelMismatchError` once the engine's weights have changed."""
+        if self._weights_changed:
+            raise ModelMismatchError(_NEW_WEIGHTS)
+        return (await self._door.get()).for_tenant(salt)
+
+    async def _keep(self, door: Door, media: Sequence[Medium], info: RequestInfo) -> KeptImages:
+        return await door.keep(
+            media,
+            request_id=info.request_id,
+            priority=info.priority,
+            timeout_s=self.settings.submit_timeout_s,
+            again_s=self._again_s,
         )
-        return kept, failed, self._video_tokens([medium.clip for medium in media if medium.clip is not None])
+
+    def _told(
+        self, info: RequestInfo, answers: Sequence[Submitted], identifiers: Sequence[str]
+    ) -> RequestInfo:
+        """Return what the connector is told about a request's images."""
+        return replace(
+            info,
+            stored=tuple(index for index, answer in enumerate(answers) if answer.cached),
+            submitted_to=tuple(answer.endpoint for answer in answers),
+            proofs=tuple(map(self._signer.proof, identifiers)),
+        )
+
+    def _find_failed(
+        self, door: Door, names: Sequence[str], answers: Sequence[Submitted], info: RequestInfo
+    ) -> FindFailed:
+        timeout_s = self.settings.submit_timeout_s
+        return partial(
+            failed_image, door.client, answers, names, request_id=info.request_id, timeout_s=timeout_s
+        )
 
     def leave_to_own_tower(self, images: RequestImages | None, error: EncoderError) -> bool:
         """Leave the images of a request to the engine's own tower; return False if it cannot encode them.
@@ -415,7 +420,7 @@ class _Service:
         if not self.settings.has_own_tower:
             return False
         if not self._weights_changed:
-            self._client.note(error)
+            self._door.note(error)
         return images is None or not self.earlier(images).digests
 
     def _check(self, images: RequestImages, earlier: _Conversation, salt: str) -> None:
@@ -438,72 +443,55 @@ class _Service:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._client.close()
+        await self._door.close()
 
-    async def _open(self) -> EncoderClient:
-        """Connect. Raises `ModelMismatchError` if the service's rows are not those of this engine's model."""
-        check = partial(check_description, self.settings, self._config)
-        return await connect(self.settings, wait=False, check=check)
-
-    async def _media(
-        self, images: RequestImages, client: EncoderClient, request_id: str, salt: str
-    ) -> list[_Medium]:
+    async def _media(self, images: RequestImages, door: Door, request_id: str, salt: str) -> list[Medium]:
         """Load the images and videos of a request; return them in its order."""
-        stills = await self._stills(images.references(), client.description, salt)
+        references = images.references()
+        files = await door.load("image", self._sources(references, salt))
+        for (_, uuid), file in zip(references, files, strict=True):
+            if uuid and len(file) <= MAX_STORED_BYTES:
+                self._by_uuid[salt, uuid] = file
         if not (urls := images.video_urls()):
-            return stills
+            return stills(files)
         await asyncio.to_thread(self._check_fields, images)
-        check_limits(self._config, images=len(stills), videos=len(urls))
-        videos = await self._videos(urls, images.sampling, client, request_id)
+        check_limits(self._config, images=len(files), videos=len(urls))
+        videos = await self._videos(urls, images.sampling, door, request_id)
         pairs = sum(len(video.files) for video in videos)
-        check_limits(self._config, images=len(stills), videos=len(videos), pairs=pairs)
-        return images.in_order(stills, videos)
+        check_limits(self._config, images=len(files), videos=len(videos), pairs=pairs)
+        return images.in_order(stills(files), videos)
 
-    async def _stills(
-        self, references: list[tuple[str, str]], description: Description, salt: str
-    ) -> list[_Medium]:
-        urls = [url for url, _ in references if url]
-        loaded_files = iter(await self._load("image", urls, description.max_image_bytes))
-        files = []
+    def _sources(self, references: Sequence[tuple[str, str]], salt: str) -> list[str | bytes]:
+        """Return the URL of each image; if there is none, what was sent with its `uuid` before."""
+        sources: list[str | bytes] = []
+        sent: dict[str, str] = {}
         for index, (url, uuid) in enumerate(references):
-            file = next(loaded_files) if url else self._by_uuid.get((salt, uuid))
-            if file is None:
+            source = url or sent.get(uuid) or self._by_uuid.get((salt, uuid))
+            if source is None:
                 raise InvalidRequestError(
                     f"image {index} has no image_url, and the image of its uuid is no longer kept: send it again"
                 )
-            if uuid and len(file) <= MAX_STORED_BYTES:
-                self._by_uuid[salt, uuid] = file
-            files.append(file)
-        stand_ins = [""] * len(files)
-        if description.geometry is None:
-            stand_ins = await asyncio.to_thread(_stand_ins, files)
-        loaded = zip(files, stand_ins, strict=True)
-        return [_Medium(f"image {index}", [file], blank) for index, (file, blank) in enumerate(loaded)]
+            if url:
+                sent[uuid] = url
+            sources.append(source)
+        return sources
 
-    async def _videos(
-        self, urls: list[str], sampling: Sampling, client: EncoderClient, request_id: str
-    ) -> list[_Medium]:
+    async def _videos(self, urls: list[str], sampling: Sampling, door: Door, request_id: str) -> list[Medium]:
         """Load videos, ask the service for their frame counts and rates, and choose their frames."""
         if self._content_format == "string":
             raise UnsupportedVideoError(
                 "videos cannot be served with --chat-template-content-format string: it moves images to the front"
             )
         if self._video_settings is None:
-            self._video_settings = await asyncio.to_thread(video_settings, self._config, client.description)
-        outcomes = await read_videos(
-            client,
-            await self._load("video", urls, client.description.max_video_bytes),
+            description = door.client.description
+            self._video_settings = await asyncio.to_thread(video_settings, self._config, description)
+        return await door.videos(
+            await door.load("video", urls),
             self._video_settings,
+            clip=partial(sampling.clip, self._video_settings),
             request_id=request_id,
             timeout_s=self.settings.submit_timeout_s,
-            clip=partial(sampling.clip, self._video_settings),
         )
-        names = [f"video {index}" for index in range(len(urls))]
-        raise_first([each if isinstance(each, EncoderError) else None for each in outcomes], names)
-        videos = [each for each in outcomes if isinstance(each, Video)]
-        return [
-            _Medium(name, video.images, clip=video.clip) for name, video in zip(names, videos, strict=True)
-        ]
 
     def _check_fields(self, images: RequestImages) -> None:
         """Raise `UnsupportedVideoError` if the chat template reads a field of a video, since it is not shown videos."""
@@ -526,50 +514,38 @@ class _Service:
         encode = partial(tokenizer.encode, add_special_tokens=False)
         return VideoTokenCounts.of(clips, self._video_settings, encode)
 
-    async def _load(self, what: str, urls: list[str], max_bytes: int) -> list[bytes]:
-        if what not in self._loaders:
-            timeout_s = self.settings.submit_timeout_s
-            self._loaders[what] = ImageLoader(
-                self._destinations, max_bytes=max_bytes, timeout_s=timeout_s, what=what
-            )
-        remote = iter(await self._loaders[what].load_all([url for url in urls if not _is_path(url)]))
-        return [
-            await asyncio.to_thread(read_local, url, self._local_folder, max_bytes)
-            if _is_path(url)
-            else next(remote)
-            for url in urls
-        ]
-
-    def _parts(
-        self, medium: _Medium, answers: Iterator[Submitted], producer: bytes, *, seal: bool
-    ) -> list[str | NamedImage]:
-        """Return the parts that vLLM gets instead of an image or a video. Consumes the answers to its files.
+    def _named(
+        self, medium: Medium, answers: Iterator[Submitted], producer: bytes, stand_in: str, *, seal: bool
+    ) -> list[NamedImage]:
+        """Return a name for each file of a medium. Consumes the answers to its files.
 
         With `seal`, names contain their proofs.
         """
         named: list[NamedImage] = []
         for answer in islice(answers, len(medium.files)):
             assert answer.grid is not None, "an answer without an error has a grid"
-            name = ImageName(answer.digest, answer.grid, producer, answer.frames)
-            identifier = identifier_of(name)
+            identifier = identifier_of(ImageName(answer.digest, answer.grid, producer, answer.frames))
             if seal:
                 identifier = self._signer.sealed(identifier)
-            named.append(NamedImage(identifier, list(answer.grid), medium.stand_in))
-        return [*named] if medium.clip is None else prompt_parts(medium.clip, named)
+            named.append(NamedImage(identifier, list(answer.grid), stand_in))
+        return named
 
 
-def _is_path(url: str) -> bool:
-    return url[:7].lower() == "file://"
+def _parts(medium: Medium, named: Sequence[NamedImage]) -> Sequence[str | NamedImage]:
+    """Return the parts that vLLM gets instead of an image or a video."""
+    return named if medium.video is None else prompt_parts(medium.video.clip, named)
 
 
-def _stand_ins(files: Sequence[bytes]) -> list[str]:
-    """Return the URL of a stand-in for each image; raise the error of the first that cannot have one."""
-    urls = []
-    for index, file in enumerate(files):
+def _stand_ins(media: Sequence[Medium]) -> dict[str, str]:
+    """Return the URL of a stand-in for each image, by its name; raise the error of the first that cannot have one."""
+    urls = {}
+    for index, medium in enumerate(each for each in media if each.video is None):
+        (file,) = medium.files
+        assert isinstance(file, bytes)
         try:
-            urls.append(blank_url(*size_of(file)))
+            urls[medium.name] = blank_url(*size_of(file))
         except EncoderError as error:
-            raise error.about(f"image {index}", index) from error
+            raise error.about(medium.name, index) from error
     return urls
 
 
@@ -584,15 +560,21 @@ def _is_of_the_image(error: EncoderError) -> bool:
     )
 
 
-def _answers_of_prompt(
-    earlier: _Conversation, files: Sequence[File | None], answers: Sequence[Submitted]
-) -> list[Submitted]:
-    """Return an answer for each image of the prompt. Images that could not be submitted get one without an endpoint."""
-    remaining = iter(answers)
-    return [
-        next(remaining) if file is not None else Submitted(earlier.digests[index])
-        for index, file in enumerate(files)
-    ]
+@contextmanager
+def _traced(context: str) -> Iterator[None]:
+    """Send a `traceparent` with the calls of this block."""
+    token = traceparent.set(context)
+    try:
+        yield
+    finally:
+        traceparent.reset(token)
+
+
+async def _encoded(body: object) -> bytes:
+    try:
+        return await asyncio.to_thread(lambda: json.dumps(body).encode())
+    except RecursionError:
+        raise InvalidRequestError("the request's JSON is nested too deeply") from None
 
 
 def _priority(body: dict[str, Any]) -> int:

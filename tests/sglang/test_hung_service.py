@@ -11,8 +11,8 @@ import pytest
 
 from encoder_contract.errors import DeadlineError, UnavailableError
 from prefill_client.media.destinations import Destinations
-from prefill_client.media.image_loader import ImageLoader
-from prefill_client.plugin.service import WatchedClient, connect
+from prefill_client.plugin.door import Door
+from prefill_client.plugin.service import WatchedClient
 from prefill_client.sglang.sglang_settings import SglangSettings
 from testing.answers import data_url
 from testing.photos import photo
@@ -33,10 +33,9 @@ def test_a_request_waits_for_a_hung_service_as_long_as_the_setting_says(
     settings = SglangSettings.read({"endpoints": service.endpoint, "submit_timeout_s": LIMIT_S})
     processor = EncoderServiceProcessor.__new__(EncoderServiceProcessor)  # without an engine's configuration
     processor._settings = settings
-    processor._loader = ImageLoader(Destinations(()), max_bytes=1 << 20, timeout_s=LIMIT_S)
 
     async def waits() -> float:
-        processor._client = WatchedClient(partial(connect, settings, wait=False), logging.getLogger())
+        processor._door = WatchedClient(partial(Door.open, settings, Destinations(())), logging.getLogger())
         if connected:
             await processor._encoded([data_url(photo(100, 80, 1))], "first")
         service.signal(signal.SIGSTOP)
@@ -44,8 +43,8 @@ def test_a_request_waits_for_a_hung_service_as_long_as_the_setting_says(
         with pytest.raises((DeadlineError, UnavailableError)):
             await processor._encoded([data_url(photo(100, 80, 2))], "second")
         waited_s = time.monotonic() - began
-        assert processor._client.down is not None, "the next request does not wait"
-        await processor._client.close()
+        assert processor._door.down is not None, "the next request does not wait"
+        await processor._door.close()
         return waited_s
 
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefill_client.plugin import door
 from prefill_client.vllm import middleware, request_images
 from testing.vllm_engine import VllmEngine, raw
 
@@ -23,7 +24,7 @@ def test_without_the_check_a_failed_image_is_a_bare_500(
 ) -> None:
     part = raw(b"no image at all")
     assert through_middleware(engine, part) == (400, None)
-    monkeypatch.setattr(middleware, "raise_first", lambda *_: None)
+    monkeypatch.setattr(door, "raise_first", lambda *_: None)
     with pytest.raises((AssertionError, IndexError)):  # which a server turns into a 500 without text
         through_middleware(engine, part)
 

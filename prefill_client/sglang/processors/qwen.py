@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -28,13 +27,13 @@ from encoder_contract.errors import (
     InvalidImageError,
     InvalidRequestError,
 )
-from prefill_client.client import EncoderClient
 from prefill_client.images import RowRequest, Submitted, raise_first
-from prefill_client.media.bare_image import as_url, is_path
+from prefill_client.media.bare_image import as_url
 from prefill_client.media.destinations import Destinations
-from prefill_client.media.image_loader import ImageLoader
+from prefill_client.media.local_files import LocalFolder
+from prefill_client.plugin.door import Door, stills
 from prefill_client.plugin.model import check_description
-from prefill_client.plugin.service import WatchedClient, connect
+from prefill_client.plugin.service import WatchedClient
 from prefill_client.sglang.counts import count
 from prefill_client.sglang.image_name import SglangImageName, file_as_feature
 from prefill_client.sglang.sglang_settings import SglangSettings
@@ -67,8 +66,14 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         dtype = ModelConfig.from_server_args(server_args).dtype
         self._engine = engine_model(hf_config, processor.image_processor, dtype)
         check_service(self._settings, self._engine)
-        self._client = WatchedClient(self._open, _log)
-        self._loader: ImageLoader | None = None
+        open_door = partial(
+            Door.open,
+            self._settings,
+            Destinations(get_mm().allowed_media_domains or ()),
+            files=LocalFolder(self._settings.image_folder, "image_folder"),
+            check=partial(check_description, self._settings, self._engine),
+        )
+        self._door = WatchedClient(open_door, _log)
 
     async def process_mm_data_async(
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
@@ -101,28 +106,34 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         """Return the images of a request once the request may reach the scheduler."""
         began_s = monotonic()
         try:
-            client = await self._in_time(self._client.get(), began_s)
+            door = await self._in_time(self._door.get(), began_s)
         except EncoderError as error:
-            self._client.note(error)
+            self._door.note(error)
             raise
         connected_s = monotonic() - began_s
-        files = await self._files(sources, client)
+        sources = [self._as_source(index, source) for index, source in enumerate(sources)]
+        files = await door.load("image", sources)
         try:
-            answers = await self._submitted(client, files, request_id, monotonic() - connected_s)
+            answers = await self._submitted(door, files, request_id, monotonic() - connected_s)
         except EncoderError as error:
-            self._client.note(error)
+            self._door.note(error)
             raise
         return [_artifact(answer, file) for answer, file in zip(answers, files, strict=True)]
 
+    def _as_source(self, index: int, source: str | bytes) -> str | bytes:
+        """Return an image as a URL, or the file itself. Raises `ForbiddenError` for a path, without `image_folder`."""
+        if isinstance(source, bytes):
+            return source
+        return as_url(source, f"image {index}", reads_files=bool(self._settings.image_folder))
+
     async def _submitted(
-        self, client: EncoderClient, files: Sequence[bytes], request_id: str, began_s: float
+        self, door: Door, files: Sequence[bytes], request_id: str, began_s: float
     ) -> list[Submitted]:
         left_s = max(began_s + self._settings.submit_timeout_s - monotonic(), 0.001)
-        submitting = client.submit(files, request_id=request_id, timeout_s=left_s)
+        submitting = door.submit(stills(files), request_id=request_id, timeout_s=left_s)
         answers = await self._in_time(submitting, began_s)
-        raise_first(answer.error for answer in answers)
         if self._settings.gating == "request":
-            await self._wait(client, answers, request_id)
+            await self._wait(door, answers, request_id)
         return answers
 
     async def _in_time(self, call: Awaitable[Result], began_s: float) -> Result:
@@ -134,7 +145,7 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         except TimeoutError:
             raise DeadlineError(f"the encoder service did not answer within {limit_s:g} s") from None
 
-    async def _wait(self, client: EncoderClient, answers: Sequence[Submitted], request_id: str) -> None:
+    async def _wait(self, door: Door, answers: Sequence[Submitted], request_id: str) -> None:
         """Wait until all images are encoded. Raises the error of the first image that fails."""
         waited = {index: answer for index, answer in enumerate(answers) if not answer.cached}
         if not waited:
@@ -142,41 +153,10 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
         errors: list[EncoderError | None] = [None] * len(answers)
         requests = [RowRequest(answer.digest, row_end=1) for answer in waited.values()]
         timeout_s = self._settings.timeout_s
-        async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s) as outcomes:
+        async with door.client.fetch(requests, request_id=request_id, timeout_s=timeout_s) as outcomes:
             async for outcome in outcomes:
                 errors[[*waited][outcome.index]] = outcome.error
         raise_first(errors)
-
-    async def _files(self, sources: Sequence[str | bytes], client: EncoderClient) -> list[bytes]:
-        if self._loader is None:
-            self._loader = ImageLoader(
-                Destinations(get_mm().allowed_media_domains),
-                max_bytes=client.description.max_image_bytes,
-                timeout_s=self._settings.submit_timeout_s,
-            )
-        found = {index: each for index, each in enumerate(sources) if isinstance(each, bytes)}
-        urls = {}
-        for index, source in enumerate(sources):
-            if isinstance(source, str):
-                if self._settings.image_folder and is_path(source):
-                    found[index] = await asyncio.to_thread(self._read, source, f"image {index}")
-                else:
-                    urls[index] = as_url(source, f"image {index}")
-        found |= zip(urls, await self._loader.load_all([*urls.values()]), strict=True)
-        return [found[index] for index in range(len(sources))]
-
-    def _read(self, source: str, name: str) -> bytes:
-        """Read a file of the image folder. Raises `ForbiddenError` for any other file."""
-        folder = Path(self._settings.image_folder).resolve()
-        path = Path(folder, source.removeprefix("file://")).resolve()
-        if not path.is_relative_to(folder) or not path.is_file():
-            raise ForbiddenError(f"{name} is not a file of image_folder")
-        return path.read_bytes()
-
-    async def _open(self) -> EncoderClient:
-        """Connect. Raises `ModelMismatchError` if the service has another model than this engine."""
-        check = partial(check_description, self._settings, self._engine)
-        return await connect(self._settings, wait=False, check=check)
 
 
 def _artifact(answer: Submitted, file: bytes) -> QwenVLImagePreprocessArtifact:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
+from prefill_client.plugin.door import Door
 from prefill_client.sglang_gateway.delivery import Delivery
-from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.http_service import GatewayHttp
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
@@ -62,12 +62,14 @@ async def gateway_for(
 ) -> AsyncIterator[RunningGateway]:
     """Run a gateway over a client."""
     delivery, metrics = RecordingDelivery(), GatewayMetrics()
-    loader = ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30)
-    loaders = {Modality.IMAGE: loader, Modality.VIDEO: loader}
+    loaders = (
+        ImageLoader(Destinations(image_hosts), max_bytes=8 << 20, timeout_s=30, what=what)
+        for what in ("image", "video")
+    )
     videos = video_settings(language_model, client.description)
     limits = {"max_images": 70, "part_s": 100.0, "part_row_bytes": 1 << 28, "row_bytes": 1 << 28}
     given = {"allowed": LOOPBACK, "videos": videos, **limits, **settings}
-    gateway = Gateway(client, loaders, delivery, metrics, **given)
+    gateway = Gateway(Door(client, *loaders), delivery, metrics, **given)
     watching = asyncio.create_task(gateway.watch_service())
     service = GatewayHttp(gateway, metrics, max_parts=max_parts, max_body_bytes=max_body_bytes)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))

@@ -18,18 +18,17 @@ from numpy.typing import NDArray
 from encoder_contract.errors import DeadlineError, EncoderError, ImageLimitError
 from encoder_contract.geometry import Grid
 from encoder_contract.turns import Room
-from encoder_contract.video import Clip, VideoSettings
+from encoder_contract.video import VideoSettings
 from prefill_client import (
     Description,
-    EncoderClient,
     FetchedRows,
     FetchStream,
     RowRequest,
     Submitted,
     read,
 )
-from prefill_client.images import File, raise_first
-from prefill_client.media.image_loader import ImageLoader
+from prefill_client.images import raise_first
+from prefill_client.plugin.door import Door, Medium, clips_of, names_of, stills
 from prefill_client.sglang_gateway.delivery import Delivery
 from prefill_client.sglang_gateway.frames import Modality, embedding_frame
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
@@ -38,7 +37,6 @@ from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
 from prefill_client.sglang_gateway.together import together
 from prefill_client.sglang_gateway.videos import shown, times
 from prefill_client.transport.rows import element_type
-from prefill_client.video import Video, read_videos
 
 log = logging.getLogger(__name__)
 
@@ -79,27 +77,17 @@ class PartRows:
     times: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """The files to submit for a part, and their names in messages. `clips` has the pairs of each video."""
-
-    files: Sequence[File]
-    names: list[str]
-    clips: list[Clip] = field(default_factory=list)
-
-
 class Gateway:
     """Serves parts. Not thread-safe: use it from one event loop.
 
-    `loaders` load the files of each modality. `videos` has the video settings of SGLang's checkpoint, or the error of
-    parts with videos. `part_s` is how long the images of a part may take, with all retries. The rows of one part have
-    at most `part_row_bytes`, and those of all parts at most `row_bytes`: more parts wait.
+    `videos` has the video settings of SGLang's checkpoint, or the error of parts with videos. `part_s` is how long the
+    images of a part may take, with all retries. The rows of one part have at most `part_row_bytes`, and those of all
+    parts at most `row_bytes`: more parts wait.
     """
 
     def __init__(
         self,
-        client: EncoderClient,
-        loaders: Mapping[Modality, ImageLoader],
+        door: Door,
         delivery: Delivery,
         metrics: GatewayMetrics,
         *,
@@ -110,8 +98,8 @@ class Gateway:
         row_bytes: int,
         part_s: float,
     ) -> None:
-        self._client = client
-        self._loaders = loaders
+        self._door = door
+        self._client = door.client
         self._videos = videos
         self._delivery = delivery
         self._metrics = metrics
@@ -199,7 +187,7 @@ class Gateway:
                 urls = part.urls(self._max_images)
                 if part.modality is Modality.VIDEO and isinstance(self._videos, EncoderError):
                     raise self._videos
-                files = await self._loaders[part.modality].load_all(urls)
+                files = await self._door.load(part.kind, urls)
                 while True:
                     try:
                         async with AsyncExitStack() as attempt:
@@ -220,60 +208,48 @@ class Gateway:
     ) -> PartRows:
         left_s = max(deadline - monotonic(), 0.001)
         # Keep the images submitted: hanging up withdraws them, and they survive the loss of a server.
-        items = await self._items(part, files, left_s)
-        kept = await self._client.keep(items.files, request_id=part.call_id, timeout_s=left_s, again_s=left_s)
+        media = await self._media(part, files, left_s)
+        names, clips = names_of(media), clips_of(media)
+        kept = await self._door.keep(media, request_id=part.call_id, timeout_s=left_s, again_s=left_s)
         await held.enter_async_context(kept)
-        raise_first([answer.error for answer in kept.answers], items.names)
         size = self._client.description.row_bytes * sum(answer.tokens for answer in kept.answers)
         if size > self._part_row_bytes:
             raise ImageLimitError(
                 f"the rows of the part have {size} bytes, and the limit is {self._part_row_bytes} (--part-rows-gib)"
             )
         await held.enter_async_context(self._row_memory.taken(amount=size))
-        if len(items.files) == 1:
-            rows = await self._in_place(part, items, kept.answers[0], left_s, held)
+        if len(names) == 1:
+            rows = await self._in_place(part, names[0], kept.answers[0], left_s, held)
         else:
-            rows = await self._together(part, items, kept.answers, left_s)
-        if part.modality is Modality.VIDEO:
-            grids = [clip.grid._replace(t=len(clip.pairs)) for clip in items.clips]
-            return PartRows(grids, *rows, times(items.clips))
+            rows = await self._together(part, names, kept.answers, left_s)
+        if clips:
+            grids = [clip.grid._replace(t=len(clip.pairs)) for clip in clips]
+            return PartRows(grids, *rows, times(clips))
         description = self._client.description
         grids = [grid_of_patches(answer.grid, description) for answer in kept.answers if answer.grid]
         return PartRows(grids, *rows)
 
-    async def _items(self, part: Part, files: Sequence[bytes], left_s: float) -> _Items:
-        """Return what to submit for these files. Probes videos at the service, and selects their pairs of frames."""
-        names = [f"{part.kind} {index}" for index in range(len(files))]
+    async def _media(self, part: Part, files: Sequence[bytes], left_s: float) -> list[Medium]:
+        """Return the images or videos of a part. Probes videos at the service, and selects their pairs of frames."""
         if part.modality is not Modality.VIDEO or isinstance(self._videos, EncoderError):
-            return _Items(files, names)
-        found = await read_videos(
-            self._client,
-            files,
-            self._videos,
-            request_id=part.call_id,
-            timeout_s=left_s,
-            clip=partial(shown, self._videos),
-        )
-        raise_first([each if isinstance(each, EncoderError) else None for each in found], names)
-        videos = [each for each in found if isinstance(each, Video)]
-        return _Items(
-            [image for video in videos for image in video.images],
-            [name for name, video in zip(names, videos, strict=True) for _ in video.images],
-            [video.clip for video in videos],
+            return stills(files)
+        clip = partial(shown, self._videos)
+        return await self._door.videos(
+            files, self._videos, clip=clip, request_id=part.call_id, timeout_s=left_s
         )
 
     async def _in_place(
-        self, part: Part, items: _Items, image: Submitted, left_s: float, held: AsyncExitStack
+        self, part: Part, name: str, image: Submitted, left_s: float, held: AsyncExitStack
     ) -> tuple[NDArray[np.generic], str]:
         """Return the rows of an image in place, valid until `held` is closed, and their type."""
         stream = await held.enter_async_context(self._fetch(part, image, left_s))
-        fetched = await self._outcome(stream, items.names[0])
+        fetched = await self._outcome(stream, name)
         # Entered last, so that it exits first: it checks the rows again before the call that holds them ends.
         lent = await asyncio.to_thread(held.enter_context, fetched.in_place())
         return lent.array, lent.dtype
 
     async def _together(
-        self, part: Part, items: _Items, images: Sequence[Submitted], left_s: float
+        self, part: Part, names: Sequence[str], images: Sequence[Submitted], left_s: float
     ) -> tuple[NDArray[np.generic], str]:
         """Return the rows of several images as one block, as SGLang takes them, and their type.
 
@@ -288,7 +264,7 @@ class Gateway:
         async def copy(index: int, image: Submitted) -> None:
             window = block[ends[index] - image.tokens : ends[index]]
             async with slots.taken(), self._fetch(part, image, left_s) as stream:
-                fetched = await self._outcome(stream, items.names[index])
+                fetched = await self._outcome(stream, names[index])
                 await read([fetched], lambda rows: np.copyto(window, rows[0].array))
 
         await together(copy(index, image) for index, image in enumerate(images))

@@ -13,9 +13,10 @@ from encoder_contract.version import __version__
 from prefill_client import EncoderClient
 from prefill_client.http_server import HttpServer, bound
 from prefill_client.media.image_loader import ImageLoader
+from prefill_client.plugin.door import Door
 from prefill_client.sglang_gateway.config import GatewayConfig
 from prefill_client.sglang_gateway.delivery import Delivery
-from prefill_client.sglang_gateway.frames import SUPPORTED, Modality
+from prefill_client.sglang_gateway.frames import SUPPORTED
 from prefill_client.sglang_gateway.gateway import Gateway
 from prefill_client.sglang_gateway.http_service import GatewayHttp
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
@@ -55,14 +56,14 @@ async def _serve(config: GatewayConfig, client: EncoderClient, listener: socket.
     if certificates is not None and certificates.pem.cert:
         metrics.watch_certificate(certificates)
     load = partial(ImageLoader, config.image_destinations, timeout_s=config.image_s)
-    loaders = {
-        Modality.IMAGE: load(max_bytes=config.max_image_bytes),
-        Modality.VIDEO: load(max_bytes=client.description.max_video_bytes, what="video"),
-    }
+    door = Door(
+        client,
+        load(max_bytes=config.max_image_bytes),
+        load(max_bytes=client.description.max_video_bytes, what="video"),
+    )
     videos = await asyncio.to_thread(video_settings, config.language_model, client.description)
     gateway = Gateway(
-        client,
-        loaders,
+        door,
         delivery,
         metrics,
         videos=videos,

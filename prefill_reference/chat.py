@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 from torch import Tensor
 
-from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError
+from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.video import VideoSettings
 from prefill_client import (
     Chunk,
@@ -30,7 +30,9 @@ from prefill_client import (
     plan,
     read_images,
 )
-from prefill_client.video import Video, VideoTokens, mark_pairs, read_videos
+from prefill_client.images import raise_first, without_errors
+from prefill_client.plugin.door import Door
+from prefill_client.video import Video, VideoTokens, mark_pairs
 from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
 from prefill_reference.prefix import PrefixCache
 
@@ -187,12 +189,8 @@ class Chat:
     def _read(self, messages: Sequence[Message]) -> list[Image]:
         """Hash the images and read their headers, which is enough to lay out the prompt."""
         files = [part["image"] for part in _parts(messages) if part["type"] == "image"]
-        images = []
-        for number, image in enumerate(read_images(files, self.client.description.geometry)):
-            if isinstance(image, EncoderError):
-                raise image.about(f"image {number} of the prompt", number)
-            images.append(image)
-        return images
+        images = read_images(files, self.client.description.geometry)
+        return without_errors(images, _names(range(len(images))))
 
     async def _videos(self, messages: Sequence[Message], trace: Trace) -> list[Video]:
         """Return the videos of all messages, with the pairs of frames that the model is shown."""
@@ -202,13 +200,8 @@ class Chat:
         if self._video_settings is None:
             raise InvalidRequestError("this checkpoint has no video processor: send images")
         with trace.span("videos"):
-            found = await read_videos(self.client, files, self._video_settings, request_id=trace.request_id)
-        videos = []
-        for number, video in enumerate(found):
-            if isinstance(video, EncoderError):
-                raise video.about(f"video {number}", number)
-            videos.append(video)
-        return videos
+            media = await Door(self.client).videos(files, self._video_settings, request_id=trace.request_id)
+        return [medium.video for medium in media if medium.video is not None]
 
     def _in_order(
         self, messages: Sequence[Message], stills: Sequence[Image], videos: Sequence[Video]
@@ -254,11 +247,8 @@ class Chat:
         if not images:
             return {}
         answers = await self.client.submit(list(images.values()), request_id=request_id)
-        submitted = dict(zip(images, answers, strict=True))
-        for number, answer in submitted.items():
-            if answer.error:
-                raise answer.error.about(f"image {number} of the prompt", number)
-        return submitted
+        raise_first([answer.error for answer in answers], _names(images))
+        return dict(zip(images, answers, strict=True))
 
     def _layout(
         self, messages: Sequence[Message], images: Sequence[Image], videos: Sequence[Video]
@@ -290,6 +280,10 @@ class Chat:
             prefill_ms=(time.monotonic() - began_s) * 1000,
         )
         return run, logits
+
+
+def _names(numbers: Iterable[int]) -> list[str]:
+    return [f"image {number} of the prompt" for number in numbers]
 
 
 def _parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:

@@ -1,0 +1,55 @@
+"""The script of heartbeats: who learns of a change of the list, and how long the list lives."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from encoder_contract.errors import ModelMismatchError
+from encoder_service.cluster.redis.connection import RedisConnection, RedisUrl
+from encoder_service.cluster.redis.schema import Keys, Membership
+from testing.redis_servers import RedisServer
+from tests.index_replicas import TTL_MS, as_replica
+
+KEYS = Keys("heartbeats").membership
+DAY_S = 86_400
+
+
+@pytest.fixture
+async def connection(redis: RedisServer) -> AsyncIterator[RedisConnection]:
+    opened = await RedisConnection.open(RedisUrl(redis.url), 30)
+    yield opened
+    await opened.close()
+
+
+def membership(name: str, model: bytes = b"m" * 32) -> Membership:
+    return Membership(as_replica(name, model=model), KEYS, TTL_MS)
+
+
+async def test_a_death_is_seen_by_all_although_a_refused_replica_found_it(
+    redis: RedisServer, connection: RedisConnection
+) -> None:
+    a, dead, stranger = membership("a"), membership("dead"), membership("stranger", b"x" * 32)
+    for each in (a, dead):
+        await each.heartbeat(connection, "join")
+    await a.heartbeat(connection, "beat")
+    assert [peer.replica_id for peer in a.peers.values()] == ["dead"]
+    with redis.client() as client:
+        client.zadd(KEYS[1], {"dead": 1})
+    with pytest.raises(ModelMismatchError):
+        await stranger.heartbeat(connection, "join")
+    assert await a.heartbeat(connection, "beat")
+    assert not a.peers
+
+
+async def test_heartbeats_renew_a_list_that_never_changes(
+    redis: RedisServer, connection: RedisConnection
+) -> None:
+    a = membership("a")
+    await a.heartbeat(connection, "join")
+    with redis.client() as client:
+        now_us = int(client.get(KEYS[2]))  # type: ignore[arg-type]
+        client.set(KEYS[2], now_us - DAY_S * 500_000 - 1)  # as if half a day had passed
+        for key in KEYS:
+            client.expire(key, 60)
+        assert await a.heartbeat(connection, "beat")
+        assert all(client.ttl(key) > DAY_S / 2 for key in KEYS)  # type: ignore[operator]

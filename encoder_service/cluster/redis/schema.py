@@ -1,5 +1,6 @@
 """The layout of the index in Redis: key names, the records in locations, and the list of live replicas."""
 
+import random
 import re
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -129,6 +130,10 @@ def parse_peers(entries: Sequence[bytes]) -> dict[bytes, Peer]:
 
 HEARTBEAT = Script("heartbeat")
 
+# About so many of the heartbeats that a large fleet sends in one period look for expired replicas: that is half of what
+# one of them costs Redis.
+LOOKS = 16
+
 # The number of dead replicas to remember, so that they are not looked up again. Each call of `acquire` sends their
 # tokens (8 bytes each). If there are more, all are forgotten, which costs one heartbeat.
 MAX_DEAD = 256
@@ -154,10 +159,11 @@ class Membership:
         joined.
         """
         ours = self._replica
+        looks = verb != "beat" or random.random() * len(self.peers) < LOOKS  # noqa: S311 - a sample, no secret
         reply = await connection.run_once(
             HEARTBEAT,
             self._keys,
-            verb,
+            verb if looks else "renew",
             ours.replica_id,
             ours.epoch,
             fingerprint(ours),

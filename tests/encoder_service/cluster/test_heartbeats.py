@@ -6,7 +6,7 @@ import pytest
 
 from encoder_contract.errors import ModelMismatchError
 from encoder_service.cluster.redis.connection import RedisConnection, RedisUrl
-from encoder_service.cluster.redis.schema import Keys, Membership
+from encoder_service.cluster.redis.schema import LOOKS, Keys, Membership
 from testing.redis_servers import RedisServer
 from tests.index_replicas import TTL_MS, as_replica
 
@@ -53,3 +53,25 @@ async def test_heartbeats_renew_a_list_that_never_changes(
             client.expire(key, 60)
         assert await a.heartbeat(connection, "beat")
         assert all(client.ttl(key) > DAY_S / 2 for key in KEYS)  # type: ignore[operator]
+
+
+async def test_a_large_fleet_notices_a_death_although_few_heartbeats_look_for_one(
+    redis: RedisServer, connection: RedisConnection
+) -> None:
+    members = [membership(f"member-{number}") for number in range(5 * LOOKS)]
+    for each in members:
+        await each.heartbeat(connection, "join")
+    for each in members:
+        await each.heartbeat(connection, "beat")
+    with redis.client() as client:
+        calls = client.info("commandstats")["cmdstat_zrangebyscore"]["calls"]  # type: ignore[index]
+        for each in members:
+            assert await each.heartbeat(connection, "beat")
+        looked = client.info("commandstats")["cmdstat_zrangebyscore"]["calls"] - calls  # type: ignore[index]
+        assert 0 < looked < len(members), "each look has two of these calls"
+        client.zadd(KEYS[1], {"member-0": 1})
+    _, *living = members
+    for _ in range(2):  # the first round finds it, the second tells everyone
+        for each in living:
+            await each.heartbeat(connection, "beat")
+    assert all(peer.replica_id != "member-0" for each in living for peer in each.peers.values())

@@ -1,7 +1,8 @@
 -- Adds, renews or removes a replica, removes expired ones, and returns all of them unless the caller knows them.
 -- KEYS: the replicas, a hash of id to "epoch fingerprint endpoint"; their deadlines (ms), a sorted set of ids; the
 -- version of the hash, which changes with it. All times are this server's.
--- ARGV: join, beat or leave; replica id, epoch, fingerprint, endpoint, time to live (ms), the version that it knows.
+-- ARGV: join, beat, renew (a beat that need not look for expired replicas) or leave; replica id, epoch, fingerprint,
+-- endpoint, time to live (ms), the version that it knows.
 -- Returns {'ok', 1 if it was listed already, version} and, if that is another one, {id, record, ...};
 -- {'mismatch', id, fingerprint} if a live replica serves another model; or {'superseded', epoch} if a later start of
 -- the same replica has joined.
@@ -13,6 +14,11 @@ local now_us = time[1] * 1000000 + time[2]
 local now_ms = math.floor(now_us / 1000)
 local deadline_ms = string.format('%.0f', now_ms + ttl_ms)
 local version = redis.call('GET', versions)
+
+if verb == 'renew' and version == known then -- it knows the list, and is in it
+  redis.call('ZADD', deadlines, deadline_ms, id)
+  return { 'ok', 1, version }
+end
 
 local function set_version()
   -- Never one that it had before, even if this server lost its memory.
@@ -35,10 +41,6 @@ if #expired > 0 or not version or now_us - version > KEPT_MS / 2 * 1000 then
   set_version()
 end
 
-if verb == 'beat' and version == known then -- it knows the list, and is in it
-  redis.call('ZADD', deadlines, deadline_ms, id)
-  return { 'ok', 1, version }
-end
 local record = epoch .. ' ' .. fingerprint .. ' ' .. endpoint
 local listed = redis.call('HGET', list, id)
 local its_epoch = listed and string.match(listed, '^%d+')

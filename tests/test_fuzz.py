@@ -16,6 +16,7 @@ def test_seeded_cases_of_every_parser_pass(target: str) -> None:
     assert verdict.failures == []
 
 
+@pytest.mark.attack("damaged bytes for any parser, in any call")
 def test_seeded_calls_pass_and_leave_nothing_on_a_server() -> None:
     command = [
         sys.executable,

@@ -91,7 +91,7 @@ class StaleHandleError(UnavailableError):
 
 
 class DeadlineError(EncoderError):
-    """The caller's deadline passed."""
+    """The caller's deadline passed, its request or upload stalled, or it did not read the answers."""
 
     status, retryable = Status.DEADLINE_EXCEEDED, False
 
@@ -103,13 +103,13 @@ class ModelMismatchError(EncoderError):
 
 
 class UnauthenticatedError(EncoderError):
-    """The caller has no valid token or certificate."""
+    """The call has no valid token or certificate of a tenant, or its token cannot be sent safely."""
 
     status, retryable = Status.UNAUTHENTICATED, False
 
 
 class ForbiddenError(EncoderError):
-    """The caller is not allowed to do this."""
+    """The tenant lacks the right, an operator's call the proof of access, or an image URL is not allowed."""
 
     status, retryable = Status.PERMISSION_DENIED, False
 

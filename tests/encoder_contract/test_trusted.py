@@ -34,6 +34,7 @@ def readers(folder: Path) -> dict[str, tuple[Reader, str]]:
     }
 
 
+@pytest.mark.attack("a certificate, key, token or tenants file that is a pipe, or that every user may write")
 @pytest.mark.parametrize("who", ["fleet key", "token", "tenants", "certificate", "key", "authorities"])
 def test_no_reader_blocks_or_believes_what_every_user_may_write(tmp_path: Path, who: str) -> None:
     read, path = readers(tmp_path)[who]

@@ -77,6 +77,7 @@ async def outcomes_of(stub: Any, seeds: range) -> list[int | str]:
     return list(outcomes.values())
 
 
+@pytest.mark.attack("an image file that is damaged or truncated, or has a false header")
 async def test_2000_damaged_files_end_in_rows_or_one_error_each(
     small_images: Path,
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_full_segment_folder_names_the_flag_to_change(checkpoint: Path, tmp_pa
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.attack("a full disk or `/dev/shm`")
 async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

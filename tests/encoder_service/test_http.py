@@ -122,6 +122,7 @@ def answer_of(url: str) -> bytes:
                 raise
 
 
+@pytest.mark.attack("connections that fill the HTTP port")
 def test_health_is_answered_beside_slow_connections() -> None:
     with serving() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
         threads = threading.active_count()

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from encoder_service.engine.dispatcher import MOST_FAILURES
 from prefill_client import EncoderClient, RowRequest
@@ -39,6 +40,7 @@ async def rows_of(client: EncoderClient, image: bytes) -> bytes:
     raise AssertionError("no rows")
 
 
+@pytest.mark.attack("all file descriptors in use")
 async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
     checkpoint: Path,
 ) -> None:

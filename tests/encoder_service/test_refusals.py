@@ -80,6 +80,7 @@ REFUSED = pytest.mark.parametrize("refused", [a_call, a_name, an_upload])
 Refused = Callable[[EncoderClient], Coroutine[Any, Any, None]]
 
 
+@pytest.mark.attack("refused calls and images, repeated at once, to keep the event loop busy")
 @REFUSED
 async def test_a_refusal_is_answered_late(client: EncoderClient, refused: Refused) -> None:
     began = time.monotonic()

@@ -133,6 +133,7 @@ def test_a_record_that_cannot_be_formatted_is_counted(pipe: tuple[int, int]) -> 
     handler.close()
 
 
+@pytest.mark.attack("a log that no process reads")
 async def test_a_server_with_an_unread_log_answers_probes_and_ends_at_sigterm(
     checkpoint: Path, tmp_path: Path, pipe: tuple[int, int]
 ) -> None:

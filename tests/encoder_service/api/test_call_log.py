@@ -59,6 +59,7 @@ async def test_a_refused_call_is_counted_and_logged_with_its_status(
     assert "draining" in str(lines_of_calls(caplog)[-1].__dict__["fields"])
 
 
+@pytest.mark.attack("a forged log line")
 async def test_client_names_cannot_forge_or_flood_log_lines(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

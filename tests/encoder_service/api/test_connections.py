@@ -20,6 +20,7 @@ from tests.waiting import PATIENCE_S, soon
 IDLE = "grpc.max_connection_idle_ms"
 
 
+@pytest.mark.attack("connections that make no call")
 async def test_a_connection_without_a_call_is_closed_and_one_with_a_call_stays(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_requests_of_many_empty_messages_are_refused_unparsed() -> None:
 TOGETHER = 10
 
 
+@pytest.mark.attack("many refused calls, to fill the memory")
 async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
     """A parsed message of this kind takes 5 MB: 300 that were never freed would take 1500 MB."""
     message = b"\x12\x00" * (messages.names_bytes(512) // 2)

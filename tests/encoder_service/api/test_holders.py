@@ -57,6 +57,7 @@ def test_a_host_is_an_ipv4_address_or_an_ipv6_network(peer: str, host: str) -> N
     assert host_of(peer) == host
 
 
+@pytest.mark.attack("a caller with 2^64 addresses")
 def test_all_addresses_of_an_ipv6_network_are_one_holder() -> None:
     identity = Identity(None, None)
     holders = set()
@@ -129,6 +130,7 @@ async def tenants_of(server: Server, tmp_path: Path) -> AsyncIterator[tuple[Enco
         yield chat, search
 
 
+@pytest.mark.attack("a high priority, a flood of requests, another tenant's request identifier")
 async def test_requests_of_one_tenant_do_not_delay_another_tenant(
     gated: Server, gate: Gate, tmp_path: Path
 ) -> None:
@@ -158,6 +160,7 @@ async def test_requests_of_one_tenant_do_not_delay_another_tenant(
     assert done.index("search") <= 8, done
 
 
+@pytest.mark.attack("images that fill the seconds of the queue")
 async def test_a_tenant_cannot_fill_all_seconds_of_the_queue(
     gated: Server, gate: Gate, tmp_path: Path
 ) -> None:
@@ -192,6 +195,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_them(
         assert [entry.holder for entry in server.store._host.entries.values()] == ["tenant chat"]
 
 
+@pytest.mark.attack("refused uploads, to evict kept files")
 async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: Model, gate: Gate) -> None:
     """Otherwise refused uploads would evict files of others. The names have no grid: only the bytes show the size."""
     behind = replace(model, decoder=cast(Decoder, gate))
@@ -209,6 +213,7 @@ async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: 
 # A host without tenants
 
 
+@pytest.mark.attack("a caller with many names")
 async def test_a_host_with_many_invented_names_leaves_room_for_others(
     config: Config, model: Model, gate: Gate
 ) -> None:

@@ -38,6 +38,7 @@ async def status(connection: RawConnection, stream: int, within_s: float = PATIE
     return connection.trailers[stream]["grpc-status"]
 
 
+@pytest.mark.attack("a compressed message that expands")
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity", "nonsense", None])
 async def test_a_compressed_message_is_refused_and_never_expanded(
     server: Server, encoding: str | None
@@ -177,6 +178,7 @@ async def test_reflection_names_the_services(server: Server) -> None:
     assert {"encoder_contract.v1.EncoderService", "grpc.health.v1.Health"} <= names
 
 
+@pytest.mark.attack("more calls than the server accepts")
 async def test_calls_over_the_limit_are_refused_unread_and_health_still_answers(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ async def test_a_burst_of_calls_of_one_method_delays_no_call_of_another(server: 
     await raw.close()
 
 
+@pytest.mark.attack("a message that is too large, or never ends")
 async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: Config, model: Model) -> None:
     async with server_of(config, model) as server:
         connections = [await RawConnection.open(server.endpoint) for _ in range(4)]

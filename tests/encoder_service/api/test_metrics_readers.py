@@ -51,6 +51,7 @@ async def status(server: Server, path: str, authorization: str | None) -> tuple[
     return await asyncio.to_thread(ask)
 
 
+@pytest.mark.attack("reading metrics without the right")
 @pytest.mark.parametrize(
     ("authorization", "answer"),
     [

@@ -108,6 +108,7 @@ async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, clien
         assert not [thing for thing in gc.get_objects() if type(thing) is Job]
 
 
+@pytest.mark.attack("a caller that fetches and does not read")
 async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, limits={"reader_idle_s": 0.5}, drain_s=1) as server,

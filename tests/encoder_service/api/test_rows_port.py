@@ -171,6 +171,7 @@ async def test_a_call_offers_a_few_images_at_a_time(server: Server, client: Enco
     await unpinned(server)
 
 
+@pytest.mark.attack("a ticket that was used, is of an ended call, or is garbage")
 async def test_a_ticket_works_once(server: Server, client: EncoderClient) -> None:
     requests = await submitted(client, PHOTOS[:1])
     async with raw_fetch(client, requests) as call:
@@ -240,6 +241,7 @@ def stalled(server: Server, ready: pb.ImageReady) -> "closing[socket.socket]":
     return closing(connection)
 
 
+@pytest.mark.attack("a reader of the rows port that stops, and whose rows are evicted meanwhile")
 async def test_rows_of_an_ended_call_are_not_read_any_more(config: Config, model: Model) -> None:
     """A reader stalls, its call ends, and the pages get rows of other images: the reader gets none of those."""
     async with (
@@ -358,6 +360,7 @@ async def test_many_windows_of_an_image_come_in_the_call(server: Server, client:
     await unpinned(server)
 
 
+@pytest.mark.attack("a caller that takes all tickets of the rows port")
 async def test_rows_come_in_the_call_if_no_ticket_is_left(config: Config, model: Model) -> None:
     async with (
         server_of(config, model, **ROWS, limits={"tickets": Budget(1, "tickets")}) as server,
@@ -376,6 +379,7 @@ async def test_rows_come_in_the_call_if_no_ticket_is_left(config: Config, model:
         await soon(lambda: server.budgets.tickets.held == 0)
 
 
+@pytest.mark.attack("readers of the rows port that do not read, so that the kernel's buffers fill")
 async def test_the_kernel_keeps_little_for_a_reader_that_does_not_read(
     server: Server, client: EncoderClient
 ) -> None:
@@ -427,6 +431,7 @@ async def test_new_connections_take_turns_with_those_that_are_ready() -> None:
             port._close(connection)
 
 
+@pytest.mark.attack("a stranger who holds connections to the rows port and opens more")
 async def test_a_stranger_has_a_share_of_the_connections_and_stops_no_transfer(
     server: Server, client: EncoderClient
 ) -> None:
@@ -467,6 +472,7 @@ async def test_one_unknown_ticket_is_not_the_ports_fault(server: Server, client:
     connections.close()
 
 
+@pytest.mark.attack("many connections to the rows port that present nothing")
 async def test_many_connections_of_one_host_leave_room_for_a_new_one(
     server: Server, client: EncoderClient
 ) -> None:

@@ -123,6 +123,7 @@ async def test_a_client_without_certificate_gets_nothing(
                 assert SIZE.pack(0) != (await asyncio.to_thread(received, plain, SIZE.size))[: SIZE.size]
 
 
+@pytest.mark.attack("a stolen ticket of another tenant")
 async def test_the_ticket_of_another_tenant_is_refused_and_stays_valid_for_its_own(
     config: Config, model: Model, certified: Certified, tmp_path: Path
 ) -> None:

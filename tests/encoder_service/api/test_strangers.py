@@ -121,6 +121,7 @@ async def test_a_refused_caller_that_does_not_read_its_error_counts_until_it_lea
         await soon(lambda: not guard.budgets.refused.held)
 
 
+@pytest.mark.attack("callers that keep their windows closed, so that no answer or refusal can be sent")
 @pytest.mark.parametrize("path", [SUBMIT, DESCRIBE])
 async def test_a_caller_that_does_not_read_its_first_answer_counts_until_it_leaves(
     config: Config, model: Model, path: str
@@ -178,6 +179,7 @@ async def test_a_call_of_one_request_has_to_end_it(
         assert await statuses(raw, [open_ended]) == {DEADLINE_EXCEEDED}
 
 
+@pytest.mark.attack("calls without a token that fill their windows")
 async def test_strangers_on_all_streams_take_a_bounded_amount_of_memory(
     checkpoint: Path, tenants_file: Path, config: Config
 ) -> None:
@@ -218,6 +220,7 @@ def test_the_bound_on_unread_data_counts_every_call_that_may_have_some(config: C
     assert server.unread_bytes(Budgets.of(replace(config, max_calls=1)), window) < bound / 3
 
 
+@pytest.mark.attack("spans with forged trace ids, by callers without a token")
 async def test_only_admitted_callers_write_spans(guard: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[str, str]] = []
     monkeypatch.setattr(

@@ -32,6 +32,7 @@ from tests.tenants import TOKENS, As
 from tests.waiting import soon
 
 
+@pytest.mark.attack("a caller without a token, with an unknown one, or with the hash of one")
 @pytest.mark.parametrize(
     "metadata",
     [
@@ -98,6 +99,7 @@ async def test_a_tenant_has_exactly_its_rights(as_tenant: As) -> None:
         assert isinstance(rows.error, ForbiddenError)
 
 
+@pytest.mark.attack("an operator's call without the right or from another host")
 async def test_operator_calls_need_the_right_and_the_host(
     guard: Server, as_tenant: As, tmp_path: Path
 ) -> None:
@@ -156,6 +158,7 @@ async def test_a_tenant_can_neither_detect_nor_fetch_another_tenants_image(
         assert (await fetched(search, digest)).source in ("encoded", "host")
 
 
+@pytest.mark.attack("a tenant that tries to find out what others sent, by answers or by timing")
 async def test_timing_does_not_reveal_another_tenants_image(as_tenant: As) -> None:
     """For both, the server looks up an address that is not in the store. The test alternates between them."""
     pictures = [photo(64, 64, seed) for seed in range(3, 11)]

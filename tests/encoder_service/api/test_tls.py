@@ -96,6 +96,7 @@ async def test_tls_refuses_other_authorities_and_clients_without_tls(
         assert "if it uses TLS, set the authority" in await refused(server, Credentials())
 
 
+@pytest.mark.attack("a server or peer under another's name")
 async def test_a_server_with_another_certificate_name_is_refused(serving: Serving, ca: str) -> None:
     async with serving() as server:
         assert "TLS handshake failed" in await refused(server, Credentials(ca, server_name="somebody.else"))
@@ -175,6 +176,7 @@ async def test_the_http_port_speaks_tls_and_follows_the_files(
             )
 
 
+@pytest.mark.attack("a connection that never shakes hands")
 async def test_a_stalled_tls_handshake_does_not_delay_probes(serving: Serving, ca: str) -> None:
     context = ssl.create_default_context(cafile=ca)
     async with serving() as server:

@@ -83,6 +83,7 @@ def test_all_calls_of_a_host_leave_upload_space_for_others() -> None:
     uploads(budget, "host other").reserve(1, 50)
 
 
+@pytest.mark.attack("an upload that sends a byte from time to time")
 def test_slow_uploads_time_out_and_fast_ones_continue() -> None:
     budget = budget_of(10_000_000)
     call = uploads(budget, max_image_bytes=10_000_000)

@@ -105,6 +105,7 @@ async def test_the_index_works_over_tls_with_the_documented_rights(
         assert a.index.state is b.index.state is IndexState.JOINED
 
 
+@pytest.mark.attack("a Redis user that tries other keys and commands")
 async def test_the_documented_user_has_no_other_rights(redis_with_tls: str) -> None:
     async with redis.asyncio.Redis.from_url(redis_with_tls) as client:
         assert await client.ping()

@@ -52,6 +52,7 @@ async def test_a_slow_redis_costs_three_timeouts_and_is_rejoined_when_fast(
     await proxy.stop()
 
 
+@pytest.mark.attack("a Redis with invalid answers")
 @pytest.mark.parametrize(
     "answer",
     [b":7\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n:7\r\n", b"*3\r\n$2\r\nok\r\n:1\r\n:2\r\n", b"!\0\r\n"],

@@ -129,6 +129,7 @@ FORGERIES: dict[str, Sign] = {
 }
 
 
+@pytest.mark.attack("forged rows between replicas")
 @pytest.mark.parametrize("sign", FORGERIES.values(), ids=FORGERIES)
 async def test_unsigned_rows_are_refused_and_the_image_is_encoded_here(
     start: Start, sign: Sign, caplog: pytest.LogCaptureFixture
@@ -178,6 +179,7 @@ async def test_rows_of_a_replica_with_another_key_are_refused(start: Start, tmp_
     assert (await b.fetch(image.digest)).source == "encoded"
 
 
+@pytest.mark.attack("an overheard signature")
 async def test_a_replayed_signature_is_refused_elsewhere_and_later(start: Start) -> None:
     a, b = await start(), await start()
     (image,) = await a.client.submit([new_photo()])

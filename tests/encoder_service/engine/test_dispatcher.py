@@ -77,6 +77,7 @@ async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_
         assert len(jobs) == 6
 
 
+@pytest.mark.attack("an image with more pixels than the server decodes at a time, beside other images")
 async def test_a_large_single_decode_does_not_block_small_ones(model: Model) -> None:
     async with floor(model, decode_pixels=WINDOW_PIXELS, decode_threads=8) as at:
         [device] = at.devices

@@ -266,6 +266,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line)
 
 
+@pytest.mark.attack("code in a decoder process that looks for the server's passwords")
 def test_decoder_processes_inherit_at_most_six_environment_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -278,6 +279,7 @@ def test_decoder_processes_inherit_at_most_six_environment_variables(
     assert len({*SETTINGS, *PASSED_ON}) == 6
 
 
+@pytest.mark.attack("a file that makes a library print without end")
 def test_output_of_libraries_is_counted_and_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     noisy = bytearray(
         encoded(Image.fromarray(pixels(400, 300, 1)).convert("1"), "TIFF", compression="tiff_ccitt")
@@ -297,6 +299,7 @@ def test_the_error_says_why_no_decoder_starts(monkeypatch: pytest.MonkeyPatch) -
         pool.start()
 
 
+@pytest.mark.attack("a file on which the decoder hangs")
 def test_a_hanging_idle_decoder_is_replaced_long_before_its_limit() -> None:
     with decoding(cpu_s=10 * START_S) as pool:
         stopped = children(pool)[-1]

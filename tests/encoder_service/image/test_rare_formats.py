@@ -233,6 +233,7 @@ NO_SIDES = {
 }  # fmt: skip
 
 
+@pytest.mark.attack("a header of a few bytes with a side of billions of pixels, to end decoder processes")
 @pytest.mark.parametrize("image", SIDES.values(), ids=SIDES)
 def test_a_huge_side_is_refused_by_the_limits_and_costs_no_process(pool: DecoderPool, image: bytes) -> None:
     before = dict(pool.deaths)

@@ -91,6 +91,9 @@ def inside(tmp_path: Path, part: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.attack(
+    "code in a decoder process that tries to reach files, network, processes, memory or timers"
+)
 def test_a_sandboxed_process_reaches_no_file_network_or_process(tmp_path: Path) -> None:
     found = inside(tmp_path, "all")
     for kind in ("files", "network", "processes", "memory", "timers"):

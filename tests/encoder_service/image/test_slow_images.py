@@ -21,6 +21,7 @@ from tests.engines import Gate, demanded, in_batches, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 
+@pytest.mark.attack("a file that is slow to decode, or takes much memory")
 async def test_a_slow_image_does_not_delay_others(model: Model) -> None:
     fast = [photo(256, 256 + n, n) for n in range(8)]
     slow = photo(256, 320, 9, "PNG")

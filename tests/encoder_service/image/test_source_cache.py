@@ -99,6 +99,7 @@ def test_reading_the_size_on_another_thread_is_safe(number: int) -> None:
         assert (sources.get(b"b") is not None, sources.held_bytes, len(sources)) == (True, 10, 1)
 
 
+@pytest.mark.attack("a tenant that fills the kept files")
 def test_the_holder_with_the_most_bytes_makes_room() -> None:
     sources = SourceCache(max_bytes=100, ttl_s=100)
     sources.put(of(b"calm", 10), "calm")
@@ -145,6 +146,7 @@ def test_videos_are_kept_up_to_a_number_and_freed_when_dropped() -> None:
     assert alive == [False, True, True], "a source alone keeps no file alive"
 
 
+@pytest.mark.attack("a tenant that sends many tiny videos")
 def test_many_tiny_videos_evict_no_large_ones_of_another_holder() -> None:
     """The number of files is short, not the bytes, so the holder with the most files makes room."""
     videos = SourceCache(max_bytes=1 << 20, ttl_s=100, max_files=256)

@@ -29,6 +29,7 @@ def new_validator() -> Validator:
     )
 
 
+@pytest.mark.attack("many uploads with wrong digests")
 async def test_uploads_with_wrong_digests_do_not_delay_another_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -232,6 +232,7 @@ def test_a_video_that_cannot_be_decoded_is_refused_when_it_is_opened(pool: Decod
     assert "no frame of its av1 can be decoded" in found.message
 
 
+@pytest.mark.attack("a video whose frames nobody writes, to see those of an earlier one")
 def test_memory_of_a_process_for_videos_has_known_content() -> None:
     program = (
         "import ctypes; c = ctypes.CDLL(None); c.malloc.restype = ctypes.c_void_p; "

@@ -196,6 +196,7 @@ def test_images_of_all_holders_are_decoded_in_turn():
     assert sum(name.startswith("calm") for name in decoded) == 5
 
 
+@pytest.mark.attack("files that take long to decode")
 def test_seconds_of_decoding_count_against_their_holder():
     scheduler = make()
     want(scheduler, "measured", client="warm")

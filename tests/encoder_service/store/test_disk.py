@@ -205,6 +205,7 @@ def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, kind:
             folder.rmdir()
 
 
+@pytest.mark.attack("a folder of the disk tier that another user may write")
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o700])
 def test_a_folder_that_other_users_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "rows"
@@ -263,6 +264,7 @@ def make_odd(path: Path, how: str) -> None:
                 (path / "x").write_text("mine")
 
 
+@pytest.mark.attack("links, pipes and files of others in that folder")
 @pytest.mark.parametrize("before_start", [True, False])
 @pytest.mark.parametrize("how", ODD)
 def test_what_is_no_file_of_ours_is_a_miss_and_nothing_else_fails(
@@ -305,6 +307,7 @@ def test_rows_are_bound_to_the_key(folder: Path) -> None:
     disk.close()
 
 
+@pytest.mark.attack("forged rows on the disk")
 def test_a_forger_without_the_key_cannot_change_rows(folder: Path) -> None:
     key = FleetKey([b"A" * 32])
     disk = Disk(folder, MIB, ROW_BYTES, key=key)
@@ -340,6 +343,7 @@ def test_rows_of_another_size_are_neither_torn_nor_removed(folder: Path) -> None
     other.close()
 
 
+@pytest.mark.attack("a tenant that fills the disk tier")
 def test_a_flood_takes_only_the_room_of_its_holders_share(folder: Path) -> None:
     def write_of(disk: Disk, holder: str, numbers: range) -> None:
         for number in numbers:

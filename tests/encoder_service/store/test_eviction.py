@@ -172,6 +172,7 @@ def test_a_popular_item_is_used_again_although_its_requests_are_close() -> None:
     assert cache.items["x"].uses == 5
 
 
+@pytest.mark.attack("a tenant that fills the store and uses its rows again")
 def test_a_flood_evicts_nothing_of_a_holder_below_its_share_whose_items_are_used() -> None:
     cache = Cache(16)
     for name in "abcdefgh":
@@ -222,6 +223,7 @@ def test_a_holder_that_left_does_not_keep_its_share() -> None:
     assert cache.held("gone") == 0
 
 
+@pytest.mark.attack("a tenant that takes the share of another, which had only scanned before")
 @pytest.mark.parametrize("pages", [20, 90])
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_holder_that_only_scanned_gets_its_share_back(pages: int, stale: bool) -> None:

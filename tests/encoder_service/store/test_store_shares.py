@@ -47,6 +47,7 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + seconds)
 
 
+@pytest.mark.attack("a tenant that fills the store")
 def test_a_flood_does_not_evict_a_holder_with_half_of_the_store(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=16)
     put(store, "a", *range(8))

@@ -63,6 +63,7 @@ async def host() -> AsyncIterator[Host]:
         yield host
 
 
+@pytest.mark.attack("a host that floods its answer with tiny pieces")
 @pytest.mark.parametrize("flood", FLOODS)
 async def test_a_host_that_floods_tiny_pieces_is_refused_early(
     flood: str, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ def loader_of(host: Host) -> tuple[ImageLoader, str]:
     return ImageLoader(rules, max_bytes=1 << 20, timeout_s=2 * PATIENCE_S), port
 
 
+@pytest.mark.attack("host names that resolve slowly")
 async def test_slow_names_do_not_delay_others(host: Host, names: Names) -> None:
     loader, port = loader_of(host)
     slow = [asyncio.create_task(loader.load(f"http://{n}.slow.test:{port}/")) for n in range(5)]

@@ -119,6 +119,7 @@ WRITTEN = [
 ]
 
 
+@pytest.mark.attack("a URL of an internal address, in any notation")
 @pytest.mark.parametrize("written", WRITTEN)
 async def test_an_internal_address_is_refused_in_every_notation(written: str, inside: Inside) -> None:
     """Even rules that allow every host do not help: `public`, or any port of the internal host."""
@@ -141,6 +142,7 @@ async def test_an_internal_address_is_refused_in_every_notation(written: str, in
     assert inside.reached == []
 
 
+@pytest.mark.attack("an international name that two standards read as two hosts")
 @pytest.mark.parametrize(
     ("written", "name"),
     [
@@ -299,6 +301,7 @@ REDIRECTS = [
 ]
 
 
+@pytest.mark.attack("a redirect to an internal address")
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("location", REDIRECTS)
 async def test_a_redirect_is_checked_as_a_url_is(
@@ -318,6 +321,7 @@ async def test_a_few_redirects_are_followed_on_allowed_hosts(outside: str) -> No
         await loader.load(f"http://{outside}/302//{hops}photo")
 
 
+@pytest.mark.attack("a name that resolves to another address the second time")
 async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside: str) -> None:
     """Each request resolves the name again, and connects only to the addresses that were checked."""
     host, _, port = outside.rpartition(":")

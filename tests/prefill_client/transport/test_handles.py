@@ -102,6 +102,7 @@ def test_a_handle_of_a_stopped_or_restarted_server_is_stale(tmp_path):
         shared_rows(handle)
 
 
+@pytest.mark.attack("a handle that points elsewhere")
 @pytest.mark.parametrize(
     "change",
     [

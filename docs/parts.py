@@ -70,8 +70,11 @@ def attacks() -> str:
 def _marked(path: Path) -> Iterator[tuple[str, str]]:
     if "mark.attack(" not in (source := path.read_text()):
         return
-    for node in ast.parse(source).body:
-        for each in node.decorator_list if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ():
+    functions = [
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    for node in functions:
+        for each in node.decorator_list:
             if isinstance(each, ast.Call) and ast.unparse(each.func) == "pytest.mark.attack":
                 yield node.name, ast.literal_eval(each.args[0])
 

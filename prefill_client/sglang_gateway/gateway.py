@@ -330,7 +330,7 @@ class Gateway:
             log.warning(
                 "SGLang uses the back end zmq_to_scheduler. With it, SGLang up to 0.5.23 ends when a caller hangs up "
                 "while images are encoded, with any encoder. Start SGLang with --encoder-transfer-backend "
-                "zmq_to_tokenizer (docs/sglang-gateway.md)"
+                "zmq_to_tokenizer (docs/sglang.md)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks the gateway for SGLang in deploy/ and docs/sglang-gateway.md."""
+"""Checks the gateway for SGLang in deploy/ and docs/sglang.md."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from prefill_client.sglang_gateway.frames import SUPPORTED
 from tests.deploy.test_engine_deploy import SGLANG
 from tests.deployed_engine import DEPLOY
 
-PAGE = DEPLOY.parent / "docs/sglang-gateway.md"
+PAGE = DEPLOY.parent / "docs/sglang.md"
 
 
 def gateway_config(environment: dict[str, str]) -> GatewayConfig:

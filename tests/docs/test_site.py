@@ -40,8 +40,8 @@ def test_the_site_has_every_page_and_name_and_refuses_a_broken_link() -> None:
             assert (page.parent / html.unescape(target)).is_file(), f"{page}: {target}"
     assert (site.SITE / "search/search_index.json").exists()
     # A missing page and a missing anchor are both reported.
-    (site.STAGE / "docs/store.md").write_text("[one](gone.md) and [two](overlap.md#gone)\n")
+    (site.STAGE / "docs/store.md").write_text("[one](gone.md) and [two](sizing.md#gone)\n")
     broken = site.build()
     assert broken.returncode != 0
-    for link in ("gone.md", "overlap.md#gone"):
+    for link in ("gone.md", "sizing.md#gone"):
         assert any("WARNING" in line and f"'{link}'" in line for line in broken.stderr.splitlines()), link

@@ -16,7 +16,8 @@ from testing.photos import photo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/prefill.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+VIDEOS_PAGE = (ROOT / "docs/videos.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE + VIDEOS_PAGE, re.DOTALL)
 
 CLIENTS = {
     "KeptImages",

@@ -1,6 +1,6 @@
 """Controls: without our checks, the same requests end an engine, corrupt its answers, or never end.
 
-Each test removes one of our functions and shows the harm, in the order of docs/vllm-inside.md, "Attacks and faults that
+Each test removes one of our functions and shows the harm, in the order of docs/vllm.md, "Attacks and faults that
 the connector prevents".
 """
 

@@ -82,7 +82,7 @@ def _keys(title: str, kind: type[ServiceSettings]) -> Iterator[str]:
     rows = []
     for each in fields(kind):
         default = "required" if each.default is MISSING else f"`{json.dumps(each.default)}`"
-        text, hint = docstrings[each.name], hints[each.name]
+        text, hint = docstrings.get(each.name) or each.metadata["help"], hints[each.name]
         if get_origin(hint) is Literal:
             text = f"{' or '.join(f'`{json.dumps(choice)}`' for choice in get_args(hint))}: {text}"
         rows.append((f"`{each.name}`", default, text))

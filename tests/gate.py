@@ -10,6 +10,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.header import Header
 from encoder_contract.video import Frames, VideoInfo
 from encoder_service.image.decoder import Decoder
+from encoder_service.image.pillow import Pixels
 from encoder_service.image.source import Source, VideoFile
 from tests.waiting import START_S
 
@@ -43,7 +44,7 @@ class Gate:
 
     def decode_frames(
         self, source: Source, frames: Frames, is_wanted: Callable[[], bool]
-    ) -> Tensor | EncoderError:
+    ) -> Pixels | EncoderError:
         """Wait for the gate, then decode."""
         self.frames.append(frames)
         for gate in (self._open, self._frames_open):

@@ -115,7 +115,12 @@ def test_a_migrator_without_work_takes_no_lock(tmp_path, monkeypatch):
     put(store, b"a")
     asked = threading.Semaphore(0)
     wait = store._closed.wait
-    monkeypatch.setattr(store._closed, "wait", lambda seconds: asked.release() or wait(seconds))
+
+    def noted(seconds):
+        asked.release()
+        return wait(seconds)
+
+    monkeypatch.setattr(store._closed, "wait", noted)
     thread = threading.Thread(target=store.keep_moving)
     with store._lock:
         thread.start()

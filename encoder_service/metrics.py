@@ -15,7 +15,7 @@ from http.client import HTTPException
 from itertools import pairwise, product
 from math import inf
 from time import monotonic
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 from urllib.error import HTTPError, URLError
 
 from prometheus_client import (
@@ -112,12 +112,23 @@ def _reasons(kind: type[EncoderError] = EncoderError) -> Iterator[str]:
         yield from _reasons(error)
 
 
+class _Series(dict[tuple[Any, ...], _Labelled]):
+    """Series by metric and labels, each bound once: the library's own lookup takes a lock for each event."""
+
+    def __missing__(self, key: tuple[Any, ...]) -> _Labelled:
+        metric, *labels = key
+        series: _Labelled = metric.labels(*labels)
+        self[key] = series
+        return series
+
+
 class Metrics:
     """The metrics of one server. Every method is thread-safe and takes microseconds."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._bound: dict[tuple[object, ...], object] = {}  # by metric and labels
+        self._counters, self._gauges = _Series[Counter](), _Series[Gauge]()
+        self._histograms = _Series[Histogram]()
         ProcessCollector(registry=self._registry)
         self._stage = self._histogram("stage_seconds", "Time that an image spends in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
@@ -188,7 +199,7 @@ class Metrics:
 
     def queued(self, seconds: float, *, demanded: bool) -> None:
         """Record how long an image waited for the decoder."""
-        self._series(self._queue_wait, DEMAND[demanded]).observe(seconds)
+        self._histograms[self._queue_wait, DEMAND[demanded]].observe(seconds)
 
     def batch(
         self, grids: Sequence[tuple[int, int, int]], seconds: float, flops: float, *, devices: int = 1
@@ -202,7 +213,7 @@ class Metrics:
 
     def decoded(self, decoder: str, images: int) -> None:
         """Record images decoded by one of `DECODERS`."""
-        self._series(self._decoded, decoder).inc(images)
+        self._counters[self._decoded, decoder].inc(images)
 
     def starved(self, seconds: float) -> None:
         """Record time that the device was idle although images were queued."""
@@ -223,29 +234,29 @@ class Metrics:
         if error is None and not is_copied:
             self._encode.observe(seconds)
         outcome = "failed" if error else "copied" if is_copied else "kept"
-        self._series(self._encoded, outcome, reason(error)).inc()
+        self._counters[self._encoded, outcome, reason(error)].inc()
 
     def stage(self, stage: str, seconds: float) -> None:
         """Record the time that an image spent in one of `STAGES`."""
         assert stage in STAGES, stage
-        self._series(self._stage, stage).observe(seconds)
+        self._histograms[self._stage, stage].observe(seconds)
 
     # Calls
 
     def call_began(self, call: str) -> None:
         """Count an open call."""
-        self._series(self._in_progress, call).inc()
+        self._gauges[self._in_progress, call].inc()
 
     def call_ended(self, call: str, status: str) -> None:
         """Count a call that ended with a gRPC status."""
-        self._series(self._in_progress, call).dec()
-        self._series(self._calls, call, status).inc()
+        self._gauges[self._in_progress, call].dec()
+        self._counters[self._calls, call, status].inc()
 
     def submitted(
         self, outcome: Literal["cached", "queued", "failed"], error: Exception | None = None
     ) -> None:
         """Count an image answered in Submit."""
-        self._series(self._submitted, outcome, reason(error)).inc()
+        self._counters[self._submitted, outcome, reason(error)].inc()
 
     def uploaded(self, size: int, seconds: float) -> None:
         """Count an image whose last byte arrived `seconds` after it was named."""
@@ -259,8 +270,8 @@ class Metrics:
         error: Exception | None = None,
     ) -> None:
         """Count an image answered in Fetch, by where its rows came from, and record how long the caller waited."""
-        self._series(self._fetched, outcome, reason(error)).inc()
-        self._series(self._fetch_wait, outcome).observe(wait_s)
+        self._counters[self._fetched, outcome, reason(error)].inc()
+        self._histograms[self._fetch_wait, outcome].observe(wait_s)
 
     def fetches(self) -> tuple[int, int]:
         """Return how many fetched images were hits, and how many were encoded for it."""
@@ -274,18 +285,18 @@ class Metrics:
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""
-        self._series(self._transfer_bytes, TRANSPORT_NAMES[transport]).inc(size)
-        self._series(self._transfer, TRANSPORT_NAMES[transport]).observe(seconds)
+        self._counters[self._transfer_bytes, TRANSPORT_NAMES[transport]].inc(size)
+        self._histograms[self._transfer, TRANSPORT_NAMES[transport]].observe(seconds)
 
     # The cluster and the event loop
 
     def index_call(self, call: str, seconds: float, ok: bool) -> None:
         """Count a call to the index."""
-        self._series(self._index_call, call, TRIED[not ok]).observe(seconds)
+        self._histograms[self._index_call, call, TRIED[not ok]].observe(seconds)
 
     def peer_fetch(self, seconds: float, ok: bool) -> None:
         """Count an attempt to get rows from another replica."""
-        self._series(self._peer_fetch, TRIED[not ok]).observe(seconds)
+        self._histograms[self._peer_fetch, TRIED[not ok]].observe(seconds)
 
     def loop_lag(self, seconds: float) -> None:
         """Record how late a sleeping task was woken."""
@@ -293,13 +304,6 @@ class Metrics:
 
     # Every series whose labels are known exists from the start. A counter that appeared with its first event would have
     # no rate for that event.
-
-    def _series(self, metric: _Labelled, *labels: str) -> _Labelled:
-        """Return the series with these labels, bound once: the library's own lookup takes a lock for each event."""
-        key = (metric, *labels)
-        if (series := self._bound.get(key)) is None:
-            series = self._bound[key] = metric.labels(*labels)
-        return cast(_Labelled, series)
 
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float] = SECONDS, **labels: Sequence[str]

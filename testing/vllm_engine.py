@@ -211,7 +211,7 @@ class VllmEngine:
         assert side.gate._room.held == 0
         assert side._memory.free_bytes == side._memory.size_bytes
         assert not side.gate._prompts
-        assert not side.gate._room._line
+        assert not side.gate._room._line.holders
 
     def close(self) -> None:
         """End the engine, so that this process can start another."""

@@ -106,7 +106,7 @@ class Admission:
                 )
             if more > free:
                 raise self.refusal(f"the queue is full: {limit} {name}")
-            if not self._may_have(getattr(held, name), more, free - more):
+            if held.images and not self._may_have(getattr(held, name), more, free - more):
                 raise self.refusal(f"this client's share of the queue is full ({name})")
         seconds = self.limits.seconds
         if not self.held.images or alone or not self.rate.patches_per_s or seconds == math.inf:
@@ -115,7 +115,7 @@ class Admission:
         free_patches = limit - self._waited_for(holder, self.limits.client_share * limit) - amount.patches
         if free_patches < 0:
             raise self.refusal(f"the queue would take longer than {seconds:g} s")
-        if not self._may_have(held.patches, amount.patches, free_patches):
+        if held.images and not self._may_have(held.patches, amount.patches, free_patches):
             raise self.refusal(f"this client's share of the queue is full ({seconds:g} s)")
 
     def _waited_for(self, holder: str, most: float) -> float:
@@ -135,7 +135,7 @@ class Admission:
         free = self.limits.claims - claims
         if free < 1:
             raise self.refusal(f"too many callers are waiting for images ({self.limits.claims})")
-        if not self._may_have(held, 1, free - 1):
+        if held and not self._may_have(held, 1, free - 1):
             raise self.refusal("this client is waiting for too many images")
 
     def release(self, task: Task) -> None:

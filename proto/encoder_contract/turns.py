@@ -23,40 +23,38 @@ class RoundRobin(Generic[T]):
     """Items by holder, of which the oldest one of the holder that has waited longest is next. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[str, deque[T]] = OrderedDict()
+        self.holders: OrderedDict[str, deque[T]] = OrderedDict()
+        """Those that have items, in the order of their turns. Read it to ask, without a call, whether there are any."""
 
     def put(self, holder: str, item: T) -> None:
         """Add an item behind those of its holder, and a new holder behind the other holders."""
-        self._items.setdefault(holder, deque()).append(item)
+        self.holders.setdefault(holder, deque()).append(item)
 
     def pop(self, holder: str | None = None) -> T:
         """Remove the next item, or that of a `holder`, and return it. Raises `KeyError` if there is none."""
         if holder is None:
-            holder = next(iter(self._items), "")
-        items = self._items.pop(holder)
+            holder = next(iter(self.holders), "")
+        items = self.holders.pop(holder)
         item = items.popleft()
         if items:
-            self._items[holder] = items  # behind the other holders
+            self.holders[holder] = items  # behind the other holders
         return item
 
     def first(self) -> list[T]:
         """Return the oldest item of each holder, in the order of their turns."""
-        return [items[0] for items in self._items.values()]
+        return [items[0] for items in self.holders.values()]
 
     def remove(self, holder: str, item: T) -> None:
         """Remove an item, if it is there."""
-        items = self._items.get(holder, deque())
+        items = self.holders.get(holder, deque())
         with suppress(ValueError):
             items.remove(item)
         if not items:
-            self._items.pop(holder, None)
+            self.holders.pop(holder, None)
 
     def clear(self) -> None:
         """Remove all items."""
-        self._items.clear()
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
+        self.holders.clear()
 
 
 class Turns:
@@ -85,12 +83,12 @@ class Turns:
     def _pass(self) -> None:
         """Start a pass of the loop. Callers that wait go before new ones."""
         self._left = self._at_a_time
-        while self._left and self._waiting:
+        while self._left and self._waiting.holders:
             units, turn = self._waiting.pop()
             if not turn.done():
                 turn.set_result(None)
                 self._left = max(0, self._left - units)
-        self._is_passing = bool(self._waiting) or self._left < self._at_a_time
+        self._is_passing = bool(self._waiting.holders) or self._left < self._at_a_time
         if self._is_passing:
             asyncio.get_running_loop().call_soon(self._pass)
 
@@ -178,14 +176,14 @@ class Room:
         self.held -= amount
         if holder is not None and (left := self._holders.pop(holder, 0) - amount):
             self._holders[holder] = left
-        if self._line:
+        if self._line.holders:
             self._serve_line()
 
     def line_up(self, place: "Place") -> None:
         """Put a place in line. It `is_taken` at once, or when it is its turn and its amount is free."""
         assert self._whole is None, "nobody waits for a part"
         assert place.amount <= self.size, f"{place.amount} is more than all {self.name}, {self.size}"
-        if self._line or place.admit() is not None:
+        if self._line.holders or place.admit() is not None:
             self._line.put(place.holder, place)
             self._serve_line()
 
@@ -297,7 +295,7 @@ class TurnQueue(Generic[T]):
     def take(self) -> T | None:
         """Return the next item; wait for one. Returns None after `close`."""
         with self._changed:
-            while not self._waiting:
+            while not self._waiting.holders:
                 if self._closed:
                     return None
                 self._changed.wait()
@@ -306,7 +304,7 @@ class TurnQueue(Generic[T]):
     @property
     def is_empty(self) -> bool:
         """Whether no item waits. It may change at once."""
-        return not self._waiting
+        return not self._waiting.holders
 
     def close(self) -> None:
         """Drop all items, and end `take` of all threads."""

@@ -54,7 +54,7 @@ def test_holders_take_turns_and_a_holders_items_keep_their_order() -> None:
         queue.put(item[0], item)
     assert queue.first() == ["a1", "b1", "c1"]
     order = []
-    while queue:
+    while queue.holders:
         order.append(queue.pop())
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
     with pytest.raises(KeyError):
@@ -159,7 +159,7 @@ def test_turns_go_round_and_a_cancelled_caller_takes_none(requests: list[tuple[s
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(first, *tasks, return_exceptions=True)
         await passes()
-        assert not turns._waiting
+        assert not turns._waiting.holders
         assert not turns._is_passing
 
     asyncio.run(run())
@@ -204,7 +204,7 @@ def test_a_room_is_never_too_full_and_nobody_waits_who_could_go(
     for place in places:
         place.release()
         place.release()
-    assert (room.held, room._holders, bool(room._line)) == (0, {}, False)
+    assert (room.held, room._holders, bool(room._line.holders)) == (0, {}, False)
 
 
 @settings(max_examples=100, deadline=None)
@@ -235,7 +235,7 @@ def test_callers_of_a_room_take_turns_and_a_cancelled_one_leaves_nothing(
             await asyncio.gather(*tasks, return_exceptions=True)
             async with room.taken("last", size):
                 assert room.held == size
-        assert (room.held, room._holders, bool(room._line)) == (0, {}, False)
+        assert (room.held, room._holders, bool(room._line.holders)) == (0, {}, False)
 
     asyncio.run(run())
     assert set(served) >= {number for number, (_, when) in enumerate(requests) if not when}

@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.turns import fair_share
@@ -105,3 +107,69 @@ async def test_a_waiting_caller_gets_released_budget_or_an_error() -> None:
     with await hold("c", b"larger than all", 0, 1000):
         assert room.held == 100
     assert room.held == 0
+
+
+AMOUNTS = {b"": 3, b"x": 4, b"y": 7}  # by key; without one, each hold counts
+
+
+class Callers:
+    """Callers that hold images, each with its holder and key, or wait for them."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.held: list[tuple[str, bytes, Hold]] = []
+        self.waiting: list[asyncio.Task[None]] = []
+
+    @property
+    def counted(self) -> int:
+        """What the holds take: an image of a holder once."""
+        keyed = {(holder, once) for holder, once, _ in self.held if once}
+        unkeyed = sum(not once for _, once, _ in self.held)
+        return sum(AMOUNTS[once] for _, once in keyed) + AMOUNTS[b""] * unkeyed
+
+    async def step(self, step: str, holder: str, key: bytes) -> None:
+        if step == "hold":
+            with suppress(OverloadedError):
+                self.held.append((holder, key, self.budget.hold(caller(holder), AMOUNTS[key], once=key)))
+        elif step == "wait":
+            self.waiting.append(asyncio.create_task(self._wait(holder, key)))
+        elif step == "release" and self.held:
+            self.held.pop(0)[2].release()
+        elif step == "cancel" and self.waiting:
+            self.waiting.pop().cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def _wait(self, holder: str, key: bytes) -> None:
+        hold = await self.budget.hold_within(caller(holder), AMOUNTS[key], PATIENCE_S, once=key)
+        self.held.append((holder, key, hold))
+
+    async def end(self) -> None:
+        for task in self.waiting:
+            task.cancel()
+        await asyncio.gather(*self.waiting, return_exceptions=True)
+        for _, _, hold in self.held:
+            hold.release()
+
+
+STEPS = st.tuples(
+    st.sampled_from(("hold", "wait", "release", "cancel")),
+    st.sampled_from("abc"),
+    st.sampled_from(sorted(AMOUNTS)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEPS, max_size=40))
+def test_no_order_of_holds_counts_an_image_twice_or_leaks(steps: list[tuple[str, str, bytes]]) -> None:
+    budget = Budget(20, "pinned bytes")
+
+    async def run() -> None:
+        callers = Callers(budget)
+        for step in steps:
+            await callers.step(*step)
+            assert budget.held == callers.counted <= budget.size
+        await callers.end()
+
+    asyncio.run(run())
+    assert (budget.held, budget._holders, +budget._uses) == (0, {}, {})

@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,9 +40,9 @@ class RoundRobin(Generic[T]):
             self.holders[holder] = items  # behind the other holders
         return item
 
-    def first(self) -> list[T]:
-        """Return the oldest item of each holder, in the order of their turns."""
-        return [items[0] for items in self.holders.values()]
+    def first(self) -> Iterator[T]:
+        """Yield the oldest item of each holder, in the order of their turns."""
+        return (items[0] for items in self.holders.values())
 
     def remove(self, holder: str, item: T) -> None:
         """Remove an item, if it is there."""
@@ -219,18 +219,19 @@ class Room:
             place.release()
 
     def _serve_line(self) -> None:
-        was_served = True
-        while was_served:
-            was_served = False
-            for place in self._line.first():
-                lack = place.admit()
-                if lack is None:
-                    self._line.pop(place.holder)
-                    was_served = True
-                    if place.taken is not None and not place.taken.done():
-                        place.taken.set_result(None)
-                elif not lack.is_share:
-                    return
+        while (place := self._admitted()) is not None:
+            self._line.pop(place.holder)
+            if place.taken is not None and not place.taken.done():
+                place.taken.set_result(None)
+
+    def _admitted(self) -> "Place | None":
+        """Take the amount of the first place in line that may have it, and return that place."""
+        for place in self._line.first():
+            if (lack := place.admit()) is None:
+                return place
+            if not lack.is_share:
+                return None
+        return None
 
 
 @dataclass(eq=False, slots=True)

@@ -52,7 +52,7 @@ def test_holders_take_turns_and_a_holders_items_keep_their_order() -> None:
     queue: RoundRobin[str] = RoundRobin()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         queue.put(item[0], item)
-    assert queue.first() == ["a1", "b1", "c1"]
+    assert list(queue.first()) == ["a1", "b1", "c1"]
     order = []
     while queue.holders:
         order.append(queue.pop())
@@ -194,7 +194,7 @@ def test_a_room_is_never_too_full_and_nobody_waits_who_could_go(
         taken = [each for each in places if each.is_taken]
         assert room.held == sum(each.amount for each in taken) <= room.size
         waiting = [each for each in places if not each.is_taken]
-        firsts = room._line.first()
+        firsts = list(room._line.first())
         assert set(waiting) >= set(firsts)
         for first in firsts:  # in the order of their turns
             held = sum(each.amount for each in taken if each.holder == first.holder)

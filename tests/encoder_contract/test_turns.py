@@ -167,6 +167,25 @@ def test_turns_go_round_and_a_cancelled_caller_takes_none(requests: list[tuple[s
     assert_in_turn([request[0] for request in requests], served)
 
 
+async def test_a_cancelled_caller_uses_no_units_of_a_pass() -> None:
+    async def passes_of_another(cancelled: int) -> int:
+        turns = Turns(1)
+        first = asyncio.create_task(turns.take("first"))  # uses up the pass, so that all others wait
+        left = [asyncio.create_task(turns.take(f"left {number}")) for number in range(cancelled)]
+        another = asyncio.create_task(turns.take("another"))
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        count = 0
+        while not another.done():
+            await asyncio.sleep(0)
+            count += 1
+        await first
+        return count
+
+    assert await passes_of_another(5) == await passes_of_another(0)
+
+
 # Room
 
 STEPS = st.lists(

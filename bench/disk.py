@@ -125,7 +125,7 @@ def restart_figures(folder: Path, entries: int) -> Figures:
     opened_s = time.monotonic() - began
     draw, hits, asked = random.Random(2), 0, 0
     while time.monotonic() - began < RESTART_S and asked < entries:
-        loading = store.load_later(draw.choice(names))
+        loading = store.moves.load_later(draw.choice(names))
         pin = loading.result() if loading is not None else None
         hits, asked = hits + (pin is not None), asked + 1
         if pin is not None:

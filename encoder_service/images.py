@@ -348,7 +348,7 @@ class Images:
         """Return the rows of an image if they are held or being encoded here, else None."""
         if (found := self.held(key)) is not None:
             return found
-        if (loading := self._store.load_later(key.address, claim.holder)) is not None:
+        if (loading := self._store.moves.load_later(key.address, claim.holder)) is not None:
             pin = await asyncio.wrap_future(loading)
             if pin is not None:
                 return FetchResult(pin, pin.tier)

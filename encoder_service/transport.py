@@ -200,7 +200,7 @@ class DeviceSender(SharedMemorySender):
 
     def reaches(self, pin: Pin) -> bool:
         """Move the pin to the device's copy if there is one, else leave it on the host. The transport reads both."""
-        self._store.to_device(pin)
+        self._store.moves.to_device(pin)
         return True
 
     def sent_by(self, pin: Pin) -> pb.Transport.ValueType:

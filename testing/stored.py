@@ -4,7 +4,7 @@ from torch import Tensor
 
 from encoder_contract.geometry import Grid
 from encoder_service.store import Pin, Store
-from encoder_service.store.store import copy_bytes, flat
+from encoder_service.store.tensors import copy_bytes, flat
 from encoder_service.store.tier import Entry
 
 

@@ -29,6 +29,7 @@ from encoder_service.engine.model import Model
 from encoder_service.engine.workers import CopyOut, Prepare, Vit
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
+from encoder_service.store import moves, tensors
 from encoder_service.store import store as storing
 from encoder_service.vision import Tower
 from tests.engines import Changed, in_batches
@@ -171,7 +172,7 @@ DEATHS_THERE: dict[str, tuple[type, str]] = {
     "prepare-single dies": (Prepare, "_prepare_single"),
 }
 DEATHS: dict[str, tuple[type, str]] = {
-    "tier-migrator dies": (storing.Store, "_demote"),
+    "tier-migrator dies": (moves.Moves, "_demote"),
     "cluster-leases dies": (Leases, "send"),
     "link dies": (link.Link, "_left_decoding"),
     "dispatch dies": (link.Link, "_decode"),
@@ -226,8 +227,8 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     elif what == "drain hangs":
         vars(app)["Server"]._stop_engine = _hang
     elif what in TIERS:
-        tensor_over = storing.tensor_over
-        storing.tensor_over = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
+        tensor_over = tensors.tensor_over
+        vars(storing)["tensor_over"] = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
         vars(app)["Device"] = LosableDevice
     else:
         devices._MODULE = "tests.lost_device"

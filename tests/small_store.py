@@ -39,4 +39,4 @@ def put(store, name, pages=1.0):
 
 def tier_of(store, address):
     """Return the tier that `pin` would find, without taking a pin; None if the address is not held."""
-    return next((tier.name for tier in store._tiers if address in tier.entries), None)
+    return next((tier.name for tier in store.tiers if address in tier.entries), None)

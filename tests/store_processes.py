@@ -66,7 +66,7 @@ def own(folder: Path) -> None:
             if rng.random() < 0.2:
                 store.evict(bytes([rng.randrange(ADDRESSES)]))
 
-    reach = {True: store.to_device, False: Pin.to_host}
+    reach = {True: store.moves.to_device, False: Pin.to_host}
 
     def serve(reader: Connection) -> None:
         with suppress(EOFError, OSError):
@@ -85,7 +85,7 @@ def own(folder: Path) -> None:
                     reader.recv()
 
     listener = Listener(str(folder / "socket"))
-    threading.Thread(target=store.keep_moving, daemon=True).start()
+    threading.Thread(target=store.moves.keep_moving, daemon=True).start()
     for seed in (1, 2):
         threading.Thread(target=churn, args=(seed,), daemon=True).start()
     while True:

@@ -216,6 +216,6 @@ class Dispatcher:
 
     def _keep_moving(self) -> None:
         try:
-            self._store.keep_moving()
+            self._store.moves.keep_moving()
         except BaseException as error:  # noqa: BLE001 - a thread never ends silently
             self._queue.abort("the server's thread tier-migrator died", error)

@@ -34,7 +34,7 @@ from encoder_service.engine.workers import DeviceWorkers, GroupEncoder, Memory
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.store.registration import CudaRegistration
-from encoder_service.store.store import tensor_over
+from encoder_service.store.tensors import tensor_over
 from encoder_service.vision import Tower
 from encoder_service.vision.ulysses import UlyssesGroup
 

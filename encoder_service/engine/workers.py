@@ -27,7 +27,7 @@ from encoder_service.engine.inbox import DeviceImage, Inbox
 from encoder_service.engine.model import Model
 from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear
-from encoder_service.store.store import copy_bytes, flat
+from encoder_service.store.tensors import copy_bytes, flat
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,15 @@ from encoder_service.store.segment import StoreSizeError, require_room
 
 if TYPE_CHECKING:
     from encoder_service.store.pin import Pin
-    from encoder_service.store.store import EntryStats, Store, StoreStats, TierStats
+    from encoder_service.store.stats import EntryStats, StoreStats, TierStats
+    from encoder_service.store.store import Store
     from encoder_service.store.tier import AnyTier, TierName
 else:
     _WITH_TORCH = {
         **dict.fromkeys(("AnyTier", "TierName"), "tier"),
         "Pin": "pin",
-        **dict.fromkeys(("EntryStats", "Store", "StoreStats", "TierStats"), "store"),
+        **dict.fromkeys(("EntryStats", "StoreStats", "TierStats"), "stats"),
+        "Store": "store",
     }
 
     def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ async def encode(server: Server, client: EncoderClient) -> dict[bytes, FetchedRo
         (answer,) = await client.submit([file])
         assert answer.error is None
         rows[answer.digest] = await fetched(client, answer.digest)
-        await soon(lambda: not server.store.is_host_low)
+        await soon(lambda: not server.store.moves.is_host_low)
     await soon(lambda: on_disk(server) >= 6)
     return rows
 
@@ -77,7 +77,7 @@ async def test_a_restarted_server_serves_what_the_last_one_left(
         server_of(config, model, **settings) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        found = {file.address for file in server.store._disk.files()}  # type: ignore[union-attr]
+        found = {file.address for file in server.store.disk.files()}  # type: ignore[union-attr]
         assert len(found) >= 6
         for file in PHOTOS:
             (answer,) = await client.submit([file])

@@ -192,13 +192,13 @@ async def test_an_image_in_memory_that_cannot_be_opened_comes_through_host_memor
     caplog.set_level("INFO", "vllm.encoder_service")
     async with engine_of(server) as engine:
         (image,) = await engine.submit(1)
-        assert server.store._device is not None
-        right, server.store._device.shared_as = server.store._device.shared_as, UNREACHABLE
+        assert server.store.device is not None
+        right, server.store.device.shared_as = server.store.device.shared_as, UNREACHABLE
         engine.join()
         for _ in range(20):
             assert await engine.transport(image) == "shm"
         assert "could not copy" in caplog.text
-        server.store._device.shared_as = right
+        server.store.device.shared_as = right
         assert await engine.transport(image) == "device"
 
 

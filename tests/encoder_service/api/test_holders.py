@@ -192,7 +192,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_them(
         async with await EncoderClient.connect(server.endpoint, credentials=credentials) as client:
             (submitted,) = await client.submit([PICTURE])
             assert (await collect(client, [RowRequest(submitted.digest)]))[0].error is None
-        assert [entry.holder for entry in server.store._host.entries.values()] == ["tenant chat"]
+        assert [entry.holder for entry in server.store.host.entries.values()] == ["tenant chat"]
 
 
 @pytest.mark.attack("refused uploads, to evict kept files")

@@ -12,7 +12,6 @@ from encoder_contract.errors import UnavailableError
 from encoder_service.cluster import peers
 from encoder_service.cluster.cluster import Acquired
 from encoder_service.images import LEASE_WAIT_S
-from encoder_service.keys import ImageKey
 from testing.photos import photo
 from tests.cluster_replica import Start
 from tests.index_replicas import grids
@@ -25,7 +24,7 @@ def new_photo() -> bytes:
     return photo(300, 280, next(numbers))
 
 
-async def fails(_endpoint: str, _key: ImageKey) -> None:
+async def fails(*_: object) -> None:
     raise UnavailableError("the peer has no room for this reader")
 
 

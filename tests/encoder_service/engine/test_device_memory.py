@@ -29,7 +29,7 @@ from encoder_service.engine.model import (
 from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
-from encoder_service.store.store import copy_bytes
+from encoder_service.store.tensors import copy_bytes
 from encoder_service.vision import Tower, load_tower
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo

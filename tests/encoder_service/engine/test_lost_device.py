@@ -29,7 +29,7 @@ from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import scrape
 from encoder_service.store import registration
-from encoder_service.store.store import copy_bytes
+from encoder_service.store.tensors import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.processes import free_port

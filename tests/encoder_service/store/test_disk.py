@@ -22,7 +22,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.store import DiskError, Store
 from encoder_service.store import disk as disk_module
 from encoder_service.store.disk import HEADER_BYTES, Disk, DiskFile
-from encoder_service.store.store import SAMPLED, WRITE_CHANCE
+from encoder_service.store.moves import SAMPLED, WRITE_CHANCE
 from testing.stored import write as write_rows
 
 ROW_BYTES = 512
@@ -486,12 +486,12 @@ def put(store: Store, number: int) -> None:
 
 
 def move_all(store: Store) -> None:
-    while store.move_once():
+    while store.moves.move_once():
         pass
 
 
 def loaded(store: Store, number: int) -> torch.Tensor | None:
-    future = store.load_later(address(number))
+    future = store.moves.load_later(address(number))
     pin = future.result() if future is not None else store.pin(address(number))
     if pin is None:
         return None
@@ -544,7 +544,7 @@ def test_concurrent_readers_of_one_file_share_one_read(store: Store) -> None:
         put(store, number)
         move_all(store)
     name = address(next(n for n in range(40) if store.pin(address(n)) is None))
-    futures = [future for _ in range(8) if (future := store.load_later(name)) is not None]
+    futures = [future for _ in range(8) if (future := store.moves.load_later(name)) is not None]
     pins = [future.result() for future in futures]
     assert len({pin.entry for pin in pins if pin is not None}) == 1
     assert store.stats().tiers[-1].hits == 1
@@ -562,7 +562,7 @@ def test_writers_of_rows_do_not_wait_for_the_disk(store: Store, monkeypatch: pyt
     monkeypatch.setattr(disk_module, "_move_piece", stuck)
     for number in range(15):
         put(store, number)
-    moving = threading.Thread(target=store.move_once)
+    moving = threading.Thread(target=store.moves.move_once)
     moving.start()
     for number in range(15, 60):
         put(store, number)
@@ -572,7 +572,7 @@ def test_writers_of_rows_do_not_wait_for_the_disk(store: Store, monkeypatch: pyt
 
 def test_what_is_hardly_used_again_is_not_written_but_sampled(store: Store, folder: Path) -> None:
     put(store, 0)
-    (share,) = store._host.order.shares.values()
+    (share,) = store.host.order.shares.values()
     for reuse in share.classes:
         reuse.chance = WRITE_CHANCE / 3
     for number in range(1, 8 * SAMPLED):

@@ -241,10 +241,10 @@ def test_statistics_walk_no_entries(store):
 
     for name in (b"a", b"b"):
         put(store, name)
-    held = store._host.entries
-    store._host.entries = Counted(held)
+    held = store.host.entries
+    store.host.entries = Counted(held)
     with store.pin(b"a"):
         (host,) = store.stats().tiers
         assert (store.stats().pins, host.entries, host.pinned_bytes) == (1, 2, PAGE_BYTES)
     assert store.stats().pins == 0
-    store._host.entries = held
+    store.host.entries = held

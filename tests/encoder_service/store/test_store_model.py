@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.store import Pin
-from encoder_service.store.store import copy_bytes, flat
+from encoder_service.store.tensors import copy_bytes, flat
 from testing.stored import write
 from tests.small_store import PAGE_BYTES, PAGE_ROWS, embedding, make_store, read
 
@@ -133,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def move(self):
-        self.store.move_once()
+        self.store.moves.move_once()
 
     @invariant()
     def every_pin_reads_the_bytes_that_its_address_had_when_it_was_first_put(self):
@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_has_two_owners_and_none_is_lost(self):
-        for tier in self.store._tiers:
+        for tier in self.store.tiers:
             runs = [run for slot in self.entries_of(tier) for run in slot.runs]
             pages = [page for start, count in runs for page in range(start, start + count)]
             assert len(pages) == len(set(pages))
@@ -163,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_in_use_counts_against_one_holder(self):
-        for tier in self.store._tiers:
+        for tier in self.store.tiers:
             pages = Counter()
             for entry in self.entries_of(tier):
                 pages[entry.holder] += tier.layout.pages(entry.tokens)

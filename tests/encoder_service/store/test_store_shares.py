@@ -137,7 +137,7 @@ def test_holders_beyond_the_limit_have_one_common_share(tmp_path: Path) -> None:
         put(store, f"named {number}", 0)
     for number in range(16):
         put(store, f"other {number}", 0)
-    order = store._host.order
+    order = store.host.order
     assert (len(order.held), order.held[""]) == (MAX_HOLDERS + 1, (16,))
     put(store, "late", *range(40))
     assert {address for address in store.grids() if address.startswith(b"named")} == {
@@ -147,7 +147,7 @@ def test_holders_beyond_the_limit_have_one_common_share(tmp_path: Path) -> None:
     store.flush()
     assert not order.held
     put(store, "late", 0)
-    assert pages_by_holder(store._host) == {"late": 1}
+    assert pages_by_holder(store.host) == {"late": 1}
     store.close()
 
 
@@ -155,15 +155,15 @@ def test_the_device_tier_has_shares_and_a_copy_keeps_its_holder(tmp_path: Path) 
     store = make_store(tmp_path, host_pages=64, device_pages=10)
     put(store, "a", 0, 1)
     put(store, "b", *range(8))
-    assert store.move_once()
-    on_device = next(tier for tier in store._tiers if tier.name == "device")
+    assert store.moves.move_once()
+    on_device = next(tier for tier in store.tiers if tier.name == "device")
     assert pages_by_holder(on_device) == {"a": 2, "b": 7}
-    assert pages_by_holder(store._host) == {"b": 1}
+    assert pages_by_holder(store.host) == {"b": 1}
     pin = store.pin(b"a 0")
     assert pin is not None
     pin.to_host()
     pin.release()
-    assert pages_by_holder(store._host) == {"a": 1, "b": 1}
+    assert pages_by_holder(store.host) == {"a": 1, "b": 1}
     store.close()
 
 
@@ -171,6 +171,6 @@ def test_the_first_writer_is_the_holder_of_an_address(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=4)
     write(store, b"same", ROWS, GRID, holder="a").release()
     write(store, b"same", ROWS, GRID, holder="b").release()
-    assert pages_by_holder(store._host) == {"a": 1}
+    assert pages_by_holder(store.host) == {"a": 1}
     assert store.stats().tiers[0].used_bytes == PAGE_BYTES
     store.close()

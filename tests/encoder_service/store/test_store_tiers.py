@@ -3,7 +3,7 @@
 import threading
 import time
 
-from encoder_service.store.store import PROMOTE_READERS
+from encoder_service.store.moves import PROMOTE_READERS
 from testing.stored import write
 from tests.small_store import embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
@@ -31,8 +31,8 @@ def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_pa
     for name in b"abcde":
         put(store, bytes([name]))
     assert [tier_of(store, bytes([name])) for name in b"abcde"] == ["device"] * 4 + ["host"]
-    assert store.move_once()
-    assert not store.move_once()
+    assert store.moves.move_once()
+    assert not store.moves.move_once()
     assert tier_of(store, b"a") == "host"
     assert gone == [(b"a", "device")]
     with store.pin(b"a") as pin:
@@ -47,10 +47,10 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
         put(store, bytes([name]))
     pin = write(store, b"p", embedding(1, 4), (1, 1, 1))
     assert pin.tier == "host"
-    assert not store.move_once()
+    assert not store.moves.move_once()
     assert all(tier_of(store, bytes([name])) == "device" for name in b"abcd")
     pin.release()
-    assert store.move_once()
+    assert store.moves.move_once()
     assert not store.contains(b"p")
     store.close()
 
@@ -59,16 +59,16 @@ def test_an_embedding_moves_to_the_device_after_enough_readers(tmp_path):
     store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))
-    assert store.move_once()  # room for the promotion
+    assert store.moves.move_once()  # room for the promotion
     for _ in range(PROMOTE_READERS):
-        assert not store.move_once()
+        assert not store.moves.move_once()
         with store.pin(b"e") as pin:
-            store.to_device(pin)
+            store.moves.to_device(pin)
             assert pin.tier == "host"
-    assert store.move_once()
+    assert store.moves.move_once()
     assert store.stats().promotions == 1
     with store.pin(b"e") as pin:
-        store.to_device(pin)
+        store.moves.to_device(pin)
         assert pin.tier == "device"
         assert store.stats().pins == 1
         pin.to_host()
@@ -82,10 +82,10 @@ def test_pins_alone_do_not_promote_rows_to_the_device(tmp_path):
     store = make_store(tmp_path, device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))
-    assert store.move_once()  # there is room
+    assert store.moves.move_once()  # there is room
     for _ in range(3 * PROMOTE_READERS):
         store.pin(b"e").release()
-        assert not store.move_once()
+        assert not store.moves.move_once()
     assert store.stats().promotions == 0
     assert tier_of(store, b"e") == "host"
     store.close()
@@ -93,7 +93,7 @@ def test_pins_alone_do_not_promote_rows_to_the_device(tmp_path):
 
 def test_the_migrator_keeps_device_space_and_ends_with_the_store(tmp_path):
     store = make_store(tmp_path, host_pages=64, device_pages=8)
-    thread = threading.Thread(target=store.keep_moving)
+    thread = threading.Thread(target=store.moves.keep_moving)
     thread.start()
     deadline = time.monotonic() + PATIENCE_S
     for name in range(30):

@@ -13,7 +13,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.engine.model import Model
 from encoder_service.store import store as storing
-from encoder_service.store.store import PROMOTE_READERS
+from encoder_service.store.moves import PROMOTE_READERS
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import device as receiving
 from testing.photos import photo
@@ -62,7 +62,7 @@ async def test_host_rows_come_by_shared_memory_until_enough_device_readers_ask(
 ) -> None:
     images = await reader.submit([photo(256, 256, seed) for seed in range(2 * ROOM)])
     inline = await collect(reader, [RowRequest(image.digest) for image in images], transports=["inline"])
-    on_device = device.store._device.entries
+    on_device = device.store.device.entries
     index = next(at for at, image in enumerate(images) if image.address not in on_device)
     request = RowRequest(images[index].digest)
     for number in range(PROMOTE_READERS):
@@ -104,7 +104,7 @@ async def test_a_tier_without_an_ipc_handle_is_not_offered_and_rows_go_to_the_ho
         assert "device" not in (await connection(reader)).receivers
         (image,) = await reader.submit([photo(128, 128, 5)])
         await soon(lambda: server.store.contains(image.address))
-        assert not server.store._device.entries, "a device's process cannot write there"
+        assert not server.store.device.entries, "a device's process cannot write there"
         by_shm = (await collect(reader, [RowRequest(image.digest)], transports=["device"]))[0]
         inline = (await collect(reader, [RowRequest(image.digest)], transports=["inline"]))[0]
         assert (by_shm.transport, inline.transport) == ("shm", "inline")
@@ -124,7 +124,7 @@ async def test_the_probe_is_opened_on_demand_and_has_no_rows(
         return open_memory(name, *arguments)
 
     monkeypatch.setattr(receiving, "open_memory", noted)
-    probe, tier = device.store.device_probe.name, device.store._device.shared_as
+    probe, tier = device.store.device_probe.name, device.store.device.shared_as
     assert probe != tier
     async with await EncoderClient.connect(device.endpoint) as reader:
         (image,) = await reader.submit([photo(128, 128, 4)])
@@ -159,7 +159,7 @@ async def test_an_image_falls_back_to_shared_memory(
     images = await reader.submit([photo(128, 128, seed) for seed in range(3)])
     requests = [RowRequest(image.digest) for image in images]
     inline = await collect(reader, requests, transports=["inline"])
-    device.store._device.shared_as = UNREACHABLE
+    device.store.device.shared_as = UNREACHABLE
     first, second = [await collect(reader, requests, transports=["device"]) for _ in range(2)]
     for outcomes in (first, second):
         assert [outcome.transport for outcome in outcomes.values()] == ["shm"] * 3

@@ -18,8 +18,7 @@ from encoder_contract.device_memory import (
     allocate,
     open_memory,
 )
-from encoder_service.store import Store
-from encoder_service.store import store as storing
+from encoder_service.store import Store, tensors
 from testing.stored import write
 
 READER = """
@@ -152,10 +151,10 @@ def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
     content = CudaBytes(memory.data_ptr(), 8)
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory)
-    assert storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1") is memory
+    assert tensors.tensor_over(DeviceMemory(bytes(64), content), "cuda:1") is memory
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: memory.clone())
     with pytest.raises(AssertionError, match="copied"):
-        storing.tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
+        tensors.tensor_over(DeviceMemory(bytes(64), content), "cuda:1")
 
 
 def test_a_missing_gpu_is_an_error_that_says_so() -> None:

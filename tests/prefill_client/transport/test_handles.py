@@ -11,8 +11,8 @@ import pytest
 
 from encoder_contract.errors import InternalError, StaleHandleError, UnavailableError
 from encoder_contract.handle import Handle
-from encoder_service.store import store as storing
-from encoder_service.store.store import copy_bytes
+from encoder_service.store import moves, tiers
+from encoder_service.store.tensors import copy_bytes
 from prefill_client import DeviceRows, SharedRows
 from testing import stored
 from testing.stored import write
@@ -55,7 +55,7 @@ def test_a_handle_to_evicted_rows_is_stale(store):
 def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
     """Before rows are overwritten, their generation is removed, and it never returns."""
     issued, overwritten = [], []
-    host = store._host.memory.data_ptr() - store.segment.data_offset
+    host = store.host.memory.data_ptr() - store.segment.data_offset
     slots = store.segment.view
 
     def valid(handle):
@@ -63,7 +63,7 @@ def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
         return found == handle.generation
 
     def overlap(handle, begin, end):
-        base = store._device.memory.data_ptr() if handle.memory else host
+        base = store.device.memory.data_ptr() if handle.memory else host
         return any(base + at < end and begin < base + at + size for at, size in handle.extents)
 
     def watched(targets, sources):
@@ -75,13 +75,13 @@ def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
             overwritten.extend(under)
         copy_bytes(targets, sources)
 
-    for writer in (storing, stored):
+    for writer in (moves, tiers, stored):
         monkeypatch.setattr(writer, "copy_bytes", watched)
     for n in range(120):
         with write(store, bytes([n]), embedding(n, 200 + n * 97 % 3000), (1, 1, 1)) as pin:
             issued.append(pin.handle())
             assert valid(issued[-1])
-        while store.move_once():
+        while store.moves.move_once():
             pass
     assert len(overwritten) > 100
     assert len({(handle.memory, handle.generation) for handle in issued}) == len(issued)

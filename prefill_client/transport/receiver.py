@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from encoder_contract.errors import InternalError
 from encoder_contract.extents import Filling
+from encoder_contract.stream import check_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.rows import OwnRows, Rows, element_type
 
@@ -69,7 +70,7 @@ class Arrival(ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether all bytes have arrived."""
+        """Whether the call has no more bytes for it."""
         return True
 
     @property
@@ -174,30 +175,25 @@ class InlineReceiver(Receiver):
         request.rows_inside = True
 
     def receive(self, ready: pb.ImageReady, is_open: Callable[[], bool]) -> Arrival:  # noqa: ARG002
-        """Return the arrival of rows whose bytes are in the message, or follow."""
+        """Return the arrival of rows whose bytes are in the announcement, or follow."""
         return _InlineArrival(ready)
 
 
 class _InlineArrival(Arrival):
-    """A buffer that is filled in order."""
-
     def __init__(self, ready: pb.ImageReady) -> None:
         self._ready = ready
         self._buffer = acquire_buffer(ready.row_bytes)
         self._filling = Filling([self._buffer.data])
-        if ready.rows:
-            self.add(memoryview(ready.rows))
 
     @property
     def complete(self) -> bool:
-        return not self._filling.missing_bytes
+        return self._filling.complete
 
     def add(self, data: memoryview) -> None:
         self._filling.add(data)
 
     def rows(self) -> OwnRows:
         ready = self._ready
-        if self._filling.checksum != ready.checksum:
-            raise InternalError(f"the rows of the image at address {ready.address.hex()} arrived damaged")
+        check_rows(ready, self._filling.checksum)
         elements = self._buffer.view(element_type(ready.dtype))
         return OwnRows(elements.reshape(ready.row_end - ready.row_begin, ready.width))

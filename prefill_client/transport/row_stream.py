@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from encoder_contract.errors import DeadlineError, InternalError, StaleHandleError
 from encoder_contract.geometry import Grid
+from encoder_contract.stream import RowReader
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.images import FetchedRows, RowRequest, ServerClock
 from prefill_client.transport import Receiver, transport_of
@@ -25,13 +25,7 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Arriving:
-    """An announced image whose rows are arriving."""
-
-    ready: pb.ImageReady
-    transport: str
-    arrival: Arrival
+_Arriving: TypeAlias = tuple[pb.ImageReady, Arrival]
 
 
 class RowStream(Exchange):
@@ -56,7 +50,7 @@ class RowStream(Exchange):
         self._requests = requests
         self._receivers = receivers
         self._clock = clock
-        self._arriving: dict[int, _Arriving] = {}
+        self._reader = RowReader(self._announced)
         # Images that arrive beside the call, and the read of the next message meanwhile.
         self._filling: dict[asyncio.Task[None], _Arriving] = {}
         self._reading: asyncio.Future[Any] | None = None
@@ -90,7 +84,7 @@ class RowStream(Exchange):
             raise DeadlineError(f"{self._endpoint}: the deadline passed")
         failures = {filling: _failure(filling) for filling in self._filling if filling in done}
         if arrived := [filling for filling, error in failures.items() if error is None]:
-            return [self._outcome(self._filling.pop(filling)) for filling in arrived]
+            return [self._outcome(*self._filling.pop(filling)) for filling in arrived]
         for error in filter(None, failures.values()):
             # The server offers further images only once these are sent: another call has to fetch them all.
             raise error
@@ -120,34 +114,28 @@ class RowStream(Exchange):
 
     def _process(self, message: pb.FetchResponse | tuple[int, memoryview]) -> list[FetchedRows]:
         """Process a message. Return the outcomes that it completes."""
-        if isinstance(message, tuple):
-            index, data = message
-            arriving = self._arriving[index]
-            arriving.arrival.add(data)
-            if not arriving.arrival.complete:
-                return []
-            return [self._outcome(self._arriving.pop(index))]
-        outcomes = [
-            FetchedRows(error.index, self._requests[error.index].digest, error=from_message(error))
-            for error in message.errors
-        ]
-        failed = {error.index for error in message.errors}
-        for filling in [each for each, arriving in self._filling.items() if arriving.ready.index in failed]:
-            del self._filling[filling]
-            filling.cancel()
-        for ready in message.ready:
-            arriving = self._announced(ready)
-            if arriving.arrival.beside:
-                filling = asyncio.create_task(arriving.arrival.fill())
+        outcomes = [] if isinstance(message, tuple) else self._failed(message.errors)
+        for ready, arrival in self._reader.read(message):
+            if arrival.beside:
+                filling = asyncio.create_task(arrival.fill())
                 filling.add_done_callback(_retrieve_exception)
-                self._filling[filling] = arriving
-            elif arriving.arrival.complete:
-                outcomes.append(self._outcome(arriving))
+                self._filling[filling] = ready, arrival
             else:
-                self._arriving[ready.index] = arriving
+                outcomes.append(self._outcome(ready, arrival))
         return outcomes
 
-    def _announced(self, ready: pb.ImageReady) -> _Arriving:
+    def _failed(self, errors: Sequence[pb.ImageError]) -> list[FetchedRows]:
+        """Return the outcomes of images that failed. Their transfers beside the call end."""
+        failed = {error.index for error in errors}
+        for filling in [each for each, (ready, _) in self._filling.items() if ready.index in failed]:
+            del self._filling[filling]
+            filling.cancel()
+        return [
+            FetchedRows(error.index, self._requests[error.index].digest, error=from_message(error))
+            for error in errors
+        ]
+
+    def _announced(self, ready: pb.ImageReady) -> Arrival:
         transport = transport_of(ready)
         if transport not in self._receivers:
             raise InternalError(
@@ -155,14 +143,13 @@ class RowStream(Exchange):
             )
         receiver = self._receivers[transport]
         self._holds |= receiver.holds
-        return _Arriving(ready, transport, receiver.receive(ready, self.is_open))
+        return receiver.receive(ready, self.is_open)
 
-    def _outcome(self, arriving: _Arriving) -> FetchedRows:
+    def _outcome(self, ready: pb.ImageReady, arrival: Arrival) -> FetchedRows:
         """Return the outcome of complete rows. If they are gone or cannot be read, only this image fails."""
-        ready = arriving.ready
         digest = self._requests[ready.index].digest
         try:
-            rows = arriving.arrival.rows()
+            rows = arrival.rows()
         except StaleHandleError as error:
             return FetchedRows(ready.index, digest, error=error)
         began_s = {name: self._clock.to_local(server_s) for name, server_s in ready.stage_began_s.items()}
@@ -174,7 +161,7 @@ class RowStream(Exchange):
             grid=Grid(ready.grid.t, ready.grid.h, ready.grid.w),
             address=ready.address,
             source=_SOURCES.get(ready.source, "unknown"),
-            transport=arriving.transport,
+            transport=transport_of(ready),
             stage_ms=dict(ready.stage_ms),
             stage_began_s=began_s,
             endpoint=self._endpoint,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 from encoder_contract.endpoint import Endpoint
-from encoder_contract.errors import InternalError
 from encoder_contract.rows_connection import RowsConnections
+from encoder_contract.stream import check_rows
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.transport.receiver import Arrival, Receiver, acquire_buffer
 from prefill_client.transport.rows import OwnRows, element_type
@@ -71,7 +71,6 @@ class _TcpArrival(Arrival):
 
     def rows(self) -> OwnRows:
         ready = self._ready
-        if self._checksum != ready.checksum:
-            raise InternalError(f"the rows of the image at address {ready.address.hex()} arrived damaged")
+        check_rows(ready, self._checksum)
         elements = self._buffer.view(element_type(ready.dtype))
         return OwnRows(elements.reshape(ready.row_end - ready.row_begin, ready.width))

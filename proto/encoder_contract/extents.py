@@ -94,6 +94,11 @@ class Filling:
                 self._unfilled[0] = target[count:]
 
     @property
+    def complete(self) -> bool:
+        """Whether all bytes have arrived."""
+        return not self.missing_bytes
+
+    @property
     def checksum(self) -> int:
         """XXH3-64 of the bytes that have arrived."""
         return self._checksum.value

@@ -7,6 +7,7 @@ import pytest
 from encoder_contract.credentials import NO_CREDENTIALS
 from encoder_contract.errors import InternalError, InvalidRequestError
 from encoder_contract.framing import checksum
+from encoder_contract.stream import RowReader
 from encoder_contract.transports import TRANSPORT_NAMES
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.transport import SENDERS
@@ -91,8 +92,8 @@ def received_inside(rows: bytes) -> bytes:
     """Return what arrives of rows inside an announcement of two rows of two float32."""
     fields = {"row_bytes": 16, "checksum": checksum([memoryview(bytes(16))])}
     ready = pb.ImageReady(row_end=2, width=2, dtype="float32", rows=rows, **fields)  # type: ignore[arg-type]
-    arrival = InlineReceiver().receive(ready, lambda: True)
-    assert arrival.complete
+    reader = RowReader(lambda ready: InlineReceiver().receive(ready, lambda: True))
+    ((_, arrival),) = reader.read(pb.FetchResponse(ready=[ready]))
     return arrival.rows().copy().tobytes()
 
 
@@ -100,7 +101,7 @@ def test_rows_inside_an_announcement_are_checked_as_those_that_follow_it() -> No
     assert received_inside(bytes(16)) == bytes(16)
     with pytest.raises(InternalError, match="arrived damaged"):
         received_inside(b"\1" + bytes(15))
-    with pytest.raises(InternalError, match="more than its 16 bytes"):
+    with pytest.raises(InternalError, match="more than the 16 bytes"):
         received_inside(bytes(17))
 
 

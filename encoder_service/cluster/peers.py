@@ -26,6 +26,7 @@ from encoder_contract.framing import parse_fetch_response
 from encoder_contract.geometry import Grid, GridRule
 from encoder_contract.rows_connection import RowsConnections
 from encoder_contract.spans import CallSpan, SpanName, current
+from encoder_contract.stream import RowReader, check_rows
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.keys import ImageKey, Recipe
@@ -176,6 +177,7 @@ class Peers:
                 )
             ],
             local_only=local_only,
+            rows_inside=True,
         )
 
     async def _receive(
@@ -191,9 +193,8 @@ class Peers:
                 port = self._rows_ports.to(endpoint, ready.ticket.port)
                 found = await port.receive(ready.ticket.secret, into)
             else:
-                found = await self._fill(call, into)
-        if found != ready.checksum:
-            raise InternalError("the peer's rows do not match their checksum")
+                found = await self._fill(call, message, into)
+        check_rows(ready, found)
         if self._key is not None:
             verify = self._key.verify_rows
             if not await asyncio.to_thread(verify, ready.signature, address, grid, into):
@@ -219,14 +220,14 @@ class Peers:
         async with asyncio.timeout(self._silence_s):
             return await _read(call)
 
-    async def _fill(self, call: Any, into: Sequence[memoryview]) -> int:
-        """Read the rows of the requested image into `into`; return their checksum."""
+    async def _fill(
+        self, call: Any, message: "pb.FetchResponse | tuple[int, memoryview]", into: Sequence[memoryview]
+    ) -> int:
+        """Read the rows of the requested image, from its announcement `message` on; return their checksum."""
         filling = Filling(into)
-        while filling.missing_bytes:
+        reader = RowReader(lambda _ready: filling)
+        while not reader.read(message):
             message = await self._next(call)
-            if not isinstance(message, tuple):
-                raise InternalError("the peer announced rows again before the first were complete")
-            filling.add(message[1])
         return filling.checksum
 
 

@@ -57,6 +57,14 @@ async def sound() -> AsyncIterator[bytes]:
     yield frame(0, [memoryview(bytes(BYTES))])
 
 
+async def inside_the_announcement() -> AsyncIterator[bytes]:
+    yield ready(rows=bytes(BYTES))
+
+
+async def damaged() -> AsyncIterator[bytes]:
+    yield ready(rows=b"\1" + bytes(BYTES - 1))
+
+
 async def trickling() -> AsyncIterator[bytes]:
     yield ready()
     while True:
@@ -129,8 +137,14 @@ async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> bytes:
         await peers.close()
 
 
-async def test_rows_of_a_correct_peer_are_accepted() -> None:
-    assert await fetched(sound, PATIENCE_S) == bytes(BYTES)
+@pytest.mark.parametrize("answer", [sound, inside_the_announcement])
+async def test_rows_of_a_correct_peer_are_accepted(answer: Answer) -> None:
+    assert await fetched(answer, PATIENCE_S) == bytes(BYTES)
+
+
+async def test_damaged_rows_of_a_peer_are_refused() -> None:
+    with pytest.raises(EncoderError, match="arrived damaged"):
+        await fetched(damaged, PATIENCE_S)
 
 
 @pytest.mark.parametrize(

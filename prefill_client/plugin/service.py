@@ -7,7 +7,14 @@ from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 from encoder_contract.backoff import backoff_s
-from encoder_contract.errors import EncoderError, ModelMismatchError, Status, UnauthenticatedError
+from encoder_contract.errors import (
+    DeadlineError,
+    EncoderError,
+    ModelMismatchError,
+    Status,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from prefill_client.blocking import connecting
 from prefill_client.client import EncoderClient
 from prefill_client.plugin.service_settings import ServiceSettings
@@ -63,13 +70,37 @@ connect_blocking = connecting(connect)
 """`connect`, for threads."""
 
 
-def describe(settings: ServiceSettings, *, wait: bool) -> Description:
-    """Return the service's description; with `wait`, wait for a service that is still starting.
+def check_at_start(
+    settings: ServiceSettings,
+    check: Callable[[Description], None],
+    log: logging.Logger,
+    *,
+    model: str,
+    wait: bool = True,
+    required: bool = True,
+) -> None:
+    """Compare the service with an engine that starts, whose checkpoint is `model`.
 
-    Raises the errors of `connect`.
+    With `wait`, waits for a service that is still starting. If none answers, raises `UnavailableError` or
+    `DeadlineError` for one that is `required`. Also raises the errors of `check` and the others of `connect`.
     """
-    with connect_blocking(settings, wait=wait) as client:
-        return client.description
+    if settings.takes_any_model:
+        log.warning(
+            'the service\'s model is not compared with %s, as "model_fingerprint" is "any": if it has other weights, '
+            "answers about images are wrong",
+            model,
+        )
+    timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
+    log.info("waiting for the encoder service at %s, at most %g s", ", ".join(settings.endpoints), timeout_s)
+    try:
+        with connect_blocking(settings, wait=wait) as client:
+            description = client.description
+    except (UnavailableError, DeadlineError) as error:
+        if required:
+            raise
+        log.warning("the engine starts without the encoder service: %s", error.message)
+    else:
+        check(description)
 
 
 class _Closable(Protocol):

@@ -1,6 +1,7 @@
 """Checks at SGLang's start: both packages are loaded, SGLang has its tower, and the service has SGLang's model."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,8 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_mm, get_model
 
-from encoder_contract.errors import DeadlineError, UnavailableError
 from prefill_client.plugin.model import EngineModel, check_description, checkpoint_folder
-from prefill_client.plugin.service import describe
+from prefill_client.plugin.service import check_at_start
 from prefill_client.sglang.sglang_settings import SglangSettings
 
 PROCESSORS, MODELS = "prefill_client.sglang.processors", "prefill_client.sglang.models"
@@ -71,21 +71,8 @@ def check_service(settings: SglangSettings, engine: EngineModel) -> None:
 
     Raises `ValueError` with both values of every difference.
     """
-    if settings.takes_any_model:
-        _log.warning(
-            'the service\'s model is not compared with %s, because "model_fingerprint" is "any": if the service has '
-            "other weights, answers about images are wrong",
-            get_model().model_path,
-        )
-    endpoints = ", ".join(settings.endpoints)
-    _log.info("waiting up to %g s for the encoder service at %s", settings.start_timeout_s, endpoints)
-    try:
-        description = describe(settings, wait=True)
-    except (UnavailableError, DeadlineError) as error:
-        _log.warning("SGLang starts without the encoder service: %s", error.message)
-    else:
-        check_description(settings, engine, description)
-        _log.info("images are encoded by the encoder service at %s", endpoints)
+    check = partial(check_description, settings, engine)
+    check_at_start(settings, check, _log, model=get_model().model_path, required=False)
 
 
 def _folder() -> Path:

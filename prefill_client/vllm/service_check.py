@@ -2,14 +2,15 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from encoder_contract.errors import DeadlineError, InvalidRequestError, UnavailableError
+from encoder_contract.errors import InvalidRequestError
 from encoder_contract.video import VideoSettings
 from prefill_client.plugin import model
 from prefill_client.plugin.model import EngineModel, checkpoint_folder
-from prefill_client.plugin.service import describe
+from prefill_client.plugin.service import check_at_start
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.videos import UnsupportedVideoError
 from prefill_client.vllm.vllm_settings import VllmSettings
@@ -35,24 +36,10 @@ def check_service(settings: VllmSettings, config: "VllmConfig") -> None:
     `start_timeout_s`. An engine with its own tower may start without one.
     """
     check_configuration(config)
-    if settings.takes_any_model:
-        _log.warning(
-            'the service\'s model is not compared with %s, as "model_fingerprint" is "any": if it has other weights, '
-            "answers about images are wrong",
-            config.model_config.model,
-        )
-    wait = not settings.has_own_tower
-    timeout_s = settings.start_timeout_s if wait else settings.submit_timeout_s
-    endpoints = ", ".join(settings.endpoints)
-    _log.info("waiting for the encoder service at %s, at most %g s", endpoints, timeout_s)
-    try:
-        description = describe(settings, wait=wait)
-    except (UnavailableError, DeadlineError) as error:
-        if wait:
-            raise
-        _log.warning("the engine starts without the encoder service: %s", error.message)
-    else:
-        check_description(settings, config, description)
+    required = not settings.has_own_tower
+    check = partial(check_description, settings, config)
+    model_name = config.model_config.model
+    check_at_start(settings, check, _log, model=model_name, wait=required, required=required)
 
 
 def check_description(settings: VllmSettings, config: "VllmConfig", description: Description) -> None:

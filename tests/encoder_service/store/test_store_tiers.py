@@ -114,15 +114,15 @@ def test_a_migrator_without_work_takes_no_lock(tmp_path, monkeypatch):
     store = make_store(tmp_path, host_pages=64, device_pages=8)
     put(store, b"a")
     asked = threading.Semaphore(0)
-    wait = store._closed.wait
+    wait = store.moves._closed.wait
 
     def noted(seconds):
         asked.release()
         return wait(seconds)
 
-    monkeypatch.setattr(store._closed, "wait", noted)
-    thread = threading.Thread(target=store.keep_moving)
-    with store._lock:
+    monkeypatch.setattr(store.moves._closed, "wait", noted)
+    thread = threading.Thread(target=store.moves.keep_moving)
+    with store.lock:
         thread.start()
         assert all(asked.acquire(timeout=PATIENCE_S) for _ in range(3))
     store.close()

@@ -193,16 +193,7 @@ class EncoderServiceMiddleware:
         except EncoderError as raised:
             error = raised
         if submitted is not None:
-            async with submitted.kept:
-                exchange = GuardedRequest(
-                    submitted.body,
-                    submitted.kept,
-                    submitted.find_failed,
-                    receive,
-                    send,
-                    videos=submitted.videos,
-                )
-                error = await exchange.run(self._app, with_length(scope, len(submitted.body)))
+            error = await self._guarded(submitted, scope, receive, send)
             if error is None:
                 return
         if error is not None:
@@ -211,6 +202,16 @@ class EncoderServiceMiddleware:
                 return
             _log.warning("the engine's own tower encodes the images of a request: %s", error.message)
         await self._app(with_length(scope, len(body)), replay(body, receive), send)
+
+    async def _guarded(
+        self, submitted: "_Submitted", scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> EncoderError | None:
+        """Let vLLM answer while the images stay submitted. Return the error of an image if vLLM could not answer."""
+        async with submitted.kept as kept:
+            exchange = GuardedRequest(
+                submitted.body, kept, submitted.find_failed, receive, send, videos=submitted.videos
+            )
+            return await exchange.run(self._app, with_length(scope, len(submitted.body)))
 
     async def _images(
         self, form: ApiShape, scope: MutableMapping[str, Any], body: bytes

@@ -22,7 +22,7 @@ from bench.harness.calls import fetch_all, ms_of, submit_and_fetch
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError, OverloadedError
 from encoder_service.config import Config
-from encoder_service.engine.model import Model, load_model
+from encoder_service.devices.model import Model, load_model
 from encoder_service.metrics import ScrapeDelta
 from prefill_client import EncoderClient, RowRequest
 from testing.checkpoints import write_checkpoint

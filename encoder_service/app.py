@@ -46,12 +46,12 @@ from encoder_service.collectors import (
     store_readings,
 )
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.engine import EXIT_LOST, EXIT_STUCK
-from encoder_service.engine.device import Device
-from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.dispatcher import Dispatcher
-from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.served import ServedModel
+from encoder_service.devices import EXIT_LOST, EXIT_STUCK
+from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.dispatcher import Dispatcher
+from encoder_service.devices.job_queue import Job, JobQueue
+from encoder_service.devices.served_model import ServedModel
+from encoder_service.devices.torch_device import Device
 from encoder_service.http import Watch
 from encoder_service.image.decoder import DECODE_PIXELS, FileDecoder
 from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
@@ -112,7 +112,7 @@ class Server:
         self._videos = SourceCache(int(config.video_gib * GIB), SOURCE_TTL_S, max_files=MAX_VIDEOS)
         self.budgets = budgets or Budgets.of(config)
         self.jobs = self._build_jobs()
-        self.engine = self._build_engine()
+        self.dispatcher = self._build_dispatcher()
         self.cluster = self._build_cluster()
         self.images = self._build_images()
         self._rows_port = self._build_rows_port()
@@ -163,7 +163,7 @@ class Server:
                 window_bytes=self._config.call_window_kib << 10,
             )
             self.endpoint = self._listener.endpoint
-            self.engine.on_answers = self._listener.set_serving
+            self.dispatcher.on_answers = self._listener.set_serving
             self.metrics.read_from(self.readings)
             self.watch = Watch(
                 self._config.metrics_listen,
@@ -181,7 +181,7 @@ class Server:
             self.store.close()
             raise
         self.watch.start()
-        self.engine.start()
+        self.dispatcher.start()
         await self._listener.start()
 
     async def drain(self) -> None:
@@ -191,7 +191,7 @@ class Server:
             self._refuse_new_calls,
             self.cluster.leave,
             partial(self._listener.stop, self._config.drain_s),
-            self._stop_engine,
+            self._stop_devices,
             self.cluster.close,
             self.watch.stop,
             self._stop_rows_port,
@@ -215,10 +215,10 @@ class Server:
         if self._rows_port is not None:
             await asyncio.to_thread(self._rows_port.stop)
 
-    async def _stop_engine(self) -> None:
+    async def _stop_devices(self) -> None:
         """Let the workers finish their current images, and fail the queued ones."""
         self.jobs.close()
-        await self.engine.stop()
+        await self.dispatcher.stop()
         self.jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
 
     # Construction
@@ -269,7 +269,7 @@ class Server:
             on_abort=self._abort,
         )
 
-    def _build_engine(self) -> Dispatcher:
+    def _build_dispatcher(self) -> Dispatcher:
         tokens = self._model.geometry.tokens
         return Dispatcher(self._devices, self.jobs, self.store, self.metrics, tokens)
 
@@ -399,7 +399,7 @@ class Server:
         """Return why the server should get no new calls, or an empty string."""
         if self.draining:
             return "draining"
-        return "" if self.engine.answers else "no device answers"
+        return "" if self.dispatcher.answers else "no device answers"
 
     @property
     def draining(self) -> bool:

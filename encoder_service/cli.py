@@ -30,9 +30,9 @@ from encoder_contract.endpoint import Endpoint
 from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.engine import EXIT_LOST
-from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
-from encoder_service.engine.devices import start_devices
+from encoder_service.devices import EXIT_LOST
+from encoder_service.devices.allocator import keep_freed_memory, out_of_collections
+from encoder_service.devices.device_process import start_devices
 from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
 from encoder_service.signals import ignore_until_serving
@@ -230,7 +230,7 @@ def _serve_with(config: Config) -> int:
     devices = start_devices(config)
     # Importing torch takes seconds, so the flags were checked before, and the devices load in the meantime.
     from encoder_service.app import Server
-    from encoder_service.engine.served import load_devices
+    from encoder_service.devices.served_model import load_devices
 
     files = load_devices(config, devices)
 

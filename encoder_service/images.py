@@ -17,7 +17,7 @@ from encoder_contract.errors import EncoderError, ImageLimitError, OverloadedErr
 from encoder_contract.geometry import Grid
 from encoder_contract.video import VideoInfo
 from encoder_service.cluster.cluster import Acquired, Cluster, Locations
-from encoder_service.engine.job_queue import JobQueue
+from encoder_service.devices.job_queue import JobQueue
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.image.sources import SourceCache, Validator, confirmed_grid
 from encoder_service.keys import ImageKey

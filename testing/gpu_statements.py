@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("encoder_service", "prefill_client", "proto/encoder_contract")
 TESTS = (
-    "tests/encoder_service/engine/test_engine_simulated.py",
+    "tests/encoder_service/devices/test_encoding_simulated.py",
     "tests/encoder_service/vision/test_towers_simulated.py",
     "tests/prefill_client/transport/test_device_simulated.py",
     "tests/prefill_client/test_vllm_simulated.py",

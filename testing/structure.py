@@ -83,7 +83,7 @@ async def trace_image(folder: Path) -> list[str]:
     """Return the files of the service that one new image passes from Submit to its rows."""
     from encoder_service.app import Server
     from encoder_service.config import Config
-    from encoder_service.engine.model import load_model
+    from encoder_service.devices.model import load_model
     from prefill_client import EncoderClient, RowRequest
     from testing.checkpoints import write_checkpoint
     from testing.device_thread import DeviceThread

@@ -12,7 +12,7 @@ from encoder_service.app import Server
 from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder, FileDecoder
 from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from encoder_service.app import Server
     from encoder_service.cluster.redis_cluster import RedisCluster
     from encoder_service.config import Config
-    from encoder_service.engine.model import Model
+    from encoder_service.devices.model import Model
     from encoder_service.image.decoder import Decoder
     from prefill_client import EncoderClient
     from tests.gate import Gate
@@ -150,7 +150,7 @@ def config(checkpoint: Path) -> Config:
 @pytest.fixture(scope="session")
 def model(config: Config) -> Iterator[Model]:
     """The loaded checkpoint."""
-    from encoder_service.engine.model import load_model
+    from encoder_service.devices.model import load_model
 
     model = load_model(config)
     yield model

@@ -22,17 +22,17 @@ from encoder_contract.errors import EncoderError
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
-from encoder_service.engine import device, devices, dispatcher, link, process
-from encoder_service.engine import model as loading
-from encoder_service.engine.device import CudaStream, Device
-from encoder_service.engine.model import Model
-from encoder_service.engine.workers import CopyOut, Prepare, Vit
+from encoder_service.devices import device_link, device_process, dispatcher, process_main, torch_device
+from encoder_service.devices import model as loading
+from encoder_service.devices.model import Model
+from encoder_service.devices.torch_device import CudaStream, Device
+from encoder_service.devices.workers import CopyOut, Prepare, Vit
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.store import moves, tensors
 from encoder_service.store import store as storing
 from encoder_service.vision import Tower
-from tests.engines import Changed, in_batches
+from tests.device_bench import Changed, in_batches
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["encoder_service.app", "tests.lost_device"])
@@ -174,8 +174,8 @@ DEATHS_THERE: dict[str, tuple[type, str]] = {
 DEATHS: dict[str, tuple[type, str]] = {
     "tier-migrator dies": (moves.Moves, "_demote"),
     "cluster-leases dies": (Leases, "send"),
-    "link dies": (link.Link, "_left_decoding"),
-    "dispatch dies": (link.Link, "_decode"),
+    "link dies": (device_link.Link, "_left_decoding"),
+    "dispatch dies": (device_link.Link, "_decode"),
 }
 
 
@@ -209,9 +209,9 @@ def main(descriptors: list[int], *, parent: int) -> None:
             return model
         return (STAGES | KILLED)[what](model)
 
-    device.TICK_S, device.HUNG_S = 0.05, 1.0
-    vars(process)["load_model"] = load
-    process.main(descriptors, parent=parent)
+    torch_device.TICK_S, torch_device.HUNG_S = 0.05, 1.0
+    vars(process_main)["load_model"] = load
+    process_main.main(descriptors, parent=parent)
 
 
 def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
@@ -225,12 +225,12 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     if what in DEATHS:
         setattr(*DEATHS[what], die)
     elif what == "drain hangs":
-        vars(app)["Server"]._stop_engine = _hang
+        vars(app)["Server"]._stop_devices = _hang
     elif what in TIERS:
         tensor_over = tensors.tensor_over
         vars(storing)["tensor_over"] = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
         vars(app)["Device"] = LosableDevice
     else:
-        devices._MODULE = "tests.lost_device"
+        device_process._MODULE = "tests.lost_device"
         os.environ[LOSING] = f"{what}:{failed}"
     os._exit(cli.main(["serve", *flags]))  # a process that returns here did not end by itself

@@ -7,8 +7,8 @@ from typing import Any
 
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.model import Model
+from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.model import Model
 from encoder_service.limits import Budgets
 from testing.device_thread import DeviceThread
 

@@ -24,7 +24,7 @@ LAYERS = [
     ["app"],
     ["api"],
     ["images", "collectors"],
-    ["engine", "http", "top"],
+    ["devices", "http", "top"],
     ["families"],
     ["metrics", "vision", "limits"],
     ["cluster", "image", "transport"],
@@ -41,7 +41,7 @@ FENCES = {
     # Modules that handle tensors. Scheduling, metrics, keys, configuration and messages do not.
     "torch": {
         "encoder_service/cluster/",
-        "encoder_service/engine/",
+        "encoder_service/devices/",
         "encoder_service/families/",
         "encoder_service/image/",
         "encoder_service/collectors",
@@ -78,7 +78,7 @@ FENCES = {
     "vllm": {"prefill_client/vllm/"},
     "sglang": {"prefill_client/sglang/"},
     "cuda": {"encoder_contract/device_memory"},
-    "pickle": {"encoder_service/engine/messages"},  # between the server and its own devices
+    "pickle": {"encoder_service/devices/messages"},  # between the server and its own devices
 }
 
 
@@ -89,7 +89,7 @@ ENVIRONMENT = {
     "prefill_reference/cli": "reads settings",
     "prefill_client/sglang/sglang_settings": "reads settings, which SGLang has no flag for",
     "prefill_client/vllm/name_key": "reads a secret, which vLLM has no flag for",
-    "encoder_service/engine/environment": "chooses what a device's process gets",
+    "encoder_service/devices/environment": "chooses what a device's process gets",
     "encoder_service/image/dali": "sets how much DALI says",
     "encoder_service/image/decoder_child": "sets how its children keep memory",
     "encoder_service/vision/ulysses": "turns off the watchdog of NCCL, which ends all processes of a group",

@@ -41,8 +41,8 @@ def _serve(arguments: Sequence[str], log: Path) -> None:
 
     from encoder_service import cli
     from encoder_service.config import Config
-    from encoder_service.engine.devices import DeviceProcess
-    from encoder_service.engine.model import load_model
+    from encoder_service.devices.device_process import DeviceProcess
+    from encoder_service.devices.model import load_model
     from testing.device_thread import DeviceThread
 
     def start_devices(config: Config) -> list[DeviceProcess]:

@@ -8,7 +8,7 @@ from encoder_contract.v1 import admin_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
 from encoder_service.api.inbound import CallGate, Methods
-from encoder_service.engine.job_queue import JobQueue
+from encoder_service.devices.job_queue import JobQueue
 from encoder_service.image.sources import SourceCache
 from encoder_service.limits import Caller
 from encoder_service.metrics import Metrics

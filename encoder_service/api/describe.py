@@ -12,7 +12,7 @@ from encoder_contract.version import __version__
 from encoder_service.api import messages
 from encoder_service.api.caller import Identity
 from encoder_service.config import Config
-from encoder_service.engine.served import ServedModel
+from encoder_service.devices.served_model import ServedModel
 from encoder_service.image.sources import VIDEO_LIMITS
 from encoder_service.keys import Recipe
 from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets

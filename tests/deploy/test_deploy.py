@@ -17,7 +17,7 @@ from bench.sizing import memory_gib
 from encoder_contract.command_line import BAD_USAGE
 from encoder_contract.version import __version__
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine import EXIT_LOST
+from encoder_service.devices import EXIT_LOST
 from prefill_reference.config import ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from deploy import charts
 from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.metrics import Scrape, scrape
 from prefill_client import TRANSPORTS, Credentials, EncoderClient, RowRequest
 from prefill_client.sglang_gateway.metrics import GatewayMetrics

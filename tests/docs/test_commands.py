@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from encoder_contract.command_line import BAD_USAGE, FAILED
-from encoder_service.engine import EXIT_LOST, EXIT_STUCK
+from encoder_service.devices import EXIT_LOST, EXIT_STUCK
 from tests.pages import OF_NOW, PAGES, ROOT, lines_in, name_of, named
 from tests.processes import run
 

@@ -18,7 +18,7 @@ from encoder_contract.settings import declared
 from encoder_contract.v1 import encoder_pb2
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.metrics import PREFIX
 from testing.certificates import HOSTS, Authority
 from tests.pages import OF_NOW, PAGES, ROOT, code_in, name_of, named, sources

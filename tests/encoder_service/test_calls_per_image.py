@@ -18,8 +18,8 @@ import pytest
 import encoder_service
 from encoder_contract import arena, extents, turns
 from encoder_service.config import Config
-from encoder_service.engine import dispatcher, messages
-from encoder_service.engine.model import Model
+from encoder_service.devices import dispatcher, messages
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.device_thread import DeviceThread
 from testing.photos import photo

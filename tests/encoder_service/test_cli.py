@@ -17,7 +17,7 @@ from encoder_contract.version import __version__
 from encoder_service.api.admin_client import run as operate
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority, write_tenants
 from testing.photos import photo

@@ -20,7 +20,7 @@ import pytest
 from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

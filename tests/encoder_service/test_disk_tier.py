@@ -8,7 +8,7 @@ import pytest
 from encoder_contract.settings import ConfigError
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
 from tests.calls import collect

@@ -13,7 +13,7 @@ import pytest
 
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.http import MAX_CONNECTIONS, STUCK_S, HttpPort
 from encoder_service.metrics import Metrics
 from tests.operator_view import get, numbers

@@ -12,7 +12,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import ImageLimitError, OverloadedError, StaleHandleError
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.metrics import PREFIX, STAGES, reason
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo

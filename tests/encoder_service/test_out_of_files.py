@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from encoder_service.engine.dispatcher import MOST_FAILURES
+from encoder_service.devices.dispatcher import MOST_FAILURES
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.processes import running

@@ -14,7 +14,7 @@ from encoder_contract.credentials import Credentials
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InternalError, ModelMismatchError
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.hostile_images import with_trailer
 from testing.photos import photo

@@ -23,7 +23,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import inbound, submit
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.limits import REFUSAL_S
 from prefill_client import EncoderClient, Image, RowRequest, read_images

@@ -13,7 +13,7 @@ from encoder_contract.errors import (
 )
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.decoding import decode_files
 from testing.photos import photo

@@ -13,7 +13,7 @@ import pytest
 
 from encoder_contract.errors import InvalidImageError, ModelMismatchError, UnavailableError, UnknownImageError
 from encoder_service.config import Config
-from encoder_service.engine.model import load_model
+from encoder_service.devices.model import load_model
 from prefill_client import BlockingClient, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess

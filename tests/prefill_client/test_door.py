@@ -10,7 +10,7 @@ from encoder_contract.errors import InvalidImageError, ModelMismatchError
 from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Description, EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.plugin.door import Door, clips_of, stills

@@ -13,7 +13,7 @@ import pytest
 from encoder_contract.errors import DeadlineError, StaleHandleError
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import (
     EncoderClient,
     FetchedRows,

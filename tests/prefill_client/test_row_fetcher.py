@@ -13,7 +13,7 @@ from encoder_contract.errors import DeadlineError, InvalidImageError
 from encoder_contract.geometry import Grid
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import load_model
+from encoder_service.devices.model import load_model
 from prefill_client import Description, EncoderClient, Submitted
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.transport.rows import element_type

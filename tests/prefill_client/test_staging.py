@@ -13,7 +13,7 @@ import torch
 
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, Submitted
 from prefill_client.transport import device as transport
 from prefill_client.vllm.host_memory import HostMemory

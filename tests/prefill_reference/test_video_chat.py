@@ -14,7 +14,7 @@ import transformers
 from encoder_contract.errors import InvalidImageError, InvalidRequestError
 from encoder_contract.video import VideoSettings
 from encoder_service.config import Config
-from encoder_service.engine.model import load_model
+from encoder_service.devices.model import load_model
 from prefill_client import EncoderClient, Trace
 from prefill_reference.chat import Chat, Prefilled
 from prefill_reference.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
 from tests.servers import server_of
 from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table

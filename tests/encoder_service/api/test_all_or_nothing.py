@@ -10,7 +10,7 @@ from encoder_contract.errors import InvalidImageError, OverloadedError, Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.limits import Caller
 from prefill_client import EncoderClient, Image

@@ -11,7 +11,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import server as listener
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from testing.attacks import WATCH
 from testing.raw_http2 import RawConnection
 from tests.servers import server_of

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from encoder_service.api import server as health
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from testing.device_thread import DeviceThread
 from testing.raw_http2 import RawConnection
 from tests.waiting import soon

@@ -17,7 +17,7 @@ from encoder_service.api.caller import Identity, caller_of
 from encoder_service.api.tenants import Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.limits import Caller
 from prefill_client import Credentials, EncoderClient, RowRequest

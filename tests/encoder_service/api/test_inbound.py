@@ -21,7 +21,7 @@ from encoder_service.api import inbound, messages
 from encoder_service.api.server import PENDING_CALLS
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from testing.device_thread import DeviceThread
 from testing.raw_http2 import RawConnection, framed
 from tests.servers import server_of
@@ -265,7 +265,7 @@ async def test_a_failing_drain_step_does_not_stop_the_others(
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(server.cluster, "leave", fails)
-    monkeypatch.setattr(server.engine, "stop", fails)
+    monkeypatch.setattr(server.dispatcher, "stop", fails)
     await server.drain()
     assert not segment.exists()
     host, _, port = server.endpoint.rpartition(":")

@@ -12,7 +12,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.cluster.cluster import Cluster
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.images import KeepingCall, UnsubmittedImages
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget

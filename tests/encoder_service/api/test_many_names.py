@@ -10,7 +10,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.keys import ImageKey
 from encoder_service.limits import NAMES_AT_A_TIME
 from prefill_client import EncoderClient

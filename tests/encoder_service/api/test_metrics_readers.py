@@ -11,7 +11,7 @@ import pytest
 from encoder_contract.credentials import Token
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.metrics import ScrapeError, scrape
 from tests.processes import run
 from tests.servers import server_of

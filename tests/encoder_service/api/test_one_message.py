@@ -11,7 +11,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo

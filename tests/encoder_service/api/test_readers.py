@@ -12,8 +12,8 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.fetch import PINNED_AHEAD
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.job_queue import Job
-from encoder_service.engine.model import Model
+from encoder_service.devices.job_queue import Job
+from encoder_service.devices.model import Model
 from encoder_service.limits import Caller
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo

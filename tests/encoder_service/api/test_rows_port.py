@@ -20,7 +20,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api.fetch import SENT_BESIDE
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.limits import Budget
 from encoder_service.rows_port import (
     ACCEPTED_AT_ONCE,

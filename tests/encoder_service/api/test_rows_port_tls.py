@@ -11,7 +11,7 @@ from encoder_contract.rows_connection import SIZE
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

@@ -17,7 +17,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages, server
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.limits import Budget, Budgets
 from testing.attacks import CHECK, DESCRIBE, FETCH, SUBMIT, WATCH, attacking
 from testing.raw_http2 import WHOLE_S, RawConnection, framed

@@ -15,7 +15,7 @@ from encoder_contract.errors import OverloadedError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.photos import photo

@@ -19,7 +19,7 @@ from encoder_service.api import tenants as tenants_module
 from encoder_service.api.tenants import MAX_TOKENS, Tenants
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

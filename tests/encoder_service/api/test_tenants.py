@@ -23,7 +23,7 @@ from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import connection, fetched, naming, next_state, refused, stub

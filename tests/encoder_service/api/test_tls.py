@@ -23,7 +23,7 @@ from cryptography import x509
 from encoder_contract.errors import UnavailableError
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.http import MAX_CONNECTIONS
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority, Issued

@@ -22,7 +22,7 @@ from encoder_contract.video import Frames, VideoInfo, VideoSettings
 from encoder_service import app
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.sources import VideoLimits
 from encoder_service.keys import Recipe
 from prefill_client import EncoderClient, FetchedRows, RowRequest

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from testing.redis_servers import RedisServer, redis_server
 from tests.cluster_replica import Start, starting
 from tests.index_replicas import JoinWatched, watched_replicas

@@ -16,7 +16,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.channels import Channels

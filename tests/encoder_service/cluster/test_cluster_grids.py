@@ -10,13 +10,13 @@ import pytest
 from encoder_contract.errors import Status
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.vision import Tower
 from prefill_client import EncoderClient, read_images
 from testing.photos import photo
 from tests.calls import named, naming, next_states, raw_submit, stub
 from tests.cluster_replica import Replica, Start, starting
-from tests.engines import Changed
+from tests.device_bench import Changed
 from tests.waiting import soon
 
 numbers = itertools.count(70_000)

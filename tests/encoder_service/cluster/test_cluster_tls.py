@@ -9,7 +9,7 @@ import redis.asyncio
 
 from encoder_service.cluster.cluster import IndexState
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Credentials
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

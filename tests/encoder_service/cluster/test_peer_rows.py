@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import Credentials
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo

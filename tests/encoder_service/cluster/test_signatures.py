@@ -22,7 +22,7 @@ from encoder_service.cluster import cluster
 from encoder_service.cluster.peers import FETCH
 from encoder_service.cluster.redis import RedisIndex
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import read_images
 from testing.holding import cluster_of
 from testing.photos import photo

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from encoder_service.config import ConfigError
-from encoder_service.engine.model import load_model
+from encoder_service.devices.model import load_model
 from encoder_service.families import choice
 from encoder_service.families.choice import GROUP, check_model, load_family
 from encoder_service.families.model import LoadOptions

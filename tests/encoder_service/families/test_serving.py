@@ -12,7 +12,7 @@ from encoder_contract.errors import InvalidImageError
 from encoder_contract.geometry import Grid
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model, load_model
+from encoder_service.devices.model import Model, load_model
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.decoding import decode_files
 from testing.photos import photo

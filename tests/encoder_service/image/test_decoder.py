@@ -16,7 +16,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
 from encoder_service.config import ConfigError
-from encoder_service.engine.model import _jpegs, load_model
+from encoder_service.devices.model import _jpegs, load_model
 from encoder_service.image.dali import DaliJpegs, no_hardware_jpeg
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool

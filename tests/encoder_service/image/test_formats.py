@@ -15,7 +15,7 @@ from encoder_contract.errors import EncoderError, InvalidImageError, Status
 from encoder_contract.header import FORMATS, RARE_FORMATS
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.decoding import decode_files, pillow_decoder

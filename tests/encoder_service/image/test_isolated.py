@@ -25,7 +25,7 @@ from PIL import Image
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError, UndecodableImageError
 from encoder_contract.header import Header
 from encoder_service import child as child_module
-from encoder_service.engine.job_queue import FailureCache
+from encoder_service.devices.job_queue import FailureCache
 from encoder_service.image import decoder_child
 from encoder_service.image.decoder import DEATHS, Decoder
 from encoder_service.image.decoder_child import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine.model import load_model
+from encoder_service.devices.model import load_model
 from encoder_service.image import ffmpeg, known_video
 from testing.clips import clip
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
 from encoder_contract.geometry import Grid
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.resize import Resize, to_patches
 from encoder_service.image.source import Source
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from testing.photos import photo
-from tests.engines import Gate, demanded, in_batches, running
+from tests.device_bench import Gate, demanded, in_batches, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 

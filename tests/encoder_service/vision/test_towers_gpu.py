@@ -8,7 +8,7 @@ import torch
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import spec_of
-from encoder_service.engine.workers import are_finite
+from encoder_service.devices.workers import are_finite
 from encoder_service.vision import attention, load_tower
 from encoder_service.vision.attention import BACKENDS, SegmentAttention, why_not
 from encoder_service.vision.graphs import CudaCapture

@@ -9,7 +9,7 @@ import torch
 
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
-from encoder_service.engine.device import CudaStream
+from encoder_service.devices.torch_device import CudaStream
 from encoder_service.vision import attention, load_tower
 from encoder_service.vision.tower import GridTables
 from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous

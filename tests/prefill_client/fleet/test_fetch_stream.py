@@ -7,7 +7,7 @@ from encoder_contract.digest import content_digest
 from encoder_contract.errors import EncoderError
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.servers import server_of

@@ -19,7 +19,7 @@ from encoder_contract.errors import UnavailableError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.limits import Budget
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet import pool

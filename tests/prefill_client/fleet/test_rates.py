@@ -7,7 +7,7 @@ from typing import cast
 from encoder_contract.errors import OverloadedError
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler.admission import RECENT_S
 from prefill_client import EncoderClient, Submitted

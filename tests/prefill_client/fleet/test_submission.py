@@ -12,7 +12,7 @@ from encoder_contract.errors import DeadlineError, EncoderError, InvalidImageErr
 from encoder_contract.header import Header
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
 from testing.processes import free_port

@@ -14,7 +14,7 @@ from encoder_contract.errors import ModelMismatchError
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model, load_model
+from encoder_service.devices.model import Model, load_model
 from prefill_client import EncoderClient, RowRequest, content_digest
 from prefill_client.sglang_gateway.frames import SUPPORTED
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS

@@ -11,7 +11,7 @@ from encoder_contract.device_memory import DeviceMemory, allocate, open_memory
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.store import store as storing
 from encoder_service.store.moves import PROMOTE_READERS
 from prefill_client import EncoderClient, RowRequest

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from encoder_contract.errors import EncoderError, InternalError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
-from encoder_service.engine.job_queue import Job, JobQueue
+from encoder_service.devices.job_queue import Job, JobQueue
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State

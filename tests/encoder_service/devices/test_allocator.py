@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import resource, threading
 import numpy as np
-from encoder_service.engine.allocator import keep_freed_memory
+from encoder_service.devices.allocator import keep_freed_memory
 
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -33,7 +33,7 @@ def test_a_thread_fills_large_blocks_again_without_page_faults() -> None:
 def test_loaded_objects_are_excluded_from_garbage_collection() -> None:
     program = """
 import gc, encoder_service.app, triton
-from encoder_service.engine.allocator import out_of_collections
+from encoder_service.devices.allocator import out_of_collections
 loaded = len(gc.get_objects())
 with out_of_collections():
     print(loaded, len(gc.get_objects()))
@@ -51,7 +51,7 @@ def test_full_collections_happen_while_a_server_runs() -> None:
     """A full collection waits for a quarter as many new objects as the last one left, including frozen ones."""
     program = """
 import gc
-from encoder_service.engine.allocator import out_of_collections
+from encoder_service.devices.allocator import out_of_collections
 loaded = [[] for _ in range(1_000_000)]
 with out_of_collections():
     before = gc.get_stats()[2]["collections"]

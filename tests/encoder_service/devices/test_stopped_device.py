@@ -16,11 +16,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine import EXIT_STUCK, devices, dispatcher, link, messages, process
-from encoder_service.engine.devices import DeviceProcess
+from encoder_service.devices import (
+    EXIT_STUCK,
+    device_link,
+    device_process,
+    dispatcher,
+    messages,
+    process_main,
+)
+from encoder_service.devices.device_process import DeviceProcess
 from testing.photos import photo
-from tests.encoder_service.engine.test_devices import fetched, serving
-from tests.encoder_service.engine.test_lost_device import listening, started
+from tests.encoder_service.devices.test_devices import fetched, serving
+from tests.encoder_service.devices.test_lost_device import listening, started
 from tests.lost_device import LOAD_HANGS, LOSING
 from tests.processes import running
 from tests.waiting import PATIENCE_S, START_S, soon
@@ -65,7 +72,7 @@ async def test_health_follows_the_devices(config: Config, quick: None) -> None:
 def test_a_process_that_hangs_while_it_loads_is_ended(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "START_SILENCE_S", 1.0)
+    monkeypatch.setattr(device_process, "START_SILENCE_S", 1.0)
     device = DeviceProcess(config, 0, 1)
     os.kill(device.process.pid, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="said nothing for 1 s while it loaded"):
@@ -76,8 +83,8 @@ def test_a_process_that_hangs_while_it_loads_is_ended(
 def test_a_process_that_stops_after_its_first_report_is_ended_sooner(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "LOAD_SILENCE_S", 2.0)
-    monkeypatch.setattr(devices, "_MODULE", "tests.lost_device")
+    monkeypatch.setattr(device_process, "LOAD_SILENCE_S", 2.0)
+    monkeypatch.setattr(device_process, "_MODULE", "tests.lost_device")
     monkeypatch.setenv(LOSING, f"{LOAD_HANGS}:")
     device = DeviceProcess(config, 0, 1)
     try:
@@ -95,7 +102,7 @@ def test_a_process_that_loads_for_long_says_that_it_lives(monkeypatch: pytest.Mo
     ours, theirs = socket.socketpair()
     loaded = threading.Event()
     with ours, theirs:
-        beating = threading.Thread(target=process._beat, args=(theirs, loaded))
+        beating = threading.Thread(target=process_main._beat, args=(theirs, loaded))
         beating.start()
         assert [messages.receive(ours) for _ in range(3)] == [messages.Report(None)] * 3
         loaded.set()
@@ -109,7 +116,7 @@ async def test_a_successor_that_hangs_while_it_loads_is_replaced(
 ) -> None:
     async with serving(config, "cpu") as (server, client, [device]):
         with monkeypatch.context() as patched:
-            patched.setattr(devices, "START_SILENCE_S", 0.01)  # it hangs as soon as it starts
+            patched.setattr(device_process, "START_SILENCE_S", 0.01)  # it hangs as soon as it starts
             device.process.kill()
             await soon(lambda: "said nothing" in caplog.text)
         await fetched(client, [photo(96, 96, 1)])
@@ -159,4 +166,4 @@ async def test_whatever_hangs_while_draining_the_process_ends(checkpoint: Path, 
 
 
 def test_a_device_is_not_ready_before_it_is_killed() -> None:
-    assert 1 < link.QUIET_TICKS < link.SILENT_TICKS
+    assert 1 < device_link.QUIET_TICKS < device_link.SILENT_TICKS

@@ -16,9 +16,8 @@ from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.config import GIB, Config, ConfigError
-from encoder_service.engine import link, workers
-from encoder_service.engine.device import Device, MemoryUse
-from encoder_service.engine.model import (
+from encoder_service.devices import device_link, workers
+from encoder_service.devices.model import (
     BATCHES_UNDER_WAY,
     CONTEXT_BYTES,
     NCCL_BYTES,
@@ -26,6 +25,7 @@ from encoder_service.engine.model import (
     Model,
     decode_threads,
 )
+from encoder_service.devices.torch_device import Device, MemoryUse
 from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
@@ -33,7 +33,7 @@ from encoder_service.store.tensors import copy_bytes
 from encoder_service.vision import Tower, load_tower
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo
-from tests.engines import Changed, Gate, demanded, running
+from tests.device_bench import Changed, Gate, demanded, running
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -165,8 +165,8 @@ async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch:
 
     async with running(model, encode, batch_patches=64) as bench:
         # Once the rate is known, several batches are sent ahead, here as many as the server ever sends.
-        monkeypatch.setattr(link, "CREDIT_S", 1e9)
-        monkeypatch.setattr(link, "LONG_S", 1e9)
+        monkeypatch.setattr(device_link, "CREDIT_S", 1e9)
+        monkeypatch.setattr(device_link, "LONG_S", 1e9)
         (await bench.rows(photo(128, 128, 99), demanded())).release()
         rows.clear()
 
@@ -199,7 +199,7 @@ async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
 ) -> None:
     async with server_of(config, replace(model, device=SmallDevice(free_gib=5.0))) as server:
         assert "device memory  of 8.0 GiB: 3.00 loaded" in server.banner()
-        await soon(lambda: all(link.device.state is not None for link in server.engine.links))
+        await soon(lambda: all(link.device.state is not None for link in server.dispatcher.links))
         (memory,) = (reading for reading in server.readings() if "memory" in reading.name)
         found = {sample.labels["state"]: sample.value for sample in memory.samples}
         assert found["free"] == 5 * GIB

@@ -18,11 +18,11 @@ from encoder_contract.geometry import Grid
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import Frames, VideoInfo
-from encoder_service.engine import workers
-from encoder_service.engine.device import HungDeviceError, Watchdog
-from encoder_service.engine.inbox import Inbox
-from encoder_service.engine.messages import Prepared
-from encoder_service.engine.model import Model
+from encoder_service.devices import workers
+from encoder_service.devices.messages import Prepared
+from encoder_service.devices.model import Model
+from encoder_service.devices.process_inbox import Inbox
+from encoder_service.devices.torch_device import HungDeviceError, Watchdog
 from encoder_service.image import decoder_child
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
@@ -32,7 +32,7 @@ from encoder_service.store import Pin
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import GridTables, cached_by_grid
 from testing.photos import photo
-from tests.engines import Bench, Changed, Gate, demanded, running
+from tests.device_bench import Bench, Changed, Gate, demanded, running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, cast
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
-from encoder_service.engine import messages
-from encoder_service.engine.device import DECODE_S, FRAME_S, HUNG_FACTOR
-from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.messages import Group
+from encoder_service.devices import messages
+from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.job_queue import Job, JobQueue
+from encoder_service.devices.messages import Group
+from encoder_service.devices.torch_device import DECODE_S, FRAME_S, HUNG_FACTOR
 from encoder_service.image.decoder import BATCH_IMAGES
 from encoder_service.image.source import VideoFile
 from encoder_service.metrics import Metrics

@@ -23,7 +23,7 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from encoder_contract.geometry import Grid
-from encoder_service.engine.device import Device, Faults
+from encoder_service.devices.torch_device import Device, Faults
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.limits import AT_A_TIME

@@ -14,12 +14,12 @@ import torch
 from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
-from encoder_service.engine import model as loading
-from encoder_service.engine.device import Device
-from encoder_service.engine.devices import DeviceProcess, start_devices
-from encoder_service.engine.environment import device_environment
-from encoder_service.engine.model import Model, load_model
-from encoder_service.engine.served import load_devices
+from encoder_service.devices import model as loading
+from encoder_service.devices.device_process import DeviceProcess, start_devices
+from encoder_service.devices.environment import device_environment
+from encoder_service.devices.model import Model, load_model
+from encoder_service.devices.served_model import load_devices
+from encoder_service.devices.torch_device import Device
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from encoder_contract.processor import ProcessorSettings
-from encoder_service.engine import workers
-from encoder_service.engine.device import CudaStream, Device
-from encoder_service.engine.inbox import Inbox
-from encoder_service.engine.model import Model
+from encoder_service.devices import workers
+from encoder_service.devices.model import Model
+from encoder_service.devices.process_inbox import Inbox
+from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.pillow import decode_file
@@ -24,7 +24,7 @@ from encoder_service.vision import attention, load_tower
 from testing.decoding import source_of
 from testing.photos import photo
 from testing.reference_tower import row_errors
-from tests.engines import Bench, demanded, running
+from tests.device_bench import Bench, demanded, running
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.waiting import PATIENCE_S, soon
 

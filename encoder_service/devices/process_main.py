@@ -24,13 +24,13 @@ from encoder_contract.segment_file import open_segment
 from encoder_contract.settings import ConfigError, flag
 from encoder_service.child import become_child
 from encoder_service.config import Config
-from encoder_service.engine import messages
-from encoder_service.engine.allocator import keep_freed_memory, out_of_collections
-from encoder_service.engine.device import Device
-from encoder_service.engine.facts import DeviceState, ModelFacts
-from encoder_service.engine.inbox import Inbox
-from encoder_service.engine.model import Model, decode_threads, load_model
-from encoder_service.engine.workers import DeviceWorkers, GroupEncoder, Memory
+from encoder_service.devices import messages
+from encoder_service.devices.allocator import keep_freed_memory, out_of_collections
+from encoder_service.devices.model import Model, decode_threads, load_model
+from encoder_service.devices.process_inbox import Inbox
+from encoder_service.devices.process_reports import DeviceState, ModelFacts
+from encoder_service.devices.torch_device import Device
+from encoder_service.devices.workers import DeviceWorkers, GroupEncoder, Memory
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.store.registration import CudaRegistration

@@ -15,9 +15,9 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_contract.header import read_header
 from encoder_service.config import Config
-from encoder_service.engine.dispatcher import Dispatcher
-from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.model import Model
+from encoder_service.devices.dispatcher import Dispatcher
+from encoder_service.devices.job_queue import Job, JobQueue
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import Metrics

@@ -8,7 +8,7 @@ import pytest
 
 from prefill_client import EncoderClient
 from testing.photos import photo
-from tests.encoder_service.engine.test_devices import fetched, serving
+from tests.encoder_service.devices.test_devices import fetched, serving
 from tests.servers import server_of
 from tests.waiting import START_S, soon
 
@@ -22,12 +22,12 @@ def shared(server):
 
 async def all_free(server):
     """Wait until all devices are idle."""
-    await soon(lambda: all(link.is_up and link.is_idle for link in server.engine.links), START_S)
+    await soon(lambda: all(link.is_up and link.is_idle for link in server.dispatcher.links), START_S)
 
 
 async def taken(server):
     """Wait for a group encode; return the number of a device that joins, and its group."""
-    links = server.engine.links
+    links = server.dispatcher.links
     await soon(lambda: any(link.share for link in links), START_S)
     [(number, group)] = [(number, link.share.group) for number, link in enumerate(links) if link.share]
     return number, group

@@ -15,7 +15,7 @@ from encoder_contract.checkpoint import OWN_TYPES, read_config, vision_tensors
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.engine.device import Device, MemoryUse
+from encoder_service.devices.torch_device import Device, MemoryUse
 from encoder_service.families.choice import check_model, load_family
 from encoder_service.families.model import LoadOptions, VisionModel
 from encoder_service.image import ffmpeg

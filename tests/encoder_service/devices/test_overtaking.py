@@ -10,7 +10,7 @@ from torch import Tensor, get_num_threads, uint8
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
-from encoder_service.engine.model import Model
+from encoder_service.devices.model import Model
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
 from encoder_service.vision import Tower
@@ -18,7 +18,7 @@ from encoder_service.vision.attention import PART_QUERIES
 from encoder_service.vision.tower import CPU_TILE_PATCHES
 from testing.decoding import decode_files
 from testing.photos import photo
-from tests.engines import Bench, demanded, running
+from tests.device_bench import Bench, demanded, running
 from tests.waiting import PATIENCE_S, soon
 
 LARGE = photo(640, 640, 0)  # 1600 patches

@@ -11,16 +11,16 @@ import pytest
 from encoder_contract.errors import InternalError, OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
-from encoder_service.engine import link as linking
-from encoder_service.engine import messages
-from encoder_service.engine.device import Device, MemoryUse
-from encoder_service.engine.facts import ModelFacts
-from encoder_service.engine.job_queue import Job
-from encoder_service.engine.model import Model
+from encoder_service.devices import device_link as linking
+from encoder_service.devices import messages
+from encoder_service.devices.job_queue import Job
+from encoder_service.devices.model import Model
+from encoder_service.devices.process_reports import ModelFacts
+from encoder_service.devices.torch_device import Device, MemoryUse
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 from encoder_service.store.tier import Entry
-from tests.engines import demanded
+from tests.device_bench import demanded
 from tests.scripted_device import FILE, GRID, Floor, floor
 from tests.waiting import PATIENCE_S, soon
 
@@ -649,7 +649,7 @@ async def test_pages_of_a_lost_process_are_used_again_only_after_its_end(
 async def test_a_silent_device_is_not_ready_and_then_killed(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.engine.dispatcher.TICK_S", 0.02)
+    monkeypatch.setattr("encoder_service.devices.dispatcher.TICK_S", 0.02)
     async with floor(model) as at:
         [device], [link] = at.devices, at.links
         device.tell(messages.Report(None))

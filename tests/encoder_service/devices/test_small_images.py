@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 
 from encoder_contract.geometry import Grid
-from encoder_service.engine import job_queue, messages
-from encoder_service.engine import link as linking
-from encoder_service.engine.model import Model
+from encoder_service.devices import device_link as linking
+from encoder_service.devices import job_queue, messages
+from encoder_service.devices.model import Model
 from encoder_service.scheduler import Claim, Scheduler
 from encoder_service.store import Pin
 from tests.scripted_device import Floor, ScriptedDevice, floor

@@ -21,9 +21,9 @@ from encoder_contract.errors import InternalError, OverloadedError, UnavailableE
 from encoder_contract.header import read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
-from encoder_service.engine import EXIT_LOST
-from encoder_service.engine.device import Device, Watchdog
-from encoder_service.engine.model import Model
+from encoder_service.devices import EXIT_LOST
+from encoder_service.devices.model import Model
+from encoder_service.devices.torch_device import Device, Watchdog
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
@@ -34,7 +34,7 @@ from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.processes import free_port
 from testing.redis_servers import redis_server
-from tests.engines import demanded, running
+from tests.device_bench import demanded, running
 from tests.lost_device import DEADLY, DEATHS_THERE, FORKS, STAGES, TIERS, serve
 from tests.waiting import PATIENCE_S, START_S, soon
 

@@ -17,12 +17,12 @@ from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.child import Child, why_ended
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.engine import EXIT_LOST, EXIT_STUCK
-from encoder_service.engine.environment import device_environment
-from encoder_service.engine.messages import Load, Report, receive, send
+from encoder_service.devices import EXIT_LOST, EXIT_STUCK
+from encoder_service.devices.environment import device_environment
+from encoder_service.devices.messages import Load, Report, receive, send
 
 if TYPE_CHECKING:
-    from encoder_service.engine.facts import DeviceState, ModelFacts
+    from encoder_service.devices.process_reports import DeviceState, ModelFacts
 
 ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""
@@ -32,7 +32,7 @@ START_SILENCE_S = 300.0
 """How long a process may take until its first report, while Python imports torch, maybe from a slow disk."""
 LOAD_SILENCE_S = 60.0
 """How long it may then say nothing: no report is sent while a large library or the driver is loaded."""
-_MODULE = "encoder_service.engine.process"
+_MODULE = "encoder_service.devices.process_main"
 
 
 class DeviceProcess:

@@ -5,12 +5,12 @@ import pytest
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.header import read_header
-from encoder_service.engine.job_queue import FailureCache
-from encoder_service.engine.model import Model
+from encoder_service.devices.job_queue import FailureCache
+from encoder_service.devices.model import Model
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from testing.photos import photo
-from tests.engines import demanded, running
+from tests.device_bench import demanded, running
 
 FULL, SMALL = (
     ImageKey(address * 32, b"d" * 32, max_pixels=most) for address, most in ((b"f", 0), (b"s", 4096))

@@ -1,6 +1,6 @@
 """Random delays, withdrawals, failures, lost processes and a small store: every job ends, and no credit stays out.
 
-`python -m tests.encoder_service.engine.test_stress EVENTS SEED` runs more events, for hours if wanted.
+`python -m tests.encoder_service.devices.test_stress EVENTS SEED` runs more events, for hours if wanted.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ import pytest
 from encoder_contract.errors import EncoderError, InvalidImageError, OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
-from encoder_service.engine import messages
-from encoder_service.engine.dispatcher import MOST_FAILURES
-from encoder_service.engine.model import Model, load_model
+from encoder_service.devices import messages
+from encoder_service.devices.dispatcher import MOST_FAILURES
+from encoder_service.devices.model import Model, load_model
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin
 from tests.scripted_device import Floor, ScriptedDevice, floor

@@ -7,8 +7,8 @@ import torch
 
 from encoder_contract.geometry import GridRule
 from encoder_service.config import Config
-from encoder_service.engine.device import MemoryUse
-from encoder_service.engine.model import MemoryPlan, Model, decode_threads
+from encoder_service.devices.model import MemoryPlan, Model, decode_threads
+from encoder_service.devices.torch_device import MemoryUse
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.keys import Recipe
 from encoder_service.vision import Tower

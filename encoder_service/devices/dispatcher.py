@@ -12,10 +12,10 @@ from encoder_contract.backoff import backoff_s
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.tasks import start_task
 from encoder_service.config import ConfigError
-from encoder_service.engine.device import TICK_S
-from encoder_service.engine.devices import DeviceProcess
-from encoder_service.engine.job_queue import Job, JobQueue
-from encoder_service.engine.link import Link, Shared
+from encoder_service.devices.device_link import Link, Shared
+from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.job_queue import Job, JobQueue
+from encoder_service.devices.torch_device import TICK_S
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.metrics import Metrics
 from encoder_service.store import Store

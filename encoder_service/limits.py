@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 from uuid import uuid4
@@ -89,13 +90,11 @@ class Budget(Room):
     async def hold_within(self, caller: Caller, amount: int, seconds: float, *, once: bytes = b"") -> "Hold":
         """As `hold`, but wait in turn for up to `seconds`."""
         hold = Hold(self, caller.holder, min(amount, self.size), self._uses, once)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.wait(hold)
-        except TimeoutError:
-            if (lack := hold.admit()) is not None:
-                raise _refusal(lack) from None
-        return hold
+                return hold
+        return self.hold(caller, amount, once=once)
 
 
 @dataclass(eq=False, slots=True)

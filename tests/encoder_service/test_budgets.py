@@ -1,6 +1,7 @@
 """Budgets are bounded and shared, and a hold is released however its block ends."""
 
 import asyncio
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,6 +108,19 @@ async def test_a_waiting_caller_gets_released_budget_or_an_error() -> None:
     with await hold("c", b"larger than all", 0, 1000):
         assert room.held == 100
     assert room.held == 0
+
+
+async def test_a_hold_counts_if_its_time_ends_as_it_gets_room() -> None:
+    loop, budget = asyncio.get_running_loop(), Budget(10, "places")
+    first = budget.hold(caller("a"), 10)
+    waiting = asyncio.create_task(budget.hold_within(caller("b"), 10, 0.01))
+    await asyncio.sleep(0)
+    loop.call_later(0.02, first.release)
+    loop.call_soon(time.sleep, 0.1)  # so that both are due in one pass of the loop
+    hold = await waiting
+    assert budget.held == hold.amount == 10
+    hold.release()
+    assert budget.held == 0
 
 
 AMOUNTS = {b"": 3, b"x": 4, b"y": 7}  # by key; without one, each hold counts

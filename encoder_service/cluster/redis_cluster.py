@@ -233,7 +233,11 @@ MAX_TRANSFERS_PER_PEER = 4  # so that a slow peer does not take all turns
 
 
 class Transfers:
-    """Concurrent callers for one address share one transfer. Not thread-safe: use from one event loop."""
+    """Transfers of rows from peers into pages of the store's host tier. Not thread-safe: use from one event loop.
+
+    Concurrent callers for one address share one transfer. It reserves its pages before it asks the peer, and frees them
+    if the rows do not arrive whole. It does not keep others from writing the address: the first to commit wins.
+    """
 
     def __init__(self, index: RedisIndex, leases: Leases, peers: Peers, store: Store) -> None:
         self._index = index
@@ -241,8 +245,13 @@ class Transfers:
         self._peers = peers
         self._store = store
         self._running: dict[bytes, asyncio.Task[Pin | None]] = {}
+<<<<<<< HEAD
         self._turns = Room(MAX_TRANSFERS, share=at_most(MAX_TRANSFERS_PER_PEER))
         self._freed = asyncio.Event()
+=======
+        self._turns = asyncio.Semaphore(MAX_TRANSFERS)
+        self._freed = asyncio.Event()  # there may be pages for a transfer that found none
+>>>>>>> 84f17723 (docs: name the attacks of a lying peer)
         self._loop: asyncio.AbstractEventLoop | None = None
         store.on_freed.append(self._on_freed)
         self._quarantine: TTLCache[str, None] = TTLCache(MAX_CHANNELS, QUARANTINE_S, monotonic)

@@ -221,9 +221,8 @@ class _Reception:
             self._aborted = True
             if self._connection is None:
                 return False
-            with suppress(
-                OSError
-            ):  # not the method of an SSLSocket, which would let its thread read on without TLS
+            with suppress(OSError):
+                # Not the method of an SSLSocket, which would let its thread read on without TLS.
                 socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
             return True
 

@@ -60,6 +60,7 @@ def flood() -> Iterator[Flood]:
     flood.close()
 
 
+@pytest.mark.attack("a peer whose rows arrive after their transfer has failed")
 async def test_a_cancelled_transfer_has_ended_when_it_raises(flood: Flood) -> None:
     connections = RowsConnections("127.0.0.1", flood.port)
     for number in range(4):

@@ -36,6 +36,7 @@ def test_a_greedy_caller_leaves_a_quarter_to_others() -> None:
     assert 0 < taken(budget, "other") < 25
 
 
+@pytest.mark.attack("Fetches of many windows that become ready at one moment")
 def test_a_holder_is_owed_at_most_a_tenth_of_a_second_of_messages() -> None:
     budget = Budgets.of(Config(model=Path("unused"))).fetched_messages
     assert taken(budget, "greedy") == FETCHED_MESSAGES

@@ -294,6 +294,7 @@ LIES: dict[str, Answer] = {
 }
 
 
+@pytest.mark.attack("rows of another size, type or image from a peer, or a part of them")
 @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
 async def test_what_a_lying_peer_sends_is_never_held_and_costs_no_page(lie: Answer, tmp_path: Path) -> None:
     store, honest = make_store(tmp_path, host_pages=1), b"\0" * BYTES

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "store_host_gib": 0.03,
     "source_gib": 0.02,
     "max_queued_gib": 0.0625,
-    "index_timeout_ms": 500,
+    "index_timeout_ms": 2000,  # a stall of a busy machine is not an outage
     "drain_s": 15,
     "log_level": "warning",
     "metrics_listen": "127.0.0.1:0",

@@ -11,8 +11,8 @@ from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Replica
 from encoder_service.cluster.redis import RedisSettings, namespace
 from encoder_service.cluster.redis.connection import RedisConnection, RedisUrl
-from encoder_service.cluster.redis.index import RedisIndex
 from encoder_service.cluster.redis.schema import Keys, Membership
+from encoder_service.cluster.redis_cluster import RedisCluster
 from testing.holding import cluster_of
 from testing.redis_servers import RedisServer
 
@@ -25,32 +25,25 @@ AT_A_TIME = 16
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What servers have spent: microseconds of their main threads, those in scripts, and bytes received and sent."""
+    """What servers have spent: microseconds of their main threads, and bytes received and sent."""
 
     us: float
-    script_us: float
     bytes: float
 
     @classmethod
     def by(cls, servers: Sequence[RedisServer]) -> Self:
         """Read the counters of all servers."""
-        us, script_us, moved = 0.0, 0.0, 0.0
+        us, moved = 0.0, 0.0
         for server in servers:
             with server.client() as client:
                 found: Any = client.info("all")
             us += 1e6 * (found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"])
-            commands = ("cmdstat_evalsha", "cmdstat_eval")
-            script_us += sum(found[name]["usec"] for name in commands if name in found)
             moved += found["total_net_input_bytes"] + found["total_net_output_bytes"]
-        return cls(us, script_us, moved)
+        return cls(us, moved)
 
     def each(self, before: Self, count: int) -> "Spent":
         """Return what each of `count` operations since `before` has cost."""
-        return Spent(
-            (self.us - before.us) / count,
-            (self.script_us - before.script_us) / count,
-            (self.bytes - before.bytes) / count,
-        )
+        return Spent((self.us - before.us) / count, (self.bytes - before.bytes) / count)
 
 
 async def at_a_time(calls: Iterable[Awaitable[object]]) -> None:
@@ -99,30 +92,35 @@ async def heartbeat(server: RedisServer, replicas: int) -> Spent:
         await connection.close()
 
 
-async def joined(stack: AsyncExitStack, url: str) -> RedisIndex:
-    """Return the index of a replica that has joined; its calls have time, as the machine may be busy."""
+async def joined(stack: AsyncExitStack, url: str) -> RedisCluster:
+    """Return the cluster of a replica that has joined; its calls have time, as the machine may be busy."""
     settings = RedisSettings(url=url, namespace=namespace("costs", MODEL), call_timeout_ms=10_000)
     cluster = cluster_of(settings)
     await cluster.join(Replica("a", 1, "a.encoder:50051", MODEL, PROCESSOR))
     stack.push_async_callback(cluster.close)
-    return cluster.index
+    return cluster
 
 
 async def image(servers: Sequence[RedisServer], url: str, together: int, images: int = 512) -> Spent:
-    """Return the cost of a new image: its lease, and its publication, in calls of `together` images."""
+    """Return the cost of a new image, its lease and its publication, while callers submit `together` images each.
+
+    The replica collects what callers ask within a millisecond.
+    """
     draw = random.Random(together)
     async with AsyncExitStack() as stack:
-        index = await joined(stack, url)
+        cluster = await joined(stack, url)
 
-        async def encode_call() -> None:
+        async def submit() -> None:
             addresses = [draw.randbytes(32) for _ in range(together)]
-            acquired = await index.acquire(addresses)
+            acquired = await cluster.acquire(addresses)
             assert acquired.granted == frozenset(addresses)
-            assert await index.publish(dict.fromkeys(addresses, GRID))
+            for address in addresses:
+                cluster.publish(address, GRID)
 
         async def encode() -> int:
             calls = images // together
-            await at_a_time(encode_call() for _ in range(calls))
+            await at_a_time(submit() for _ in range(calls))
+            await cluster.leases.send()
             return calls * together
 
         return await least(servers, encode)
@@ -131,7 +129,7 @@ async def image(servers: Sequence[RedisServer], url: str, together: int, images:
 async def renewal(server: RedisServer, images: int = 4096) -> Spent:
     """Return the cost of renewing one lease among as many as a full queue has."""
     async with AsyncExitStack() as stack:
-        index = await joined(stack, server.url)
+        index = (await joined(stack, server.url)).index
         addresses = [n.to_bytes(32) for n in range(images)]
         await index.acquire(addresses)
 

@@ -245,13 +245,8 @@ class Transfers:
         self._peers = peers
         self._store = store
         self._running: dict[bytes, asyncio.Task[Pin | None]] = {}
-<<<<<<< HEAD
         self._turns = Room(MAX_TRANSFERS, share=at_most(MAX_TRANSFERS_PER_PEER))
-        self._freed = asyncio.Event()
-=======
-        self._turns = asyncio.Semaphore(MAX_TRANSFERS)
         self._freed = asyncio.Event()  # there may be pages for a transfer that found none
->>>>>>> 84f17723 (docs: name the attacks of a lying peer)
         self._loop: asyncio.AbstractEventLoop | None = None
         store.on_freed.append(self._on_freed)
         self._quarantine: TTLCache[str, None] = TTLCache(MAX_CHANNELS, QUARANTINE_S, monotonic)

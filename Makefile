@@ -187,8 +187,9 @@ docs: setup ## Build the documentation site into .docs/site; broken links and na
 	@$(PY) -m docs.site && echo "open .docs/site/index.html; to search it, serve it: $(PY) -m http.server --directory .docs/site"
 
 .PHONY: pictures
-pictures: setup ## Draw the pictures in docs/img again (needs Debian's chromium)
+pictures: setup ## Draw the pictures in docs/img again (needs Debian's chromium and prometheus)
 	@$(PY) -m docs.pictures
+	@$(PY) -m docs.dashboard
 
 .PHONY: licences
 licences: setup ## List the licences of all packages in the images (make check refuses those that are not allowed)

@@ -37,7 +37,7 @@ def eviction(result: Result) -> str:
     axes.set_ylabel("time of the tower saved, %")
     axes.grid(alpha=0.3)
     axes.legend()
-    return _svg(figure, source(result))
+    return svg(figure, source(result))
 
 
 def source(result: Result) -> str:
@@ -63,7 +63,7 @@ def trace(spans: Sequence[CollectedSpan], names: Mapping[str, str]) -> str:
     axes.grid(axis="x", alpha=0.3)
     handles = [matplotlib.patches.Patch(color=colour, label=name) for name, colour in colours.items()]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), frameon=False)
-    return _svg(figure, f"trace {spans[0].trace_id}")
+    return svg(figure, f"trace {spans[0].trace_id}")
 
 
 def _lanes(spans: Sequence[CollectedSpan]) -> Iterator[tuple[int, CollectedSpan]]:
@@ -93,7 +93,8 @@ def _axes(width: float, height: float) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _svg(figure: Figure, description: str) -> str:
+def svg(figure: Figure, description: str) -> str:
+    """Return a figure as SVG, with a description in its metadata."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})
     return out.getvalue()

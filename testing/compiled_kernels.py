@@ -51,6 +51,7 @@ def cases() -> list[Case]:
     norm = dict.fromkeys(("residual", "delta", "weight", "bias", "out"), "*bf16") | {"eps": "fp32"}
     rotation = {
         "packed": "*bf16",
+        "bias": "*fp32",
         "coordinates": "*i32",
         "angles": "*fp32",
         "count": "i32",

@@ -144,7 +144,9 @@ def _prepare(
         module.align(ALIGNED_VALUES)
     module.to(device, dtype)
     for part in list(module.modules()):
-        if isinstance(part, Linear):
+        if isinstance(part, SelfAttention):
+            part.split_bias()
+        elif isinstance(part, Linear):
             part.pack(CPU_TILE_PATCHES)
 
 

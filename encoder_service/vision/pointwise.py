@@ -36,11 +36,11 @@ class Pointwise(Protocol):
         """Return what `rotate` needs for the patches of a grid, [patches, ...] in merge order, on the CPU."""
         ...
 
-    def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
-        """Rotate neighbouring pairs of the last dimension in float32.
+    def rotate(self, values: Tensor, bias: Tensor, rotations: Tensor, out: Tensor) -> None:
+        """Add `bias` and rotate neighbouring pairs of the last dimension, in float32; round once.
 
-        `values` and `out` are [patches, 2, heads, head size], the queries and keys of a packed tensor. `out` may be
-        `values`.
+        `values` and `out` are [patches, 2, heads, head size], the queries and keys of a packed tensor. `bias` is
+        float32 [2, heads, head size]. `out` may be `values`.
         """
         ...
 
@@ -68,9 +68,9 @@ class PlainPointwise:
         angle = torch.cat([axis.float()[:, None] * frequencies for axis in (row, column)], dim=1)
         return torch.complex(angle.cos(), angle.sin())[:, None, None]
 
-    def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
-        """See `Pointwise`. This is one complex product."""
-        pairs = values.float().view(*values.shape[:-1], -1, 2)
+    def rotate(self, values: Tensor, bias: Tensor, rotations: Tensor, out: Tensor) -> None:
+        """See `Pointwise`. The rotation is one complex product."""
+        pairs = values.float().add_(bias).view(*values.shape[:-1], -1, 2)
         rotated = torch.view_as_complex(pairs).mul_(rotations)
         out.copy_(torch.view_as_real(rotated).flatten(-2))
 

@@ -57,6 +57,7 @@ def add_norm_kernel(
 @triton.jit
 def rotate_kernel(
     packed: tl.tensor,
+    bias: tl.tensor,
     coordinates: tl.tensor,
     angles: tl.tensor,
     count: tl.tensor,
@@ -65,16 +66,17 @@ def rotate_kernel(
     axis_pairs: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Rotate pairs of queries and keys in place: `pairs` a patch, `stride` values from one patch to the next.
+    """Add the bias to queries and keys and rotate their pairs in place.
 
-    The first `axis_pairs` pairs of a head rotate by the patch's row, the other half by its column.
+    A patch has `pairs` pairs, and its values begin `stride` values after those of the patch before it. The first
+    `axis_pairs` pairs of a head rotate by the patch's row, the other half by its column.
     """
     # Loads whole words of memory, so that one thread has both values of a pair.
     value = 2 * block * tl.program_id(0) + tl.arange(0, 2 * block)
     of_patch = value % (2 * pairs)
     at = packed + (value // (2 * pairs)).to(tl.int64) * stride + of_patch
     x = tl.load(at, mask=value < 2 * count, other=0.0)
-    first, second = tl.split(tl.reshape(x.to(tl.float32), (block, 2)))
+    first, second = tl.split(tl.reshape(x.to(tl.float32) + tl.load(bias + of_patch), (block, 2)))
 
     pair = block * tl.program_id(0) + tl.arange(0, block)
     of_head = pair % (2 * axis_pairs)
@@ -120,9 +122,11 @@ class TritonPointwise:
             raise ValueError(f"{grid}: no side may be longer than {MAX_SIDE} patches")
         return torch.stack(patch_coordinates(grid, spec.merge_size), dim=1).int()
 
-    def rotate(self, values: Tensor, rotations: Tensor, out: Tensor) -> None:
+    def rotate(self, values: Tensor, bias: Tensor, rotations: Tensor, out: Tensor) -> None:
         """See `Pointwise`. Works in place only."""
         assert out is values
+        assert bias.shape == values.shape[1:]
+        assert bias.is_contiguous()
         patches, two, heads, head_size = values.shape
         assert values.stride()[1:] == (heads * head_size, head_size, 1), values.stride()
         assert head_size == 4 * self._angles.shape[1], head_size
@@ -131,6 +135,7 @@ class TritonPointwise:
         assert 2 * count < 2**31, "the kernel counts values in 32 bits"
         rotate_kernel[(triton.cdiv(count, BLOCK),)](
             values,
+            bias,
             rotations,
             self._angles,
             count,
@@ -185,11 +190,12 @@ def difference(spec: TowerSpec, device: torch.device, dtype: torch.dtype) -> str
 
     grid = Grid(1, 2 * spec.merge_size, 3 * spec.merge_size)
     packed = values(grid.patches, 3, spec.heads, spec.head_size)
+    bias = values(2, spec.heads, spec.head_size).float()
     rotated, expected = packed.clone(), packed.clone()
     for form, tensor in ((ours, rotated), (plain, expected)):
         rotations = form.rotations(grid, spec).to(device)
         queries_and_keys = tensor[:, :2]
-        form.rotate(queries_and_keys, rotations, queries_and_keys)
+        form.rotate(queries_and_keys, bias, rotations, queries_and_keys)
     pairs: dict[str, tuple[Tensor, Tensor]] = {"rotation": (rotated, expected)}
     x = values(17, spec.embed)
     pairs["GELU"] = (ours.gelu_erf(x.clone()), plain.gelu_erf(x))

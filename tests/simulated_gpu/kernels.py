@@ -62,12 +62,12 @@ def add_norm(
 
 
 def rotate(
-    _grid: Any, values: Tensor, coordinates: Tensor, angles: Tensor, count: int, stride: int,
+    _grid: Any, values: Tensor, bias: Tensor, coordinates: Tensor, angles: Tensor, count: int, stride: int,
     *, pairs: int, axis_pairs: int, block: int, enable_fp_fusion: bool,
 ) -> None:  # fmt: skip
     """Compute what `rotate_kernel` does."""
     turns = torch.view_as_complex(angles)[coordinates.long()].flatten(1)[:, None, None]
-    turned = torch.view_as_complex(values.float().view(*values.shape[:-1], -1, 2)) * turns
+    turned = torch.view_as_complex((values.float() + bias).view(*values.shape[:-1], -1, 2)) * turns
     values.copy_(torch.view_as_real(turned).flatten(-2))
 
 

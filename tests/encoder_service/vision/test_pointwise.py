@@ -60,14 +60,15 @@ def test_sum_and_norm_equal_those_of_torch(spec, width, rms, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_rotation_in_place_equals_torch_and_leaves_the_values_unchanged(spec, dtype):
+def test_a_bias_and_rotation_in_place_equal_torch_and_leave_the_values_unchanged(spec, dtype):
     grid = Grid(1, 6, 10)
     packed = random(grid.patches, 3, spec.heads, spec.head_size, dtype=dtype)
+    bias = random(2, spec.heads, spec.head_size, dtype=torch.float32, seed=1)
     rotated = []
     for form in (TritonPointwise(spec, DEVICE), PlainPointwise()):
         copy = packed.clone()
         queries_and_keys = copy[:, :2]
-        form.rotate(queries_and_keys, form.rotations(grid, spec).to(DEVICE), queries_and_keys)
+        form.rotate(queries_and_keys, bias, form.rotations(grid, spec).to(DEVICE), queries_and_keys)
         assert torch.equal(copy[:, 2], packed[:, 2])
         rotated.append(copy[:, :2])
     assert not torch.equal(rotated[0], packed[:, :2])

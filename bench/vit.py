@@ -6,6 +6,7 @@ and timed alone. The best replay is compared with the best forward. (`luckiest` 
 with a thousand calls it is several percent below any replay.)
 """
 
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from bench.harness.towers import CASES, case_grids, full_checkpoint, load_ours, 
 from encoder_contract.geometry import Grid
 from encoder_service.vision import Tower
 from encoder_service.vision.layers import packing_available
+from testing import real_weights
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
 
 FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_5": "Qwen3.5"}
@@ -65,11 +67,26 @@ BENCHMARK = Benchmark(
             Figure(f"float32_error_{kind}", f"{name}: largest float32 row error", "millionths", "<= 10", 1e6)
             for kind, name in FAMILIES.items()
         ),
+        *(
+            Figure(
+                f"trained.{kind}_ratio",
+                f"trained, photos: {kind} bf16 error, ours / `transformers`",
+                target=most,
+            )
+            for kind, most in (("mean", "<= 0.92"), ("p99", "<= 1"), ("worst", "<= 1"))
+        ),
+        Figure(
+            "trained.float32.worst", "trained, photos: largest float32 row error", "millionths", "<= 10", 1e6
+        ),
     ),
     limit_s=540,  # its own budget, plus the measurement that runs when the budget is used up
     arguments=("--rounds", "3"),
     quick=("--rounds", "1", "--cases", "256"),
 )
+
+PHOTO = (448, 336)  # 192 rows of a tower with patches of 14
+Images = tuple[list[Tensor], list[Grid]]
+"""Patches and grid of each image."""
 
 QUICK = ("256", "8x256", "560", "720p", "960x1280")
 # The cases whose ratios have targets. A slow machine measures them first.
@@ -106,7 +123,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"threads": threads, **cases(tower, reference, args, budget, pace)}
     result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
     del tower, reference
-    return {**result, **error_ratios(budget), "left_out": budget.left_out}
+    return {**result, **error_ratios(budget), **trained_errors(budget), "left_out": budget.left_out}
 
 
 # Time
@@ -291,28 +308,64 @@ def error_ratios(budget: TimeBudget) -> dict[str, float]:
         if not budget.affords(f"exactness of {model_type}", slowest_s):
             continue
         began = time.monotonic()
-        exact, ours, theirs = errors(full_checkpoint(model_type))
+        exact, ours, theirs = errors(full_checkpoint(model_type), noise)
         slowest_s = max(slowest_s, time.monotonic() - began)
         ratios[f"error_ratio_{model_type}"] = float(ours.mean() / theirs.mean())
         ratios[f"max_error_ratio_{model_type}"] = float(ours.max() / theirs.max())
-        ratios[f"float32_error_{model_type}"] = exact
+        ratios[f"float32_error_{model_type}"] = float(exact.max())
     return ratios
 
 
-def errors(folder: Path) -> tuple[float, Tensor, Tensor]:
-    """Return row errors against `transformers` in float32: our largest in float32, ours and its own in bfloat16."""
-    grids = [Grid(1, 16, 16), Grid(1, 20, 26)]
+def trained_errors(budget: TimeBudget) -> dict[str, Any]:
+    """Return statistics of row errors of a trained transformer's blocks in our tower, on photos."""
+    if reason := real_weights.missing():
+        print(f"no trained weights: {reason}")
+        return {}
+    if not budget.affords("exactness of trained weights", 0):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        exact, ours, theirs = map(statistics, errors(real_weights.write_qwen(Path(folder)), photo_patches))
+    every = {"float32": exact, "bfloat16": ours, "transformers_bfloat16": theirs}
+    table(
+        "Row errors, trained weights, photos",
+        ["", *exact],
+        [[name, *each.values()] for name, each in every.items()],
+    )
+    return {"trained": {**every, **{f"{kind}_ratio": ours[kind] / theirs[kind] for kind in ours}}}
+
+
+def statistics(errors: Tensor) -> dict[str, float]:
+    """Return the mean, the 99th percentile and the largest of row errors."""
+    return {"mean": float(errors.mean()), "p99": float(errors.quantile(0.99)), "worst": float(errors.max())}
+
+
+def errors(folder: Path, images: Callable[[Tower], Images]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row errors against `transformers` in float32: ours in float32, ours in bfloat16, its own in bfloat16."""
+    tower = load_ours(folder, "float32")
+    patches, grids = images(tower)
+    rows = torch.cat(tower.encode(patches, grids))
+    del tower
     truth_tower = ReferenceTower(folder, torch.float32)
-    patches = random_patches(grids, 3 * truth_tower.module.config.patch_size**2)
     pixels = truth_tower.pixels(patches)
     truth = truth_tower.rows(pixels, grids)
     del truth_tower
     theirs = row_errors(ReferenceTower(folder, torch.bfloat16).rows(pixels, grids), truth)
-    exact, ours = (
-        row_errors(torch.cat(load_ours(folder, dtype).encode(patches, grids)), truth)
-        for dtype in ("float32", "bfloat16")
-    )
-    return float(exact.max()), ours, theirs
+    ours = row_errors(torch.cat(load_ours(folder, "bfloat16").encode(patches, grids)), truth)
+    return row_errors(rows, truth), ours, theirs
+
+
+def noise(tower: Tower) -> Images:
+    """Return patches of two random images."""
+    grids = [Grid(1, 16, 16), Grid(1, 20, 26)]
+    return random_patches(grids, tower.spec.patch_values), grids
+
+
+def photo_patches(tower: Tower) -> Images:
+    """Return patches of photos and of their mirror images."""
+    photos = [real_weights.pixels(file, *PHOTO) for file in real_weights.photos().values()]
+    seen = [torch.from_numpy(each.copy()) for photo in photos for each in (photo, photo[:, ::-1])]
+    grids = [tower.geometry.grid(*PHOTO)] * len(seen)
+    return tower.inputs(seen, grids), grids
 
 
 if __name__ == "__main__":

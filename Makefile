@@ -9,6 +9,7 @@ SGLANG := .venv-sglang
 GPU    ?= 0
 IMAGES ?=
 VIDEO  ?=
+REAL   ?=
 MODEL  ?=
 ONLY   ?=
 PART   ?=
@@ -97,10 +98,11 @@ INSTALL_REAL := $(PIP) install -c constraints.txt -e '.[real,transformers]' $(QU
 	&& $(PY) -m testing.torchvision_operators && touch $(VENV)/.done-real
 
 .PHONY: demo
-demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat about 8 images, end to end (IMAGES=folder for your images; VIDEO=1: about a video)
+demo: $(firstword $(wildcard $(VENV)/.done-$(GPU)) $(VENV)/.done-demo) ## Run a two-turn chat about 8 images, end to end (IMAGES=folder for your images; VIDEO=1: about a video; REAL=1: a picture of what trained weights see)
 	@$(if $(VIDEO),$(PY) -c 'from encoder_service.image.ffmpeg import installed; installed()' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[video]' $(QUIETLY),:)
 	@$(if $(VIDEO),$(PY) -m demo.video)
-	@$(if $(VIDEO),,$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)'))
+	@$(if $(REAL),{ $(REAL_IS_HERE) || { $(GET_REAL) || { echo "demo: $(NO_REAL)" >&2; exit 1; }; $(INSTALL_REAL); }; } && $(PY) -m demo.real)
+	@$(if $(VIDEO)$(REAL),,$(PY) -m demo.run $(if $(IMAGES),--images '$(IMAGES)'))
 
 .PHONY: test
 test: setup ## Run the tests (no GPU, Redis server or network needed; 5 GB of memory)

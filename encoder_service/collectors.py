@@ -13,7 +13,7 @@ from encoder_contract.certificates import Certificates, expirations
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.cluster.cluster import ClusterStatus, IndexState
 from encoder_service.devices.device_process import DeviceProcess
-from encoder_service.devices.process_reports import ModelFacts
+from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.image.decoder import FileDecoder
 from encoder_service.image.sources import SourceCache
 from encoder_service.logs import dropped_lines

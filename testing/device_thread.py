@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
-from encoder_service.devices import process_main
+from encoder_service.devices import device_main
 from encoder_service.devices.device_process import END_S, DeviceProcess
+from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_reports import ModelFacts
 from encoder_service.families.model import CountedRows
 
 
@@ -42,7 +42,7 @@ class DeviceThread(DeviceProcess):
         def main() -> None:
             try:
                 threads = self.facts.decode_threads
-                process_main.run(self._model, theirs, self.number, self._processes, threads, end)
+                device_main.run(self._model, theirs, self.number, self._processes, threads, end)
                 self._status.append(0)
             finally:
                 theirs.close()

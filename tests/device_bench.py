@@ -79,7 +79,7 @@ def in_batches(model: Model) -> Model:
     """Return the model with a decoder that decodes every image in batches, as a GPU decodes JPEGs."""
     one = model.decoder.decode
     changed = Changed(
-        model.decoder.can_batch,
+        model.decoder,
         can_batch=lambda _: True,
         decode_batch=lambda sources: [one(source) for source in sources],
     )
@@ -118,7 +118,7 @@ async def running(
             max_ahead_images=64,
             large_pixels=decode_pixels,
         ),
-        model.decoder.can_batch,
+        model.decoder,
         kept,
         loop=asyncio.get_running_loop(),
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),

@@ -22,7 +22,7 @@ from encoder_contract.errors import EncoderError
 from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
-from encoder_service.devices import device_link, device_process, dispatcher, process_main, torch_device
+from encoder_service.devices import device_link, device_main, device_process, dispatcher, torch_device
 from encoder_service.devices import model as loading
 from encoder_service.devices.model import Model
 from encoder_service.devices.torch_device import CudaStream, Device
@@ -210,8 +210,8 @@ def main(descriptors: list[int], *, parent: int) -> None:
         return (STAGES | KILLED)[what](model)
 
     torch_device.TICK_S, torch_device.HUNG_S = 0.05, 1.0
-    vars(process_main)["load_model"] = load
-    process_main.main(descriptors, parent=parent)
+    vars(device_main)["load_model"] = load
+    device_main.main(descriptors, parent=parent)
 
 
 def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:

@@ -17,10 +17,10 @@ from encoder_service.config import Config
 from encoder_service.devices import messages
 from encoder_service.devices.device_link import Link
 from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.dispatcher import Dispatcher
 from encoder_service.devices.job_queue import Job, JobQueue
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_reports import ModelFacts
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.metrics import Metrics

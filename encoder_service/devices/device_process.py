@@ -22,7 +22,7 @@ from encoder_service.devices.environment import device_environment
 from encoder_service.devices.messages import Load, Report, receive, send
 
 if TYPE_CHECKING:
-    from encoder_service.devices.process_reports import DeviceState, ModelFacts
+    from encoder_service.devices.device_reports import DeviceState, ModelFacts
 
 ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""
@@ -32,7 +32,7 @@ START_SILENCE_S = 300.0
 """How long a process may take until its first report, while Python imports torch, maybe from a slow disk."""
 LOAD_SILENCE_S = 60.0
 """How long it may then say nothing: no report is sent while a large library or the driver is loaded."""
-_MODULE = "encoder_service.devices.process_main"
+_MODULE = "encoder_service.devices.device_main"
 
 
 class DeviceProcess:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from encoder_contract.geometry import Grid
     from encoder_contract.header import Header
     from encoder_service.config import Config
-    from encoder_service.devices.process_reports import DeviceState
+    from encoder_service.devices.device_reports import DeviceState
     from encoder_service.keys import ImageKey
 
 Place = tuple[str, list[tuple[int, int]]]

@@ -7,8 +7,8 @@ from typing import Self
 from encoder_contract.geometry import Grid, GridRule
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.model import files_decoder
-from encoder_service.devices.process_reports import ModelFacts
 from encoder_service.families.model import CountedRows
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import FileDecoder

@@ -22,8 +22,8 @@ from encoder_contract.errors import EncoderError, InternalError, InvalidImageErr
 from encoder_contract.extents import views
 from encoder_contract.geometry import Grid
 from encoder_service.devices import messages
+from encoder_service.devices.device_inbox import DeviceImage, Inbox
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_inbox import DeviceImage, Inbox
 from encoder_service.devices.torch_device import DECODE_S, DEVICE_LOST, FRAME_S, CudaStream, Faults, Watchdog
 from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear

@@ -341,7 +341,14 @@ def test_every_tested_row_of_the_vllm_matrix_links_a_test() -> None:
 def test_the_pictures_are_nine_and_small() -> None:
     pictures = {path.name: path.stat().st_size for path in (ROOT / "docs/img").iterdir()}
     assert sorted(pictures) == [
-        *("dashboard.svg", "demo-real.svg", "demo-timeline.svg", "docs-site.png", "eviction.svg", "processes.svg"),
+        *(
+            "dashboard.svg",
+            "demo-real.svg",
+            "demo-timeline.svg",
+            "docs-site.png",
+            "eviction.svg",
+            "processes.svg",
+        ),
         *("status-page.png", "top.svg", "trace.svg"),
     ]
     assert {name: size for name, size in pictures.items() if size > 200_000} == {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from encoder_service.config import Config
-from encoder_service.engine.model import Model, load_model
+from encoder_service.devices.model import Model, load_model
 from encoder_service.image.decoder import Decoder, FileDecoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool
 from prefill_client import EncoderClient, RowRequest

@@ -13,9 +13,9 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.devices import device_link as linking
 from encoder_service.devices import messages
+from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.job_queue import Job
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_reports import ModelFacts
 from encoder_service.devices.torch_device import Device, MemoryUse
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store

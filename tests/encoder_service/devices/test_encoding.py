@@ -19,9 +19,9 @@ from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import Frames, VideoInfo
 from encoder_service.devices import workers
+from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.messages import Prepared
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_inbox import Inbox
 from encoder_service.devices.torch_device import HungDeviceError, Watchdog
 from encoder_service.image import decoder_child
 from encoder_service.image.decoder import Decoder

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.devices import workers
+from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_inbox import Inbox
 from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from encoder_service.devices import process_main
+from encoder_service.devices import device_main
+from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.model import Model
-from encoder_service.devices.process_inbox import Inbox
 from testing.photos import photo
 from tests.device_bench import demanded, running
 from tests.waiting import PATIENCE_S
@@ -17,7 +17,7 @@ async def test_a_device_reports_while_it_maps_the_memory(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server kills a silent device, so one that registers before its first report would never start."""
-    memory, tell, reported = process_main._memory, Inbox.tell, threading.Event()
+    memory, tell, reported = device_main._memory, Inbox.tell, threading.Event()
 
     def slow(*args: Any) -> Any:
         assert reported.wait(PATIENCE_S)
@@ -27,7 +27,7 @@ async def test_a_device_reports_while_it_maps_the_memory(
         tell(inbox, report)
         reported.set()
 
-    monkeypatch.setattr(process_main, "_memory", slow)
+    monkeypatch.setattr(device_main, "_memory", slow)
     monkeypatch.setattr(Inbox, "tell", told)
     async with running(model) as bench:
         with await bench.rows(photo(128, 128, 1), demanded("a")):

@@ -19,10 +19,10 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.devices import (
     EXIT_STUCK,
     device_link,
+    device_main,
     device_process,
     dispatcher,
     messages,
-    process_main,
 )
 from encoder_service.devices.device_process import DeviceProcess
 from testing.photos import photo
@@ -102,7 +102,7 @@ def test_a_process_that_loads_for_long_says_that_it_lives(monkeypatch: pytest.Mo
     ours, theirs = socket.socketpair()
     loaded = threading.Event()
     with ours, theirs:
-        beating = threading.Thread(target=process_main._beat, args=(theirs, loaded))
+        beating = threading.Thread(target=device_main._beat, args=(theirs, loaded))
         beating.start()
         assert [messages.receive(ours) for _ in range(3)] == [messages.Report(None)] * 3
         loaded.set()

@@ -26,9 +26,9 @@ from encoder_service.child import become_child
 from encoder_service.config import Config
 from encoder_service.devices import messages
 from encoder_service.devices.allocator import keep_freed_memory, out_of_collections
+from encoder_service.devices.device_inbox import Inbox
+from encoder_service.devices.device_reports import DeviceState, ModelFacts
 from encoder_service.devices.model import Model, decode_threads, load_model
-from encoder_service.devices.process_inbox import Inbox
-from encoder_service.devices.process_reports import DeviceState, ModelFacts
 from encoder_service.devices.torch_device import Device
 from encoder_service.devices.workers import DeviceWorkers, GroupEncoder, Memory
 from encoder_service.families.model import CountedRows, VisionModel

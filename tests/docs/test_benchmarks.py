@@ -123,12 +123,11 @@ def test_the_summary_has_the_newest_figures_and_at_most_seven() -> None:
         summary([replace(STORE, figures=STORE.figures * (SUMMARY_ROWS + 1))], [GOOD])
 
 
-def test_every_benchmark_has_its_table_on_a_page_of_two_thousand_words() -> None:
+def test_every_benchmark_has_its_table_on_the_page() -> None:
     page = BENCHMARKS_PAGE.read_text()
     assert sorted(re.findall(r"<!-- bench:(\w+) -->", page)) == sorted(
         ["machines", *(each.name for each in benchmarks())]
     )
-    assert len([word for word in page.split() if re.search(r"\w", word)]) <= 2000
 
 
 def test_every_stored_result_has_figures_of_its_benchmark() -> None:

@@ -1,18 +1,21 @@
-"""Measures the size of the code, the class names defined twice, and the files that one image passes.
+"""Weighs the code: size by folder and feature, ways to wait, threads, and the files and calls of one image.
 
-    python -m testing.structure            # prints a table, the names, and the path of an image
+    python -m testing.structure            # prints tables, and the path of an image
     python -m testing.structure --json
 
-The path is traced on a real server that encodes one image. Its device runs on a thread instead of in a process.
+A change that adds a feature shows its row of the second table, and what it replaces. The path is traced on a real
+server that encodes one image. Its device runs on a thread instead of in a process.
 """
 
 import argparse
 import ast
 import asyncio
 import json
+import re
+import subprocess
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -30,6 +33,23 @@ COUNTED = (
     "demo",
     "tests",
 )
+PRODUCT = ("encoder_service/", "prefill_client/", "prefill_reference/", "proto/encoder_contract/")
+# What a feature's files match, of the product and its tests, benchmarks and pages. Branches in other files don't count.
+FEATURES = {
+    "vLLM plug-in": "vllm",
+    "SGLang packages": r"sglang(?!_gateway)(?!.*gateway)",
+    "SGLang gateway": "sglang.*gateway",
+    "plug-ins' common part, images by URL": "/plugin/|/media/|image.url|image_host|door",
+    "Redis index and other replicas": "cluster|redis|peer|fleet|lease|replica",
+    "decoder processes": "decoder_(pool|child|process)|shared_buffer|isolated|sandbox",
+    "videos": "video|ffmpeg|clips",
+    "rows to another host": "rows_port|rows_connection|tcp|two_hosts",
+    "disk tier": "disk",
+    "spans": "span|trace|otel|collector\\.py",
+    "several GPUs for one image": "ulysses|group",
+    "simulations and policies": "simulation|eviction|placement",
+}
+WAITS = ("Semaphore", "BoundedSemaphore", "Condition", "Barrier", "Lock", "RLock")
 # It runs on a timer, so that a trace of an image has it only sometimes.
 ON_A_TIMER = "http.py"
 
@@ -66,21 +86,57 @@ def names_defined_twice() -> dict[str, list[str]]:
     return {name: found for name, found in sorted(files.items()) if len(found) > 1}
 
 
+def by_feature() -> dict[str, dict[str, int]]:
+    """Return the lines of product, tests and other code of each feature, and the words of its pages."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = {name: Counter[str]() for name in FEATURES}
+    for name in listed.splitlines():
+        if not (name.endswith((".py", ".md", ".lua")) and "_pb2" not in name):
+            continue
+        text = (ROOT / name).read_text()
+        kind = (
+            "product" if name.startswith(PRODUCT) else "tests" if name.startswith("tests/") else "other code"
+        )
+        for feature, pattern in FEATURES.items():
+            if re.search(pattern, name, re.IGNORECASE):
+                found[feature]["words" if name.endswith(".md") else kind] += (
+                    len(text.split()) if name.endswith(".md") else len(text.splitlines())
+                )
+    return {feature: dict(counts) for feature, counts in found.items()}
+
+
+def calls_in_product() -> Counter[str]:
+    """Return how often the product makes each primitive of `WAITS`, and each kind of thread by its name."""
+    found: Counter[str] = Counter()
+    for path in (path for folder in PRODUCT for path in modules(ROOT / folder)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in WAITS:
+                found[called] += 1
+            elif called in ("Thread", "ThreadPoolExecutor"):
+                names = [each.value for each in node.keywords if each.arg in ("name", "thread_name_prefix")]
+                names += [each for each in node.args[1:2] if called == "ThreadPoolExecutor"]
+                found[f"thread {ast.unparse(names[0])}" if names else f"thread of {path.name}"] += 1
+    return found
+
+
 class FileTrace:
-    """Records which files of the service run, on any thread."""
+    """Records which files of the service run, on any thread, and counts the calls."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.files: Counter[str] = Counter()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """Record a call. Returns nothing, so lines are not traced."""
         name = frame.f_code.co_filename
         if event == "call" and str(SERVICE) in name and not name.endswith("__init__.py"):
-            self.files.add(str(Path(name).relative_to(SERVICE)))
+            self.files[str(Path(name).relative_to(SERVICE))] += 1
 
 
-async def trace_image(folder: Path) -> list[str]:
-    """Return the files of the service that one new image passes from Submit to its rows."""
+async def trace_image(folder: Path) -> dict[str, int]:
+    """Return the files of the service that one new image passes from Submit to its rows, and its calls in each."""
     from encoder_service.app import Server
     from encoder_service.config import Config
     from encoder_service.devices.model import load_model
@@ -106,7 +162,7 @@ async def trace_image(folder: Path) -> list[str]:
             trace.files.clear()
             sys.settrace(trace)
             await _encode(client, RowRequest, photo(256, 256, 1))
-            passed = sorted(trace.files - {ON_A_TIMER})
+            passed = {name: trace.files[name] for name in sorted(trace.files) if name != ON_A_TIMER}
     finally:
         sys.settrace(None)
         threading.settrace(None)
@@ -131,18 +187,26 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         passed = asyncio.run(trace_image(Path(folder)))
     if as_json:
-        print(json.dumps({"sizes": sizes(), "names_defined_twice": names_defined_twice(), "path": passed}))
+        weighed = {"sizes": sizes(), "features": by_feature(), "waits_and_threads": calls_in_product()}
+        print(json.dumps({**weighed, "names_defined_twice": names_defined_twice(), "path": passed}))
         return
     print("| folder | files | lines |\n|---|---|---|")
     for name, (files, lines) in sizes().items():
         print(f"| `{name}/` | {files} | {lines:,} |")
+    columns = ("product", "tests", "other code", "words")
+    print(f"\n| feature | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
+    for name, counts in by_feature().items():
+        print(f"| {name} | {' | '.join(f'{counts.get(each, 0):,}' for each in columns)} |")
+    waits = calls_in_product()
+    threads = sorted(name.removeprefix("thread ") for name in waits if name.startswith("thread "))
+    print("\nWaiting: " + ", ".join(f"{waits[each]} × {each}" for each in WAITS if waits[each]))
+    print(f"{len(threads)} kinds of threads: {', '.join(threads)}")
     twice = names_defined_twice()
     print(f"\n{len(twice)} class names are defined twice.")
     for name, found in twice.items():
         print(f"  {name}: {', '.join(found)}")
-    print(
-        f"\nOne image on one node passes {len(passed)} files:\n" + "\n".join(f"  {name}" for name in passed)
-    )
+    print(f"\nOne image on one node passes {len(passed)} files, with {sum(passed.values())} calls:")
+    print("\n".join(f"  {calls:4} {name}" for name, calls in passed.items()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ nothing of them is stored in this repository.
 """
 
 import io
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,8 @@ def network_with_rows() -> bytes:
     return content
 
 
-def weights() -> dict[str, Tensor]:
+@cache
+def weights() -> Mapping[str, Tensor]:
     """Return the float32 weights of the network, with the names that `transformers` gives them."""
     from onnx import numpy_helper
 
@@ -241,7 +244,7 @@ def write_qwen(folder: Path) -> Path:
     return folder
 
 
-def _in_names_of_qwen(source: dict[str, Tensor]) -> dict[str, Tensor]:
+def _in_names_of_qwen(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     convolution = source["backbone.embeddings.patch_embeddings.projection.weight"]
     found = {
         "patch_embed.proj.weight": torch.stack(

@@ -94,6 +94,13 @@ class RawConnection:
             await self._writer.drain()
         return sent
 
+    async def answered(self) -> None:
+        """Wait until an answer begins, or the connection is closed."""
+        async with asyncio.timeout(WHOLE_S):
+            while not self.trailers and not self.closed.is_set():
+                self._moved.clear()
+                await self._moved.wait()
+
     def reset_stream(self, stream: int) -> None:
         """Cancel a call."""
         self._h2.reset_stream(stream, 8)

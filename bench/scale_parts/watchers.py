@@ -11,11 +11,13 @@ from testing.raw_http2 import RawConnection
 
 CLIENTS = 4000
 A_HOST = 100  # connections from one address: a host may have only a share
+AT_ONCE = 32  # of 64 requests of unknown callers that may arrive at a time; ours ask again after a refusal
 
 
 async def _watch(endpoint: str, source: str) -> RawConnection:
     connection = await RawConnection.open(endpoint, source=source)
     await connection.call(WATCH, HealthCheckRequest().SerializeToString())
+    await connection.answered()
     return connection
 
 
@@ -27,9 +29,10 @@ async def clients_of_one(endpoint: str, clients: int = CLIENTS) -> int:
     """Open watches from many hosts, and return how many are served while one more client has an image encoded."""
     watching: list[RawConnection] = []
     try:
-        for first in range(0, clients, A_HOST):
-            source, count = f"127.0.1.{first // A_HOST + 1}", min(A_HOST, clients - first)
-            watching += await asyncio.gather(*(_watch(endpoint, source) for _ in range(count)))
+        sources = [f"127.0.1.{number // A_HOST + 1}" for number in range(clients)]
+        for first in range(0, clients, AT_ONCE):
+            group = sources[first : first + AT_ONCE]
+            watching += await asyncio.gather(*(_watch(endpoint, source) for source in group))
         async with await EncoderClient.connect(endpoint, timeout_s=30) as client:
             [image] = await client.submit([photo(300, 280, 1)], timeout_s=30)
             if image.error is not None:

@@ -51,6 +51,10 @@ class Gate:
             assert gate.wait(START_S), "the gate stayed closed"
         return self._decoder.decode_frames(source, frames, is_wanted)
 
+    def on_device(self, pixels: Pixels) -> Tensor:
+        """Forward to the decoder."""
+        return self._decoder.on_device(pixels)
+
     def decode_batch(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Wait for the gate, then decode."""
         assert self._open.wait(START_S), "the gate stayed closed"

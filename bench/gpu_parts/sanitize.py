@@ -17,7 +17,6 @@ import torch
 
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
-from testing.stored import write
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 WALKED = "walked: "  # prefix of the lines in which the workload says what it ran
@@ -56,6 +55,7 @@ def work(device: str, model: Path) -> None:
     from encoder_service.store import Store
     from encoder_service.vision import attention, load_tower
     from encoder_service.vision.load import make_resize
+    from testing.stored import write
 
     attention.MAX_THIRD_CALL_MS = math.inf  # the sanitizer slows kernels down
     processor = ProcessorSettings.from_folder(model)

@@ -118,7 +118,7 @@ async def running(
             max_ahead_images=64,
             large_pixels=decode_pixels,
         ),
-        model.decoder,
+        model.decoder.can_batch,
         kept,
         loop=asyncio.get_running_loop(),
         on_end=lambda job, outcome: ended.__setitem__(job.key.digest, outcome),

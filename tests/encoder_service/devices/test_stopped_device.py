@@ -140,7 +140,7 @@ def test_a_server_with_a_stopped_device_ends_when_it_is_told_to(checkpoint: Path
         [device] = [
             child
             for child in psutil.Process(server.process.pid).children()
-            if any("engine.process" in argument for argument in child.cmdline())
+            if any("device_main" in argument for argument in child.cmdline())
         ]
         device.send_signal(signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)

@@ -217,7 +217,7 @@ async def killed_section(server: ServerProcess, images: int, start_s: float) -> 
         ]
         await _until(lambda: server.metrics().total("store_entries", tier="host") > held)
         engine = next(
-            each for each in psutil.Process(server.process.pid).children() if each.name() == "engine"
+            each for each in psutil.Process(server.process.pid).children() if each.name() == "device"
         )
         engine.kill()
         began = time.perf_counter()

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 def main(descriptors: Sequence[int], *, parent: int) -> None:
     """Load the server's model, report it, and work until the server closes. `parent` is the server's pid."""
-    become_child("engine", parent)
+    become_child("device", parent)
     keep_freed_memory()
     connection, counting = socket.socket(fileno=descriptors[0]), Connection(descriptors[1])
     try:

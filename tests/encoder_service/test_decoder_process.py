@@ -22,7 +22,7 @@ def server(checkpoint: Path) -> Iterator[ServerProcess]:
 
 def decoders(server: ServerProcess) -> list[psutil.Process]:
     """Return the decoder processes of the device's process. Those of the server itself only read headers."""
-    engines = [each for each in psutil.Process(server.process.pid).children() if each.name() == "engine"]
+    engines = [each for each in psutil.Process(server.process.pid).children() if each.name() == "device"]
     return [each for engine in engines for each in engine.children() if each.name() == "decoder"]
 
 
@@ -55,7 +55,7 @@ async def test_decoding_stays_in_the_devices_process_on_request(checkpoint: Path
         async with await EncoderClient.connect(server.endpoint) as client:
             assert await outcomes(client, [photo(64, 48, 1), photo(64, 48, 2, "PNG")]) == [None, None]
         below = psutil.Process(server.process.pid).children(recursive=True)
-        assert [each.name() for each in below] == ["engine"]
+        assert [each.name() for each in below] == ["device"]
         assert server.metrics().total("decoder_restarts_total") == 0
 
 

@@ -69,7 +69,7 @@ async def test_a_device_that_dies_while_descriptors_are_short_is_replaced_once_t
             await rows_of(client, photo(64, 64, 1))
             before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() // 2, before[1]))
-            [device] = [each for each in process.children() if "engine" in each.name()]
+            [device] = [each for each in process.children() if "device" in each.name()]
             device.kill()
             # More often than a device may fail that starts and ends.
             await soon(

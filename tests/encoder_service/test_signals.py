@@ -58,6 +58,6 @@ def test_a_device_process_gets_neither_the_password_of_redis_nor_other_secrets(
     with running(checkpoint) as server:
         processes = psutil.Process(server.process.pid).children(recursive=True)
         environments = {each.name(): Path(f"/proc/{each.pid}/environ").read_bytes() for each in processes}
-        assert environments.keys() >= {"engine", "decoder"}
-        assert b"PATH=" in environments["engine"]
+        assert environments.keys() >= {"device", "decoder"}
+        assert b"PATH=" in environments["device"]
         assert not [name for name, has in environments.items() if b"hunter2" in has]

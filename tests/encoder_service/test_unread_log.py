@@ -45,9 +45,10 @@ async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
     reads, writes = pipe
     handler = QueuedHandler(os.dup(writes), max_bytes=2 * PIPE_BYTES)
     handler.setFormatter(ConsoleFormatter("%(message)s"))
-    count = MAX_UNFORMATTED + LINES
+    # The thread may take lines before the pipe is full, and once more as it fills it.
+    count = 3 * MAX_UNFORMATTED + LINES
     for number in range(count):
-        handler.handle(record(f"{number:03} {'x' * 95}"))
+        handler.handle(record(f"{number:04} {'x' * 94}"))
     kept = count - handler.dropped
     assert MAX_UNFORMATTED <= kept < count
     written = b""
@@ -61,7 +62,7 @@ async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
 
         await soon(complete)
     *lines, notice = written.decode().splitlines()
-    numbers = [int(line[:3]) for line in lines]
+    numbers = [int(line[:4]) for line in lines]
     assert len(numbers) == kept
     assert numbers == sorted(numbers)
     assert notice.startswith(f"{count - kept} log lines were dropped")

@@ -78,6 +78,8 @@ class RowsConnections:
         except RuntimeError as error:
             raise StaleHandleError("the client was closed") from error
         receiving = asyncio.wrap_future(in_thread)
+        # After a cancellation nobody waits for its error, which asyncio would log.
+        receiving.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(receiving)
         except asyncio.CancelledError:

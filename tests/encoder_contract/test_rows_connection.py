@@ -1,6 +1,7 @@
 """The client of a rows port: who may write to the memory of a transfer, and until when."""
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -75,6 +76,34 @@ async def test_a_cancelled_transfer_has_ended_when_it_raises(flood: Flood) -> No
         assert await asyncio.to_thread(flood.gone.acquire, timeout=PATIENCE_S)
         assert checksum([memory]) == found, "it was written to afterwards"
     connections.close()
+
+
+async def test_a_cancelled_transfer_leaves_no_error_for_asyncio_to_log() -> None:
+    logged: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(TICKET_BYTES)
+        writer.write(SIZE.pack(SIZE_BYTES) + b"\1")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(stall, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connections, memory = RowsConnections("127.0.0.1", port), memoryview(bytearray(SIZE_BYTES))
+        receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
+        while not memory[0]:
+            await asyncio.sleep(0)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        connections.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith(f"rows-{port}"):
+                await asyncio.to_thread(thread.join, PATIENCE_S)
+        del receiving
+        gc.collect()
+        assert logged == []
 
 
 async def test_a_transfer_cancelled_twice_has_ended_too(flood: Flood) -> None:

@@ -20,7 +20,7 @@ from encoder_contract.errors import (
     ForbiddenError,
     ImageLimitError,
     InvalidImageError,
-    UnavailableError,
+    OverloadedError,
 )
 from encoder_contract.turns import Room, at_most
 from prefill_client.media.destinations import Destinations, ImageUrl
@@ -45,6 +45,8 @@ _DOWNLOADS = 64
 # Concurrent lookups of one request, so that slow names delay their own request before they delay others.
 _LOOKUPS_PER_REQUEST = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+# Length up to which sources are compared by value. The text of a longer one is mostly the image itself.
+_SHORT = 1 << 12
 MAX_REDIRECTS = 10  # as browsers and other clients allow at least
 
 # Resolves a host and port to addresses, as text. May raise `OSError`.
@@ -125,7 +127,8 @@ class ImageLoader:
         self._timeout_s = timeout_s
         self._default_fresh_s = default_fresh_s
         self._resolve = resolve or Resolver().addresses
-        self._tls = tls or ssl.create_default_context()
+        self._tls = tls
+        self._contexts: SingleFlight[ssl.SSLContext] = SingleFlight()
         self._slots = Room(_DOWNLOADS, share=at_most(_DOWNLOADS_PER_HOST))
         self._cache: LRUCache[str, _Loaded] = LRUCache(cache_bytes, getsizeof=lambda each: len(each.data))
         self._downloads: SingleFlight[bytes] = SingleFlight()
@@ -133,6 +136,7 @@ class ImageLoader:
     async def load_all(self, sources: Sequence[str | bytes]) -> list[bytes]:
         """Return the bytes of all images of a request, in order. A source is a URL, or the bytes themselves.
 
+        Equal sources are loaded once and share their bytes: a request can name one image many times in few bytes.
         Raises the error of the first that fails, as `load` does, with the image's number, after it has cancelled the
         others.
         """
@@ -146,11 +150,14 @@ class ImageLoader:
 
         try:
             async with asyncio.TaskGroup() as group:
-                loading = [group.create_task(load(index, source)) for index, source in enumerate(sources)]
+                loading: dict[Hashable, asyncio.Task[bytes]] = {}
+                for index, source in enumerate(sources):
+                    if _key(source) not in loading:
+                        loading[_key(source)] = group.create_task(load(index, source))
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
-            return [each.result() for each in loading]
+            return [loading[_key(source)].result() for source in sources]
         raise first  # outside of the group's handler: the group is not its context
 
     async def load(self, url: str, lookups: Room | None = None) -> bytes:
@@ -158,7 +165,7 @@ class ImageLoader:
 
         Raises `InvalidImageError` for an invalid URL, its subclass `ImageHostError` if the host fails,
         `ImageLimitError` for more than `max_bytes`, `ForbiddenError` for a destination that is not allowed, and
-        `UnavailableError` if too many other images are being loaded; for a file URL, the errors of `LocalFolder.read`.
+        `OverloadedError` if too many other images are being loaded; for a file URL, the errors of `LocalFolder.read`.
         """
         if url[:5].lower() == "data:":
             return await asyncio.to_thread(self._decode, url)
@@ -244,7 +251,7 @@ class ImageLoader:
         """GET a URL once a download slot is free."""
         host = url.authority
         slow = ImageHostError(f"{url} took more than {self._timeout_s:g} s")
-        busy = UnavailableError(
+        busy = OverloadedError(
             f"{url}: {_DOWNLOADS} other images have been loading for {self._timeout_s:g} s"
         )
         async with AsyncExitStack() as stack:
@@ -254,10 +261,16 @@ class ImageLoader:
             except TimeoutError as late:
                 raise (slow if self._slots.held_by(host) >= _DOWNLOADS_PER_HOST else busy) from late
             async with _until(until, slow):
-                return await get(
-                    url, addresses, max_bytes=self._max_bytes, tls=self._tls, proxy=self._proxy(url)
-                )
+                tls = await self._context()
+                return await get(url, addresses, max_bytes=self._max_bytes, tls=tls, proxy=self._proxy(url))
         raise AssertionError("unreachable")
+
+    async def _context(self) -> ssl.SSLContext:
+        """Return the TLS context. A thread makes it at the first download: it parses all of the host's authorities."""
+        if self._tls is None:
+            make = partial(asyncio.to_thread, ssl.create_default_context)
+            self._tls = await self._contexts.run("default", make)
+        return self._tls
 
     def _decode(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
@@ -271,6 +284,11 @@ class ImageLoader:
             raise InvalidImageError(
                 "the data URL is not base64: a character is not of its alphabet, or padding is missing"
             ) from error
+
+
+def _key(source: str | bytes) -> Hashable:
+    """Return what equal sources share. Long ones are told apart by identity: a hash takes the event loop 1 ms a MiB."""
+    return source if len(source) <= _SHORT else id(source)
 
 
 @asynccontextmanager

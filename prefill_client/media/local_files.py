@@ -27,7 +27,10 @@ class LocalFolder:
         """
         if not self.path:
             raise ForbiddenError(f"file:// URLs need {self.option}")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise InvalidRequestError(f"not a file URL: {error}") from error
         path = Path(self.path, url2pathname(parts.netloc + parts.path))
         try:
             found = path.resolve()

@@ -2,20 +2,24 @@
 
 import asyncio
 import base64
+import logging
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError
+from encoder_contract.errors import ForbiddenError, ImageLimitError, InvalidImageError, OverloadedError
 from prefill_client import EncoderClient, __version__
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
+from prefill_client.plugin.service import WatchedClient
 from prefill_reference.http_service import Limits
 from testing.photos import data_url, photo
 from tests.dripping_host import HEAD, dripping_host
@@ -266,6 +270,39 @@ async def test_text_is_answered_while_image_hosts_drip(client: EncoderClient, ch
             for task in slow:
                 task.cancel()
             await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_too_many_downloads_of_others_do_not_mean_that_the_service_is_down() -> None:
+    """An engine would leave the images of all requests to its own tower."""
+    loader = ImageLoader(Destinations(["127.0.0.1"]), max_bytes=1 << 20, timeout_s=0.1)
+    for number in range(loader._slots.size):
+        loader._slots.take_now(f"host {number}")
+    with pytest.raises(OverloadedError, match="64 other images") as full:
+        await loader.load("http://127.0.0.1/a")
+    watched = WatchedClient(partial(EncoderClient.connect, "unused"), logging.getLogger(__name__))
+    watched.note(full.value)
+    assert watched.down is None
+
+
+async def test_the_tls_context_is_made_once_and_not_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    makers: list[int] = []
+    create = ssl.create_default_context
+
+    def noted() -> ssl.SSLContext:
+        makers.append(threading.get_ident())
+        return create()
+
+    monkeypatch.setattr(ssl, "create_default_context", noted)
+    async with image_host() as host:
+        loader = host.loader()
+        assert await loader.load(data_url(FIRST)) == FIRST
+        assert makers == []
+        urls = [f"http://{host.name}/{n}" for n in range(8)]
+        assert await loader.load_all(urls) == [BODY] * len(urls)
+    assert len(makers) == 1
+    assert makers != [threading.get_ident()]
 
 
 async def test_an_invalid_url_is_the_callers_error(album: str) -> None:

@@ -53,6 +53,29 @@ def test_what_cannot_be_read_is_the_callers_error(folder: Path, path: str) -> No
     assert isinstance(refused.value, InvalidRequestError)
 
 
+@pytest.mark.parametrize("url", ["file://[", "file://]/a"])
+def test_what_is_no_url_is_the_callers_error(folder: Path, url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="not a file URL"):
+        LocalFolder(str(folder), OPTION).read(url, 100)
+
+
+async def test_a_file_named_many_times_is_read_once(folder: Path) -> None:
+    files = LocalFolder(str(folder), OPTION)
+    loader = ImageLoader(Destinations(()), max_bytes=3 << 12, timeout_s=30, files=files)
+    url, data = (folder / "a photo.png").as_uri(), "data:;base64," + "QUFB" * (1 << 12)
+    first, inline, again, inline_again = await loader.load_all([url, data, url[:5] + url[5:], data])
+    assert (first, inline) == (b"12345", b"AAA" * (1 << 12))
+    assert again is first
+    assert inline_again is inline
+
+
+async def test_an_error_has_the_number_of_the_first_image_with_its_source(folder: Path) -> None:
+    loader = ImageLoader(Destinations(()), max_bytes=9, timeout_s=30, files=LocalFolder(str(folder), OPTION))
+    with pytest.raises(ForbiddenError, match="image 1: ") as refused:
+        await loader.load_all(["data:;base64,QUFB", f"file://{folder}/link", f"file://{folder}/link"])
+    assert refused.value.image == 1
+
+
 async def test_sources_of_every_kind_are_loaded_in_order(folder: Path) -> None:
     """The number in an error counts every source, also those that need no download."""
     files = LocalFolder(str(folder), OPTION)

@@ -450,8 +450,9 @@ class _Service:
         """Load the images and videos of a request; return them in its order."""
         references = images.references()
         files = await door.load("image", self._sources(references, salt))
-        for (_, uuid), file in zip(references, files, strict=True):
-            if uuid and len(file) <= MAX_STORED_BYTES:
+        for (url, uuid), file in zip(references, files, strict=True):
+            # Another request may have sent a newer image of a `uuid` that has no URL here.
+            if url and uuid and len(file) <= MAX_STORED_BYTES:
                 self._by_uuid[salt, uuid] = file
         if not (urls := images.video_urls()):
             return stills(files)

@@ -43,7 +43,8 @@ async def connect(
     """Return a client of the service; with `wait`, wait for a service that is still starting.
 
     `timeout_s` replaces the timeout of the settings. `check` raises `ValueError` for a service that the engine cannot
-    use, which becomes a `ModelMismatchError`; it runs on a thread. Also raises the errors of `EncoderClient.connect`.
+    use, or `OSError` if it cannot read the engine's checkpoint; both become a `ModelMismatchError`. It runs on a
+    thread. Also raises the errors of `EncoderClient.connect`.
     """
     client = await EncoderClient.connect(
         settings.endpoints,
@@ -60,7 +61,7 @@ async def connect(
         await asyncio.to_thread(check, client.description)
     except BaseException as error:  # cancelled too, if the engine ends now
         await client.close()
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | OSError):
             raise ModelMismatchError(str(error)) from error
         raise
     return client

@@ -370,7 +370,7 @@ async def retry_join(join: Callable[[], Awaitable[None]], settings: VllmSettings
             await join()
         except (UnavailableError, DeadlineError):
             continue
-        except (EncoderError, ValueError, OSError) as error:  # OSError: the checkpoint cannot be read
+        except (EncoderError, ValueError) as error:
             # The text of an internal error has a new incident id each time.
             kind = type(error), "" if isinstance(error, InternalError) else str(error)
             if kind not in logged:

@@ -30,7 +30,7 @@ from prefill_client import (
     plan,
     read_images,
 )
-from prefill_client.images import raise_first, without_errors
+from prefill_client.images import without_errors
 from prefill_client.plugin.door import Door
 from prefill_client.video import Video, VideoTokens, mark_pairs
 from prefill_reference.engine import Choose, Embedded, Engine, Prompt, greedy
@@ -247,8 +247,11 @@ class Chat:
         if not images:
             return {}
         answers = await self.client.submit(list(images.values()), request_id=request_id)
-        raise_first([answer.error for answer in answers], _names(images))
-        return dict(zip(images, answers, strict=True))
+        submitted = dict(zip(images, answers, strict=True))
+        for number, name in zip(images, _names(images), strict=True):
+            if (error := submitted[number].error) is not None:
+                raise error.about(name, number)
+        return submitted
 
     def _layout(
         self, messages: Sequence[Message], images: Sequence[Image], videos: Sequence[Video]

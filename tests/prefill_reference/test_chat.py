@@ -120,6 +120,12 @@ async def test_a_bad_image_is_named_in_the_error(chat: Chat) -> None:
     assert len((await chat.prefill([user("And this?", PHOTOS[0])])).images) == 1
 
 
+async def test_a_bad_image_that_only_the_server_reads_is_named_by_its_place_in_the_prompt(chat: Chat) -> None:
+    with pytest.raises(InvalidImageError, match="image 1 of the prompt") as bad:
+        await chat.prefill([user("What is this?", PHOTOS[0], photo(256, 400, 2, "TIFF")[:40])])
+    assert bad.value.image == 1
+
+
 async def test_an_undecodable_image_is_named_in_the_error(chat: Chat) -> None:
     with pytest.raises(InvalidImageError, match="image 1 of the prompt"):
         await chat.prefill([user("What is this?", PHOTOS[0], PHOTOS[1][:-3000])])

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 Run = tuple[int, int]
 """(first page, number of pages)."""
 
-_START_BITS = 40
+_START_BITS = 48  # all bytes that a process can address
 
 
 class Arena:

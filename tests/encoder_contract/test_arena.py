@@ -72,6 +72,14 @@ def test_the_shortest_run_that_fits_is_taken():
     assert arena.allocate(5, 1) == ((parts[4][0][0], 5),)
 
 
+def test_it_counts_the_bytes_of_a_large_host():
+    arena = Arena(4 << 40)
+    parts = [arena.allocate(1 << 40, 1) for _ in range(4)]
+    assert parts == [((number << 40, 1 << 40),) for number in range(4)]
+    arena.free(parts[3])
+    assert arena.largest_free_run == 1 << 40
+
+
 def test_an_embedding_is_split_only_when_no_run_holds_it():
     arena = Arena(10)
     parts = [arena.allocate(2, 1) for _ in range(5)]

@@ -5,8 +5,8 @@
     cat FOLDER/[23]/dali.xz.* | tar xJ -C SITE; python3 -m pip install ... FOLDER/3/*.whl    # before call 3
     GPU_PYTHON=python3 PYTHONPATH=SITE make gpu-first CALL=1 OUT=found                       # then 2 and 3
 
-DALI's wheel has 476 MiB. Only its GPU code for Hopper is kept, compressed and split, so that each folder is small
-enough for machines that take 64 MiB at a time.
+DALI's wheel has 476 MiB. Only its GPU code for Hopper is kept, compressed and split in two, so that each folder is
+small enough for machines that take 64 MiB at a time.
 """
 
 import argparse
@@ -85,6 +85,13 @@ def pack(wheel: Path, folder: Path, scratch: Path) -> None:
     small = subprocess.run(
         ["xz", "-6", "--threads=0", "--stdout", packed], check=True, capture_output=True
     ).stdout
+    split(small, folder)
+
+
+def split(small: bytes, folder: Path) -> None:
+    """Write the two pieces of DALI into folders 2 and 3. Raises `ValueError` if it needs more."""
+    if len(small) > 2 * PIECE_BYTES:
+        raise ValueError(f"DALI has {len(small)} bytes, more than two pieces of {PIECE_BYTES}")
     for number, begin in enumerate(range(0, len(small), PIECE_BYTES), 2):
         place = folder / str(number)
         place.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_carried.__main__ import DALI, DALI_NEEDS, PACKAGES, command
+from bench.gpu_carried.__main__ import DALI, DALI_NEEDS, PACKAGES, PIECE_BYTES, command, split
 from bench.gpu_carried.fatbin import prune, section_of
 
 PTX, CUBIN = 1, 2
@@ -59,6 +59,13 @@ def test_a_library_without_gpu_code_stays_and_another_file_is_refused(tmp_path: 
     path.write_bytes(b"not ELF")
     with pytest.raises(ValueError, match="no 64-bit little-endian ELF file"):
         prune(path, [90])
+
+
+def test_dali_is_split_in_two_pieces_and_more_are_refused(tmp_path: Path) -> None:
+    split(bytes(2 * PIECE_BYTES), tmp_path)
+    assert [path.stat().st_size for path in sorted(tmp_path.glob("[23]/dali.xz.*"))] == [PIECE_BYTES] * 2
+    with pytest.raises(ValueError, match="more than two pieces"):
+        split(bytes(2 * PIECE_BYTES + 1), tmp_path)
 
 
 def test_wheels_are_downloaded_for_the_other_machine_without_their_dependencies() -> None:

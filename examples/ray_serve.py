@@ -1,5 +1,8 @@
-"""Runs replicas on Ray Serve, one for each device: `python examples/ray_serve.py -- --model FOLDER --index redis://HOST`.
+"""Runs replicas on Ray Serve, one for each device.
 
+    python examples/ray_serve.py -- --model FOLDER --index redis://HOST --listen-unprotected yes
+
+The replicas listen on the addresses of their nodes: outside of a trusted network, replace the last setting by TLS.
 Ray places, starts, checks and replaces the replicas, and scales them by their backlog. No request and no row passes
 through it: clients connect to the endpoints that this prints whenever they change. What follows `--` are settings of
 `encoder-service serve`. Needs `pip install "ray[serve]"`, and on every node the same Python with this project.
@@ -11,6 +14,7 @@ import math
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -28,6 +32,10 @@ BACKLOG_S = 0.2  # how long the demanded images of a replica may wait: autoscale
 METRIC = re.compile(r'^encsvc_backlog_seconds\{class="demanded"\} (\S+)$', re.MULTILINE)
 DRAIN_S = 60.0  # for running calls, before Ray ends the replica
 LOOK_S = 2.0
+# For the metrics of the child: its certificate is not for 127.0.0.1.
+UNVERIFIED = ssl.create_default_context()
+UNVERIFIED.check_hostname = False
+UNVERIFIED.verify_mode = ssl.CERT_NONE
 
 
 class Encoder:
@@ -62,7 +70,8 @@ class Encoder:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the seconds of demanded work in its queue."""
-        with urllib.request.urlopen(f"{self._settings['metrics']}metrics", timeout=5) as answer:
+        url = f"{self._settings['metrics']}metrics"
+        with urllib.request.urlopen(url, timeout=5, context=UNVERIFIED) as answer:
             found = METRIC.search(answer.read().decode())
         return {"backlog_s": float(found[1])} if found else {}
 

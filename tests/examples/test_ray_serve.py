@@ -10,8 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from encoder_service.config import Config
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
+from testing.certificates import Authority
 from testing.photos import photo, with_comment
+from tests.servers import server_of
 from tests.waiting import soon
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ray_serve.py"
@@ -82,6 +86,33 @@ async def fetch_all(client: EncoderClient) -> None:
     async with client.fetch([RowRequest(each.digest) for each in answers], timeout_s=GROW_S) as outcomes:
         async for outcome in outcomes:
             assert outcome.error is None
+
+
+# Prints the backlog of the replica whose metrics are at the URL of the first argument.
+READ = """
+import sys
+from types import SimpleNamespace
+from ray_serve import Encoder
+print(Encoder.record_autoscaling_stats(SimpleNamespace(_settings={"metrics": sys.argv[1]})))
+"""
+
+
+async def test_the_backlog_of_a_replica_with_tls_is_read(
+    config: Config, model: Model, tmp_path: Path
+) -> None:
+    issued = Authority().issue(tmp_path, "server", ["encoder.example"])
+    async with server_of(config, model, tls_cert=issued.cert, tls_key=issued.key) as server:
+        assert server.watch.url.startswith("https://")
+        command = [PYTHON, "-c", READ, server.watch.url]
+        read = await asyncio.to_thread(
+            subprocess.run,
+            command,
+            cwd=EXAMPLE.parent,
+            env={**os.environ, "PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+        )
+    assert read.stdout == "{'backlog_s': 0.0}\n", read.stderr
 
 
 async def test_ray_starts_replaces_scales_and_drains_replicas(example: Example) -> None:

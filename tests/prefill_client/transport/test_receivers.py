@@ -101,7 +101,7 @@ def test_rows_inside_an_announcement_are_checked_as_those_that_follow_it() -> No
     assert received_inside(bytes(16)) == bytes(16)
     with pytest.raises(InternalError, match="arrived damaged"):
         received_inside(b"\1" + bytes(15))
-    with pytest.raises(InternalError, match="more than the 16 bytes"):
+    with pytest.raises(InternalError, match="only 16 are missing"):
         received_inside(bytes(17))
 
 

@@ -228,6 +228,8 @@ class Peers:
         reader = RowReader(lambda _ready: filling)
         while not reader.read(message):
             message = await self._next(call)
+            if not isinstance(message, tuple):  # it may name more windows than the event loop can bear
+                raise InternalError("the peer announced rows again before the first were complete")
         return filling.checksum
 
 

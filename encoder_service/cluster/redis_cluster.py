@@ -286,6 +286,7 @@ class Transfers:
         """Return a pin on the rows, received into pages of the store unless they are held; None if the peer fails."""
         if not self._peers.tokens(location.grid):
             log.warning("the index has an impossible grid of %s at %s", key.named, location.replica_id)
+            self._quarantine[location.replica_id] = None
             return None
         pages = await self._reserved(location.grid, key, holder)
         if isinstance(pages, Pin):

@@ -272,6 +272,12 @@ async def cut_off() -> AsyncIterator[bytes]:
     raise RuntimeError("the peer died")
 
 
+async def announcing_others() -> AsyncIterator[bytes]:
+    yield ready()
+    yield pb.FetchResponse(ready=[pb.ImageReady(index=1 + n) for n in range(1000)]).SerializeToString()
+    yield frame(0, [memoryview(bytes(BYTES))])
+
+
 LIES: dict[str, Answer] = {
     "another address": announcing(address=b"b" * 32),
     "another grid": another_grid,
@@ -290,6 +296,7 @@ LIES: dict[str, Answer] = {
     "a wrong byte": sending(bytes(BYTES - 1), b"\1"),
     "malformed": malformed_message_among_rows,
     "no rows": sending(),
+    "other images before its rows": announcing_others,
     "its death": cut_off,
 }
 
@@ -322,6 +329,7 @@ async def test_a_grid_that_no_image_has_reserves_nothing(grid: Grid, tmp_path: P
     transfers = transfers_from(store)
     async with peer(sound) as endpoint:
         assert await transfers.fetch(IMAGE, (Location("peer", endpoint, grid),), "") is None
+    assert transfers.quarantined == {"peer"}
     assert store.stats().tiers[0].used_bytes == 0
     store.close()
 

@@ -163,7 +163,7 @@ class Tiers(ABC):
         with self.lock:
             self.unpin_collected()
             needed = self.layout.pages(tokens)
-            fits = any(tier.arena.free_pages >= needed for tier in self.tiers) or (
+            fits = any(tier.is_shared and tier.arena.free_pages >= needed for tier in self.tiers) or (
                 self.host.arena.free_pages + self.host.evictable_pages >= needed
             )
             self._is_awaited |= not fits

@@ -5,7 +5,7 @@ import time
 
 from encoder_service.store.moves import PROMOTE_READERS
 from testing.stored import write
-from tests.small_store import embedding, make_store, put, read, tier_of
+from tests.small_store import PAGE_ROWS, embedding, make_store, put, read, tier_of
 from tests.waiting import PATIENCE_S
 
 
@@ -38,6 +38,21 @@ def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_pa
     with store.pin(b"a") as pin:
         assert read(pin) == embedding(ord("a")).numpy().tobytes()
     assert store.stats().demotions == 1
+    store.close()
+
+
+def test_free_pages_that_other_processes_cannot_open_do_not_count(tmp_path):
+    store = make_store(tmp_path, host_pages=4, device_pages=4)
+    assert store.device is not None
+    store.device.shared_as = b""
+    pin = write(store, b"p", embedding(1, 4), (1, 1, 1))
+    assert pin.tier == "host"
+    freed = []
+    store.on_freed.append(lambda: freed.append(True))
+    assert not store.fits(PAGE_ROWS)
+    pin.release()
+    assert freed
+    assert store.fits(PAGE_ROWS)
     store.close()
 
 

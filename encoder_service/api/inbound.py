@@ -81,8 +81,10 @@ class Requests(Generic[Request]):
     async def _raw_within(self, timeout_s: float | None, interrupt: asyncio.Event | None = None) -> bytes:
         if self.have_ended:
             raise StopAsyncIteration
-        # It is there already if the wait that began it timed out.
-        reading = self._reading = self._reading or asyncio.create_task(self._read())
+        if self._reading is None:  # it is there already if the wait that began it timed out
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(_retrieve_exception)
+        reading = self._reading
         interrupted = asyncio.ensure_future(interrupt.wait()) if interrupt else None
         try:
             # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
@@ -91,8 +93,6 @@ class Requests(Generic[Request]):
         finally:
             if interrupted is not None:
                 interrupted.cancel()
-            if not reading.done():
-                reading.add_done_callback(_retrieve_exception)
         if not reading.done():
             raise TimeoutError
         self._reading = None

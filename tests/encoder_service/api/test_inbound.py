@@ -233,6 +233,31 @@ async def test_messages_that_never_end_take_a_bounded_amount_of_memory(config: C
             await connection.close()
 
 
+async def test_a_read_that_fails_as_its_call_is_cancelled_is_not_logged() -> None:
+    begun, failing, logged = asyncio.Event(), asyncio.Event(), list[object]()
+
+    async def read() -> bytes:
+        begun.set()
+        await failing.wait()
+        raise RuntimeError("the connection was lost")
+
+    async def fail_and_cancel() -> None:
+        requests = inbound.Requests(read, bytes)
+        waiting = asyncio.create_task(requests.first())
+        await begun.wait()
+        assert requests._reading is not None
+        requests._reading.add_done_callback(lambda _: waiting.cancel())
+        failing.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    await fail_and_cancel()
+    await asyncio.sleep(0)  # the loop still refers to the tasks
+    gc.collect()
+    assert not logged
+
+
 async def test_what_a_call_sends_after_its_last_read_message_is_bounded(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """What happens to an image on the event loop: look it up, receive and queue it, find its rows.
 
 A Submit names images. `Images.lookup` answers from what this replica knows, or else asks the cluster. If this replica
-is to encode an image, the call requests the bytes; `receive` checks them and queues the image. The engine does the
+is to encode an image, the call requests the bytes; `receive` checks them and queues the image. The devices do the
 rest: decode, ViT, store. A Fetch gets `rows`: held here, encoded here, or fetched from a peer. `UnsubmittedImages` has
 the Fetches whose image was not submitted yet.
 

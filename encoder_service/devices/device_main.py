@@ -1,4 +1,4 @@
-"""A device's process: loads the model, runs the engine's threads on what the server sends, and reports.
+"""A device's process: loads the model, runs the worker threads on what the server sends, and reports.
 
 Rows are written directly into the store's memory, which is mapped. An error that makes the device unusable ends the
 process, and the server starts another. In tests, `run` is the target of a thread.
@@ -97,7 +97,7 @@ def run(
     reporting = threading.Thread(target=_report, args=(model, inbox, done), name="report", daemon=True)
     reporting.start()  # first of all, because the server kills a silent device
     encoder = _group_encoder(inbox, model.tower, begin.rendezvous, number, devices)
-    engine = DeviceWorkers(
+    workers = DeviceWorkers(
         inbox,
         model,
         _memory(begin, model.device),
@@ -106,8 +106,8 @@ def run(
     )
     reading = threading.Thread(target=inbox.read, args=(single_decoders,), name="reader", daemon=True)
     reading.start()
-    engine.start()
-    engine.join()
+    workers.start()
+    workers.join()
     done.set()
     reporting.join()
 

@@ -1,4 +1,4 @@
-"""The engine: the threads of a device that turn files into rows in the store.
+"""The threads of a device that turn files into rows in the store.
 
 `Prepare` decodes images and cuts them into patches, `Vit` encodes batches of them, and `CopyOut` copies their rows to
 the store's memory. What they do next is in the `Inbox`. A failure fails the image that caused it, and the worker

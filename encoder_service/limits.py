@@ -246,15 +246,6 @@ class Budgets:
 # Messages with rows that a holder may be owed: 0.1 s of the event loop, however many of them are due at one moment.
 FETCHED_MESSAGES = 1000
 
-
-def fetch_messages(windows: int, *, rows_inside: bool) -> int:
-    """Return how many messages a Fetch of small rows counts as: each is one unit of work for the event loop.
-
-    If rows travel inside announcements, `TURN_NAMES` windows cost as much as a message.
-    """
-    return math.ceil(windows / TURN_NAMES) if rows_inside else windows
-
-
 # Refusals of a call, or of up to `NAMES_AT_A_TIME` images together, are delayed by this. Otherwise a caller that
 # retries at once could keep the event loop busy. A caller that respects `retry_after_ms` waits longer anyway. A refused
 # call holds what it has sent, so those beyond `REFUSED_CALLS` end at once.

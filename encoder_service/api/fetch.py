@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
@@ -121,6 +122,22 @@ SENT_BESIDE = 4
 INSIDE_BYTES = TURN_BYTES
 
 
+def owed_messages(request: pb.FetchRequest, row_bytes: int) -> int:
+    """Return how many messages a Fetch counts as, for rows of `row_bytes`. Each is one unit of work for the event loop.
+
+    A window counts as a message. `TURN_NAMES` windows cost as much as one if they are known to travel inside
+    announcements: windows of all rows are not, as an image may be of any size, nor those that may get a ticket.
+    """
+    windows = len(request.images)
+    if not request.rows_inside or pb.TRANSPORT_TCP in request.transports:
+        return windows
+    inside = sum(
+        bool(window.row_end) and (window.row_end - window.row_begin) * row_bytes <= INSIDE_BYTES
+        for window in request.images
+    )
+    return windows - inside + math.ceil(inside / TURN_NAMES)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestedImage:
     """One image of the call, with its claim for the scheduler. It has one window of rows for each time it is named.
@@ -176,10 +193,9 @@ class _FetchMessage:
         """Number of windows."""
         return len(self.response.ready) + len(self.response.errors)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether another window may be too much for one message, or for one turn on the event loop."""
-        return self.outcomes >= NAMES_AT_A_TIME or self.row_bytes > MESSAGE_BYTES - INSIDE_BYTES
+    def is_full(self, windows: int = 1) -> bool:
+        """Return whether so many more may be too much for one message, or for one turn on the event loop."""
+        return self.outcomes + windows > NAMES_AT_A_TIME or self.row_bytes > MESSAGE_BYTES - INSIDE_BYTES
 
 
 class _Beside:
@@ -440,7 +456,7 @@ class FetchCall:
         self._left -= 1
         is_lent = False
         for window in outcome.request.windows:
-            for piece in self._pieces(message) if message.is_full else ():
+            for piece in self._pieces(message) if message.is_full() else ():
                 yield piece
             began = monotonic()
             if (ready := await self._announced(message, window, outcome, self._sender)) is not None:
@@ -459,26 +475,32 @@ class FetchCall:
             await self._pin_again(outcome)
         await self._take_turn(outcome)
         if self._goes_beside(outcome):
+            for piece in self._pieces(message) if message.is_full(len(outcome.request.windows)) else ():
+                yield piece
             await self._offer(message, outcome)
             return
         self._left -= 1
         for window in outcome.request.windows:
-            for piece in self._pieces(message) if message.is_full else ():
+            for piece in self._pieces(message) if message.is_full() else ():
                 yield piece
             began = monotonic()
-            if (ready := await self._announced(message, window, outcome, self._copier)) is None:
-                continue
-            message.row_bytes += ready.row_bytes
-            if self._rows_inside and ready.row_bytes <= INSIDE_BYTES:
-                ready.rows = b"".join(outcome.pin.rows(ready.row_begin, ready.row_end))
-                self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
-            else:
-                message.following.append((ready.row_bytes, self._copier.frames(ready, outcome.pin)))
+            if (ready := await self._announced(message, window, outcome, self._copier)) is not None:
+                self._add_rows(message, ready, outcome.pin, began)
         for piece in self._pieces(message) if message.following else ():  # while the rows are pinned
             yield piece
         if outcome.hold is not None:
             self._pinned.release(outcome.hold)
             self._pinned_ahead -= 1
+
+    def _add_rows(self, message: _FetchMessage, ready: pb.ImageReady, pin: Pin, began: float) -> None:
+        """Put rows inside their announcement if they may be there, else after the message."""
+        assert self._copier is not None
+        message.row_bytes += ready.row_bytes
+        if self._rows_inside and ready.row_bytes <= INSIDE_BYTES:
+            ready.rows = b"".join(pin.rows(ready.row_begin, ready.row_end))
+            self._record.transferred(pb.TRANSPORT_INLINE, ready.row_bytes, monotonic() - began)
+        else:
+            message.following.append((ready.row_bytes, self._copier.frames(ready, pin)))
 
     async def _take_turn(self, outcome: _Outcome) -> None:
         await self._turns.take(self._caller.holder, 1 + len(outcome.request.windows) // TURN_NAMES)
@@ -504,11 +526,11 @@ class FetchCall:
         Each ticket may take a connection, and the kernel's memory for what its reader does not read.
         """
         assert self._copier is not None
-        windows = len(outcome.request.windows)
-        if self._copier.transport != pb.TRANSPORT_TCP or outcome.hold is None or windows > SENT_BESIDE:
+        windows = outcome.request.windows
+        if self._copier.transport != pb.TRANSPORT_TCP or outcome.hold is None or len(windows) > SENT_BESIDE:
             return False
         with suppress(OverloadedError):
-            outcome.hold.push(self._tickets.hold(self._caller, windows))
+            outcome.hold.push(self._tickets.hold(self._caller, len(windows)))
             return True
         return False
 
@@ -530,9 +552,7 @@ class FetchCall:
         """Pin rows that are to be sent, or set the error."""
 
         async def pin() -> Pin:
-            found = self._images.held(outcome.request.key) or await self._rows(
-                outcome.request.key, outcome.request.claim
-            )
+            found = await self._rows(outcome.request.key, outcome.request.claim)
             assert self._copier is not None
             if not self._copier.reaches(found.pin):
                 await self._copier.reach(found.pin)
@@ -587,17 +607,19 @@ class FetchCall:
     def _send_beside(self, beside: _Beside, ready: pb.ImageReady, pin: Pin) -> None:
         assert self._copier is not None
         began = monotonic()
+        # The transfer must not keep the announcement: it would keep its whole message, with the rows of other windows.
+        index, row_bytes = ready.index, ready.row_bytes
 
         def sent() -> None:
             """Record it before the last bytes are sent: once the caller has them, it may end the call at once."""
-            self._record.transferred(pb.TRANSPORT_TCP, ready.row_bytes, monotonic() - began)
-            self._sent_beside(beside, ready.index)
+            self._record.transferred(pb.TRANSPORT_TCP, row_bytes, monotonic() - began)
+            self._sent_beside(beside, index)
 
         def ended(transfer: "asyncio.Future[EncoderError | None]") -> None:
             self._tickets_out -= 1
             if (error := transfer.result()) is not None:
-                self._send_errors.append(self._failed(ready.index, 0.0, error))
-                self._sent_beside(beside, ready.index)
+                self._send_errors.append(self._failed(index, 0.0, error))
+                self._sent_beside(beside, index)
             if beside.ended():
                 self._beside.discard(beside)
             self._changed.set()

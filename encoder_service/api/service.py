@@ -12,13 +12,13 @@ from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ServerInfo
-from encoder_service.api.fetch import FetchCall, row_requests
+from encoder_service.api.fetch import FetchCall, owed_messages, row_requests
 from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
 from encoder_service.api.messages import RawSubmit
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.api.tenants import Tenant
 from encoder_service.images import Images
-from encoder_service.limits import AT_A_TIME, Budgets, Caller, fetch_messages
+from encoder_service.limits import AT_A_TIME, Budgets, Caller
 from encoder_service.metrics import Metrics
 
 SERVICE = "encoder_contract.v1.EncoderService"
@@ -93,7 +93,7 @@ class EncoderService:
             raw = await inbound.request(self._budgets.arriving)
         request = messages.parse_fetch(raw, self._info.max_images)
         caller = self._admitted(tenant, inbound.caller, request.caller, record, is_peer=is_peer)
-        owed = fetch_messages(len(request.images), rows_inside=request.rows_inside)
+        owed = owed_messages(request, self._info.row_bytes)
         inbound.resources.enter_context(self._budgets.fetched_messages.hold(caller, owed))
         wanted = await row_requests(request, caller, self._info, self._turns)
         call = FetchCall(

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.turns import fair_share
+from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.api.fetch import INSIDE_BYTES, owed_messages
 from encoder_service.config import Config
-from encoder_service.limits import FETCHED_MESSAGES, Budget, Budgets, Hold, fetch_messages
+from encoder_service.limits import FETCHED_MESSAGES, Budget, Budgets, Hold
 from tests.callers import caller
 from tests.waiting import PATIENCE_S
 
@@ -45,8 +47,22 @@ def test_a_holder_is_owed_at_most_a_tenth_of_a_second_of_messages() -> None:
 
 
 def test_windows_inside_announcements_count_as_a_quarter_of_a_message() -> None:
-    assert [fetch_messages(windows, rows_inside=True) for windows in (1, 4, 5, 512)] == [1, 1, 2, 128]
-    assert [fetch_messages(windows, rows_inside=False) for windows in (1, 4, 5, 512)] == [1, 4, 5, 512]
+    rows = 10
+
+    def owed(windows: int, begin: int, end: int, *, rows_inside: bool = True) -> int:
+        images = [pb.FetchImage(row_begin=begin, row_end=end)] * windows
+        request = pb.FetchRequest(images=images, rows_inside=rows_inside)
+        return owed_messages(request, INSIDE_BYTES // rows)
+
+    sizes = (1, 4, 5, 512)
+    assert [owed(windows, 3, 3 + rows) for windows in sizes] == [1, 1, 2, 128]
+    assert [owed(windows, 3, 3 + rows, rows_inside=False) for windows in sizes] == [1, 4, 5, 512]
+    assert [owed(windows, 3, 4 + rows) for windows in sizes] == [1, 4, 5, 512], "too large"
+    tickets = pb.FetchRequest(
+        images=[pb.FetchImage(row_end=1)] * 8, rows_inside=True, transports=[pb.TRANSPORT_TCP]
+    )
+    assert owed_messages(tickets, 1) == 8
+    assert [owed(windows, 0, 0) for windows in sizes] == [1, 4, 5, 512], "an image may be of any size"
 
 
 def test_a_part_counts_in_the_whole_but_against_nobodys_share_of_it() -> None:

@@ -87,7 +87,7 @@ async def stub(server: Server) -> AsyncIterator[Any]:
 
 
 def unknown(count: int, grace_ms: int) -> pb.FetchRequest:
-    images = [pb.FetchImage(index=n, digest=address(n)) for n in range(count)]
+    images = [pb.FetchImage(index=n, digest=address(n), row_end=1) for n in range(count)]
     return pb.FetchRequest(images=images, grace_ms=grace_ms, rows_inside=True)
 
 

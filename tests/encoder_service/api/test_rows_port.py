@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 from encoder_contract.errors import StaleHandleError
 from encoder_contract.rows_connection import CONNECT_S, SIZE, TICKET_BYTES, UNKNOWN_TICKETS, RowsConnections
@@ -21,7 +22,7 @@ from encoder_service.api.fetch import SENT_BESIDE
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from encoder_service.limits import Budget
+from encoder_service.limits import NAMES_AT_A_TIME, Budget
 from encoder_service.rows_port import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
@@ -63,13 +64,16 @@ async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowReque
 
 
 @asynccontextmanager
-async def raw_fetch(client: EncoderClient, requests: list[RowRequest]) -> AsyncIterator[Any]:
+async def raw_fetch(
+    client: EncoderClient, requests: list[RowRequest], *, rows_inside: bool = False
+) -> AsyncIterator[Any]:
     """Make a Fetch whose tickets nobody presents yet."""
     call = (await stub(client)).Fetch(
         pb.FetchRequest(
             images=[request.to_message(index) for index, request in enumerate(requests)],
             transports=[pb.TRANSPORT_TCP],
             grace_ms=10_000,
+            rows_inside=rows_inside,
         ),
         timeout=PATIENCE_S,
     )
@@ -169,6 +173,33 @@ async def test_a_call_offers_a_few_images_at_a_time(server: Server, client: Enco
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
     await unpinned(server)
+
+
+async def test_tickets_share_no_message_with_so_many_windows_that_it_is_too_large(
+    client: EncoderClient,
+) -> None:
+    small, large = await submitted(client, [PHOTOS[0], LARGE])
+    await collect(client, [small, large], transports=["inline"])
+    requests = [replace(small, row_end=1)] * (NAMES_AT_A_TIME - 1) + [large] * SENT_BESIDE
+    async with raw_fetch(client, requests, rows_inside=True) as call:
+        first, second = await call.read(), await call.read()
+    assert len(first.ready) == NAMES_AT_A_TIME - 1
+    assert all(ready.rows and not ready.HasField("ticket") for ready in first.ready)
+    assert len(second.ready) == SENT_BESIDE
+    assert all(ready.HasField("ticket") and not ready.rows for ready in second.ready)
+
+
+async def test_a_ticket_keeps_nothing_of_the_message_that_announced_it(
+    server: Server, client: EncoderClient
+) -> None:
+    """The message may have a mebibyte of the rows of other windows."""
+    async with raw_fetch(client, await submitted(client, [LARGE])) as call:
+        await first_ready(call)
+        (transfer,) = port_of(server)._offered.values()
+        callbacks: list[Any] = [transfer._on_last, *(call for call, _ in transfer.ended._callbacks)]  # type: ignore[attr-defined]
+        kept = [cell.cell_contents for callback in callbacks for cell in callback.__closure__]
+        assert kept
+        assert not any(isinstance(each, Message) for each in kept)
 
 
 @pytest.mark.attack("a ticket that was used, is of an ended call, or is garbage")

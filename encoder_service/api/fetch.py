@@ -267,9 +267,11 @@ class FetchCall:
         info: ServerInfo,
         turns: Turns,
         budgets: Budgets,
+        owed: Hold,
     ) -> None:
         """`requests` are the `row_requests` of `message`; `turns` keeps a large call from delaying others.
 
+        `owed` are the call's messages. It is released with the last: a caller that still reads in place owes none.
         Rows for a peer are signed with the fleet's key, if there is one.
         """
         self._requests = requests
@@ -278,6 +280,7 @@ class FetchCall:
         self._caller = caller
         self._info = info
         self._turns = turns
+        self._owed = owed
         self._fleet_key = info.identity.fleet_key if caller.is_peer else None
         self._grace_s = min(message.grace_ms, info.description.limits.max_grace_ms) / 1000
         self._local_only = message.local_only
@@ -325,6 +328,7 @@ class FetchCall:
                         await self._turns.take(self._caller.holder, 1 + len(message) // TURN_BYTES)
                         yield message
             self._record.complete = True
+            self._owed.release()
             if self._pinned:
                 # The caller reads the rows in place, and cancels when it is done.
                 await asyncio.Event().wait()

@@ -93,8 +93,8 @@ class EncoderService:
             raw = await inbound.request(self._budgets.arriving)
         request = messages.parse_fetch(raw, self._info.max_images)
         caller = self._admitted(tenant, inbound.caller, request.caller, record, is_peer=is_peer)
-        owed = owed_messages(request, self._info.row_bytes)
-        inbound.resources.enter_context(self._budgets.fetched_messages.hold(caller, owed))
+        messages_owed = owed_messages(request, self._info.row_bytes)
+        owed = inbound.resources.enter_context(self._budgets.fetched_messages.hold(caller, messages_owed))
         wanted = await row_requests(request, caller, self._info, self._turns)
         call = FetchCall(
             request,
@@ -105,6 +105,7 @@ class EncoderService:
             self._info,
             self._turns,
             self._budgets,
+            owed,
         )
         # When the caller disconnects, its pins are released now, not at garbage collection.
         async with aclosing(call.answers()) as answers:

@@ -33,16 +33,16 @@ import asyncio, hashlib, os, signal, sys
 from encoder_contract import rows_connection
 from prefill_client import EncoderClient, RowRequest
 
-received, pieces = rows_connection._receive_into, 0
+received, pieces = rows_connection.move_all, 0
 
-def receive_into(connection, piece):
+def receive(piece, move):
     global pieces
     pieces += 1
     if pieces == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return received(connection, piece)
+    return received(piece, move)
 
-rows_connection._receive_into = receive_into
+rows_connection.move_all = receive
 
 async def main():
     async with await EncoderClient.connect(sys.argv[1]) as client:

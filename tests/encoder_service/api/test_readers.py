@@ -209,4 +209,5 @@ async def test_a_caller_that_takes_rows_only_in_place_is_refused_when_its_share_
             errors += message.errors
         assert 0 < ready < 8
         assert {error.code for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
+        await soon(lambda: small.budgets.fetched_messages.held == 0)  # it is owed no message any more
         call.cancel()

@@ -172,7 +172,7 @@ async def floor(
     engine.start()
     await soon(lambda: all(link.is_up for link in engine.links))
     aborted: list[str] = []
-    loop.set_exception_handler(lambda _, context: aborted.append(context["message"]))
+    loop.set_exception_handler(lambda _, context: aborted.append(repr(context)))
     try:
         yield Floor(jobs, store, engine, scripted, ended, metrics)
         assert not jobs.is_closed, "the queue was aborted"

@@ -63,7 +63,7 @@ class PacedDevice(ScriptedDevice):
         while True:
             try:
                 message = await _received(self._reader)
-            except asyncio.IncompleteReadError:
+            except (asyncio.IncompleteReadError, OSError):  # the link has gone, perhaps with messages unread
                 break
             if isinstance(message, messages.Decode):
                 self._decodes.put_nowait(message)

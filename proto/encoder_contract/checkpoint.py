@@ -49,7 +49,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a checkpoint folder. Raises `FileNotFoundError` or `ValueError`, which names the file."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {folder} is not a Hugging Face checkpoint folder")
+        raise FileNotFoundError(
+            f"{path} is missing: {folder} is not a Hugging Face checkpoint folder (to download one: hf download NAME "
+            "--local-dir FOLDER)"
+        )
     return read_json_object(path)
 
 

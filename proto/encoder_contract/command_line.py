@@ -60,8 +60,9 @@ def seconds(text: str) -> float:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a suggestion with the known word most similar to `word`; empty if none is similar."""
-    near = get_close_matches(word, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    names = {name.lstrip("-"): name for name in known}  # dashes alone make no flag similar
+    near = get_close_matches(word.lstrip("-"), names, n=1)
+    return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
 def install(extra: str) -> str:

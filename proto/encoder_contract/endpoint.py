@@ -1,5 +1,6 @@
 """Endpoint: the address of a server, as `host:port`, `[ipv6]:port` or `unix:/path`."""
 
+import errno
 import re
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -31,6 +32,13 @@ class Endpoint(NamedTuple):
                 f"{text or 'an empty address'} must be host:port, [ipv6]:port or unix:/path, port 0 to {MAX_PORT}"
             )
         return cls(found[1] or found[2], int(found[3]), "")
+
+
+def why_unbound(error: OSError) -> str:
+    """Return why a program cannot listen on an address, and what to do if the address is taken."""
+    if error.errno == errno.EADDRINUSE:
+        return "the address is taken: choose another one, or stop the process that listens there"
+    return error.strerror or str(error)
 
 
 def is_ip(text: str) -> bool:

@@ -74,6 +74,12 @@ class UnknownImageError(EncoderError):
     status, retryable = Status.NOT_FOUND, True
 
 
+class LostImageError(UnknownImageError):
+    """No server has the image any more, and this caller has no file: whoever has the file must submit it again."""
+
+    retryable = False
+
+
 class OverloadedError(EncoderError):
     """A queue or the store is full. `retry_after_ms` says when to retry."""
 

@@ -1,4 +1,6 @@
-"""Rows on the wire: `FetchResponse{rows{index, data}}`, framed and parsed by hand to avoid protobuf's copies.
+"""Rows and files on the wire, framed and parsed by hand to avoid protobuf's copies.
+
+Rows are `FetchResponse{rows{index, data}}`, and files are `SubmitRequest{bytes[{index, data, last}]}`.
 
 The frames are identical to those of the generated classes, which can read them. protobuf copies `bytes` when it builds,
 serialises and parses a message, and at every access of the field. This module copies once when it writes, and never
@@ -19,6 +21,10 @@ MESSAGE_BYTES = 1 << 20
 _ROWS_TAG = 0x12  # FetchResponse.rows: field 2, length-delimited
 _INDEX_TAG = 0x08  # Rows.index: field 1, varint
 _DATA_TAG = 0x12  # Rows.data: field 2, length-delimited
+_PIECE_TAG = (
+    0x1A  # SubmitRequest.bytes: field 3, length-delimited; ImageBytes has the fields of Rows, and `last`
+)
+_LAST = b"\x18\x01"  # ImageBytes.last: field 3, true
 
 
 def frame_rows(
@@ -43,12 +49,21 @@ def frame_rows(
 
 def frame(index: int, parts: list[memoryview]) -> bytes:
     """Return `FetchResponse{rows{index, data}}`, serialised, with `parts` joined as its data (one copy)."""
-    length = sum(map(len, parts))
+    return b"".join((_head(_ROWS_TAG, index, sum(map(len, parts))), *parts))
+
+
+def frame_piece(index: int, data: memoryview, *, last: bool) -> tuple[bytes, memoryview, bytes]:
+    """Return the parts of `SubmitRequest{bytes[{index, data, last}]}`, serialised. The messages can be joined."""
+    end = _LAST if last else b""
+    return _head(_PIECE_TAG, index, len(data), len(end)), data, end
+
+
+def _head(tag: int, index: int, length: int, more: int = 0) -> bytes:
+    """Return what precedes `length` bytes of data in a message of this tag, which has `more` bytes after them."""
     fields = b"" if index == 0 else bytes((_INDEX_TAG,)) + _varint(index)
     if length:
         fields += bytes((_DATA_TAG,)) + _varint(length)
-    head = bytes((_ROWS_TAG,)) + _varint(len(fields) + length) + fields
-    return b"".join((head, *parts))
+    return bytes((tag,)) + _varint(len(fields) + length + more) + fields
 
 
 def parse_fetch_response(message: bytes) -> FetchResponse | tuple[int, memoryview]:

@@ -24,29 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65ncoder_contract/v1/admin.proto\x12\x13\x65ncoder_contract.v1\"\x1d\n\x0cStatsRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\"\x83\x02\n\rStatsResponse\x12-\n\x05tiers\x18\x01 \x03(\x0b\x32\x1e.encoder_contract.v1.TierStats\x12\x0e\n\x06misses\x18\x02 \x01(\x04\x12\x0c\n\x04pins\x18\x03 \x01(\r\x12\x30\n\x07largest\x18\x04 \x03(\x0b\x32\x1f.encoder_contract.v1.EntryStats\x12\x15\n\rsource_images\x18\x05 \x01(\r\x12\x14\n\x0csource_bytes\x18\x06 \x01(\x04\x12\x15\n\rqueued_images\x18\x07 \x01(\r\x12\x16\n\x0e\x66\x65tched_stored\x18\x08 \x01(\x04\x12\x17\n\x0f\x66\x65tched_encoded\x18\t \x01(\x04\"\x89\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x05 \x01(\r\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\"f\n\nEntryStats\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x0c\n\x04pins\x18\x05 \x01(\r\x12\x0c\n\x04hits\x18\x06 \x01(\x04\".\n\x0c\x45victRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0c\" \n\rEvictResponse\x12\x0f\n\x07\x65victed\x18\x01 \x01(\x08\"\x1d\n\x0c\x46lushRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\" \n\rFlushResponse\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\r2\xfe\x01\n\x0c\x41\x64minService\x12N\n\x05Stats\x12!.encoder_contract.v1.StatsRequest\x1a\".encoder_contract.v1.StatsResponse\x12N\n\x05\x45vict\x12!.encoder_contract.v1.EvictRequest\x1a\".encoder_contract.v1.EvictResponse\x12N\n\x05\x46lush\x12!.encoder_contract.v1.FlushRequest\x1a\".encoder_contract.v1.FlushResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65ncoder_contract/v1/admin.proto\x12\x13\x65ncoder_contract.v1\".\n\x0c\x45victRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0c\" \n\rEvictResponse\x12\x0f\n\x07\x65victed\x18\x01 \x01(\x08\"\x1d\n\x0c\x46lushRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\" \n\rFlushResponse\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\r\".\n\rReloadRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"9\n\x0eReloadResponse\x12\x0c\n\x04step\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x32\x83\x02\n\x0c\x41\x64minService\x12N\n\x05\x45vict\x12!.encoder_contract.v1.EvictRequest\x1a\".encoder_contract.v1.EvictResponse\x12N\n\x05\x46lush\x12!.encoder_contract.v1.FlushRequest\x1a\".encoder_contract.v1.FlushResponse\x12S\n\x06Reload\x12\".encoder_contract.v1.ReloadRequest\x1a#.encoder_contract.v1.ReloadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'encoder_contract.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATSREQUEST']._serialized_start=56
-  _globals['_STATSREQUEST']._serialized_end=85
-  _globals['_STATSRESPONSE']._serialized_start=88
-  _globals['_STATSRESPONSE']._serialized_end=347
-  _globals['_TIERSTATS']._serialized_start=350
-  _globals['_TIERSTATS']._serialized_end=487
-  _globals['_ENTRYSTATS']._serialized_start=489
-  _globals['_ENTRYSTATS']._serialized_end=591
-  _globals['_EVICTREQUEST']._serialized_start=593
-  _globals['_EVICTREQUEST']._serialized_end=639
-  _globals['_EVICTRESPONSE']._serialized_start=641
-  _globals['_EVICTRESPONSE']._serialized_end=673
-  _globals['_FLUSHREQUEST']._serialized_start=675
-  _globals['_FLUSHREQUEST']._serialized_end=704
-  _globals['_FLUSHRESPONSE']._serialized_start=706
-  _globals['_FLUSHRESPONSE']._serialized_end=738
-  _globals['_ADMINSERVICE']._serialized_start=741
-  _globals['_ADMINSERVICE']._serialized_end=995
+  _globals['_EVICTREQUEST']._serialized_start=56
+  _globals['_EVICTREQUEST']._serialized_end=102
+  _globals['_EVICTRESPONSE']._serialized_start=104
+  _globals['_EVICTRESPONSE']._serialized_end=136
+  _globals['_FLUSHREQUEST']._serialized_start=138
+  _globals['_FLUSHREQUEST']._serialized_end=167
+  _globals['_FLUSHRESPONSE']._serialized_start=169
+  _globals['_FLUSHRESPONSE']._serialized_end=201
+  _globals['_RELOADREQUEST']._serialized_start=203
+  _globals['_RELOADREQUEST']._serialized_end=249
+  _globals['_RELOADRESPONSE']._serialized_start=251
+  _globals['_RELOADRESPONSE']._serialized_end=308
+  _globals['_ADMINSERVICE']._serialized_start=311
+  _globals['_ADMINSERVICE']._serialized_end=570
 # @@protoc_insertion_point(module_scope)

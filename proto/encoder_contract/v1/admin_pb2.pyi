@@ -6,9 +6,7 @@ the first 16 bytes of the file `DescribeResponse.shm_segment`. All others get PE
 """
 
 import builtins
-import collections.abc
 import google.protobuf.descriptor
-import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
 import typing
@@ -19,132 +17,6 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
-
-@typing.final
-class StatsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PROOF_FIELD_NUMBER: builtins.int
-    proof: builtins.bytes
-    def __init__(
-        self,
-        *,
-        proof: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["proof", b"proof"]) -> None: ...
-
-Global___StatsRequest: typing_extensions.TypeAlias = StatsRequest
-
-@typing.final
-class StatsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TIERS_FIELD_NUMBER: builtins.int
-    MISSES_FIELD_NUMBER: builtins.int
-    PINS_FIELD_NUMBER: builtins.int
-    LARGEST_FIELD_NUMBER: builtins.int
-    SOURCE_IMAGES_FIELD_NUMBER: builtins.int
-    SOURCE_BYTES_FIELD_NUMBER: builtins.int
-    QUEUED_IMAGES_FIELD_NUMBER: builtins.int
-    FETCHED_STORED_FIELD_NUMBER: builtins.int
-    FETCHED_ENCODED_FIELD_NUMBER: builtins.int
-    misses: builtins.int
-    """Lookups that found rows in no tier. An image is looked up several times."""
-    pins: builtins.int
-    source_images: builtins.int
-    """Image files cached to encode evicted embeddings again."""
-    source_bytes: builtins.int
-    queued_images: builtins.int
-    fetched_stored: builtins.int
-    """Images answered in Fetch calls: those whose rows were stored, here or at another replica, and those encoded for it."""
-    fetched_encoded: builtins.int
-    @property
-    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
-    @property
-    def largest(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryStats]:
-        """The largest entries, by bytes."""
-
-    def __init__(
-        self,
-        *,
-        tiers: collections.abc.Iterable[Global___TierStats] | None = ...,
-        misses: builtins.int = ...,
-        pins: builtins.int = ...,
-        largest: collections.abc.Iterable[Global___EntryStats] | None = ...,
-        source_images: builtins.int = ...,
-        source_bytes: builtins.int = ...,
-        queued_images: builtins.int = ...,
-        fetched_stored: builtins.int = ...,
-        fetched_encoded: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fetched_encoded", b"fetched_encoded", "fetched_stored", b"fetched_stored", "largest", b"largest", "misses", b"misses", "pins", b"pins", "queued_images", b"queued_images", "source_bytes", b"source_bytes", "source_images", b"source_images", "tiers", b"tiers"]) -> None: ...
-
-Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
-
-@typing.final
-class TierStats(google.protobuf.message.Message):
-    """Bytes are counted in whole pages. Counters only grow."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: builtins.int
-    SIZE_BYTES_FIELD_NUMBER: builtins.int
-    USED_BYTES_FIELD_NUMBER: builtins.int
-    PINNED_BYTES_FIELD_NUMBER: builtins.int
-    ENTRIES_FIELD_NUMBER: builtins.int
-    HITS_FIELD_NUMBER: builtins.int
-    EVICTIONS_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    size_bytes: builtins.int
-    used_bytes: builtins.int
-    pinned_bytes: builtins.int
-    entries: builtins.int
-    hits: builtins.int
-    evictions: builtins.int
-    def __init__(
-        self,
-        *,
-        name: builtins.str = ...,
-        size_bytes: builtins.int = ...,
-        used_bytes: builtins.int = ...,
-        pinned_bytes: builtins.int = ...,
-        entries: builtins.int = ...,
-        hits: builtins.int = ...,
-        evictions: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "evictions", b"evictions", "hits", b"hits", "name", b"name", "pinned_bytes", b"pinned_bytes", "size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]) -> None: ...
-
-Global___TierStats: typing_extensions.TypeAlias = TierStats
-
-@typing.final
-class EntryStats(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ADDRESS_FIELD_NUMBER: builtins.int
-    TIER_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    TOKENS_FIELD_NUMBER: builtins.int
-    PINS_FIELD_NUMBER: builtins.int
-    HITS_FIELD_NUMBER: builtins.int
-    address: builtins.bytes
-    tier: builtins.str
-    bytes: builtins.int
-    tokens: builtins.int
-    pins: builtins.int
-    hits: builtins.int
-    def __init__(
-        self,
-        *,
-        address: builtins.bytes = ...,
-        tier: builtins.str = ...,
-        bytes: builtins.int = ...,
-        tokens: builtins.int = ...,
-        pins: builtins.int = ...,
-        hits: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes", b"bytes", "hits", b"hits", "pins", b"pins", "tier", b"tier", "tokens", b"tokens"]) -> None: ...
-
-Global___EntryStats: typing_extensions.TypeAlias = EntryStats
 
 @typing.final
 class EvictRequest(google.protobuf.message.Message):
@@ -209,3 +81,42 @@ class FlushResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entries", b"entries"]) -> None: ...
 
 Global___FlushResponse: typing_extensions.TypeAlias = FlushResponse
+
+@typing.final
+class ReloadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: builtins.int
+    FOLDER_FIELD_NUMBER: builtins.int
+    proof: builtins.bytes
+    folder: builtins.str
+    """Absolute path on the server's host."""
+    def __init__(
+        self,
+        *,
+        proof: builtins.bytes = ...,
+        folder: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["folder", b"folder", "proof", b"proof"]) -> None: ...
+
+Global___ReloadRequest: typing_extensions.TypeAlias = ReloadRequest
+
+@typing.final
+class ReloadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    step: builtins.str
+    """What the server does now, for people."""
+    model_fingerprint: builtins.bytes
+    """In the last answer: the fingerprint of the model that new calls get. Until then empty."""
+    def __init__(
+        self,
+        *,
+        step: builtins.str = ...,
+        model_fingerprint: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_fingerprint", b"model_fingerprint", "step", b"step"]) -> None: ...
+
+Global___ReloadResponse: typing_extensions.TypeAlias = ReloadResponse

@@ -34,11 +34,6 @@ class AdminServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Stats = channel.unary_unary(
-                '/encoder_contract.v1.AdminService/Stats',
-                request_serializer=encoder__contract_dot_v1_dot_admin__pb2.StatsRequest.SerializeToString,
-                response_deserializer=encoder__contract_dot_v1_dot_admin__pb2.StatsResponse.FromString,
-                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/encoder_contract.v1.AdminService/Evict',
                 request_serializer=encoder__contract_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
@@ -49,17 +44,15 @@ class AdminServiceStub(object):
                 request_serializer=encoder__contract_dot_v1_dot_admin__pb2.FlushRequest.SerializeToString,
                 response_deserializer=encoder__contract_dot_v1_dot_admin__pb2.FlushResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_stream(
+                '/encoder_contract.v1.AdminService/Reload',
+                request_serializer=encoder__contract_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=encoder__contract_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
-
-    def Stats(self, request, context):
-        """Statistics of the store.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
         """Drops one embedding from all tiers, unless it is in use. The next Fetch has the image encoded again; if a client
@@ -76,14 +69,18 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Serves another checkpoint of the same architecture from now on, without a restart. It is loaded beside the one that
+        is served, which goes on if anything fails: the status then says why. Cancelling the call before the last answer
+        ends the reload.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Stats': grpc.unary_unary_rpc_method_handler(
-                    servicer.Stats,
-                    request_deserializer=encoder__contract_dot_v1_dot_admin__pb2.StatsRequest.FromString,
-                    response_serializer=encoder__contract_dot_v1_dot_admin__pb2.StatsResponse.SerializeToString,
-            ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
                     request_deserializer=encoder__contract_dot_v1_dot_admin__pb2.EvictRequest.FromString,
@@ -93,6 +90,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Flush,
                     request_deserializer=encoder__contract_dot_v1_dot_admin__pb2.FlushRequest.FromString,
                     response_serializer=encoder__contract_dot_v1_dot_admin__pb2.FlushResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_stream_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=encoder__contract_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=encoder__contract_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -104,33 +106,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Stats(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/encoder_contract.v1.AdminService/Stats',
-            encoder__contract_dot_v1_dot_admin__pb2.StatsRequest.SerializeToString,
-            encoder__contract_dot_v1_dot_admin__pb2.StatsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Evict(request,
@@ -176,6 +151,33 @@ class AdminService(object):
             '/encoder_contract.v1.AdminService/Flush',
             encoder__contract_dot_v1_dot_admin__pb2.FlushRequest.SerializeToString,
             encoder__contract_dot_v1_dot_admin__pb2.FlushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/encoder_contract.v1.AdminService/Reload',
+            encoder__contract_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+            encoder__contract_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,22 +27,6 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_AdminServiceStatsType = typing_extensions.TypeVar(
-    '_AdminServiceStatsType',
-    grpc.UnaryUnaryMultiCallable[
-        encoder_contract.v1.admin_pb2.StatsRequest,
-        encoder_contract.v1.admin_pb2.StatsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        encoder_contract.v1.admin_pb2.StatsRequest,
-        encoder_contract.v1.admin_pb2.StatsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        encoder_contract.v1.admin_pb2.StatsRequest,
-        encoder_contract.v1.admin_pb2.StatsResponse,
-    ],
-)
-
 _AdminServiceEvictType = typing_extensions.TypeVar(
     '_AdminServiceEvictType',
     grpc.UnaryUnaryMultiCallable[
@@ -75,13 +59,25 @@ _AdminServiceFlushType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceStatsType, _AdminServiceEvictType, _AdminServiceFlushType]):
+_AdminServiceReloadType = typing_extensions.TypeVar(
+    '_AdminServiceReloadType',
+    grpc.UnaryStreamMultiCallable[
+        encoder_contract.v1.admin_pb2.ReloadRequest,
+        encoder_contract.v1.admin_pb2.ReloadResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        encoder_contract.v1.admin_pb2.ReloadRequest,
+        encoder_contract.v1.admin_pb2.ReloadResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        encoder_contract.v1.admin_pb2.ReloadRequest,
+        encoder_contract.v1.admin_pb2.ReloadResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceEvictType, _AdminServiceFlushType, _AdminServiceReloadType]):
     @typing.overload
     def __init__(self: AdminServiceStub[
-        grpc.UnaryUnaryMultiCallable[
-            encoder_contract.v1.admin_pb2.StatsRequest,
-            encoder_contract.v1.admin_pb2.StatsResponse,
-        ],
         grpc.UnaryUnaryMultiCallable[
             encoder_contract.v1.admin_pb2.EvictRequest,
             encoder_contract.v1.admin_pb2.EvictResponse,
@@ -89,16 +85,16 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatsType, _AdminServiceEvict
         grpc.UnaryUnaryMultiCallable[
             encoder_contract.v1.admin_pb2.FlushRequest,
             encoder_contract.v1.admin_pb2.FlushResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            encoder_contract.v1.admin_pb2.ReloadRequest,
+            encoder_contract.v1.admin_pb2.ReloadResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.aio.UnaryUnaryMultiCallable[
-            encoder_contract.v1.admin_pb2.StatsRequest,
-            encoder_contract.v1.admin_pb2.StatsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
             encoder_contract.v1.admin_pb2.EvictRequest,
             encoder_contract.v1.admin_pb2.EvictResponse,
         ],
@@ -106,10 +102,11 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatsType, _AdminServiceEvict
             encoder_contract.v1.admin_pb2.FlushRequest,
             encoder_contract.v1.admin_pb2.FlushResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            encoder_contract.v1.admin_pb2.ReloadRequest,
+            encoder_contract.v1.admin_pb2.ReloadResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
-
-    Stats: _AdminServiceStatsType
-    """Statistics of the store."""
 
     Evict: _AdminServiceEvictType
     """Drops one embedding from all tiers, unless it is in use. The next Fetch has the image encoded again; if a client
@@ -119,11 +116,13 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatsType, _AdminServiceEvict
     Flush: _AdminServiceFlushType
     """Drops every embedding that is not in use, and all cached image and video files."""
 
+    Reload: _AdminServiceReloadType
+    """Serves another checkpoint of the same architecture from now on, without a restart. It is loaded beside the one that
+    is served, which goes on if anything fails: the status then says why. Cancelling the call before the last answer
+    ends the reload.
+    """
+
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
-    grpc.aio.UnaryUnaryMultiCallable[
-        encoder_contract.v1.admin_pb2.StatsRequest,
-        encoder_contract.v1.admin_pb2.StatsResponse,
-    ],
     grpc.aio.UnaryUnaryMultiCallable[
         encoder_contract.v1.admin_pb2.EvictRequest,
         encoder_contract.v1.admin_pb2.EvictResponse,
@@ -132,17 +131,13 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
         encoder_contract.v1.admin_pb2.FlushRequest,
         encoder_contract.v1.admin_pb2.FlushResponse,
     ],
+    grpc.aio.UnaryStreamMultiCallable[
+        encoder_contract.v1.admin_pb2.ReloadRequest,
+        encoder_contract.v1.admin_pb2.ReloadResponse,
+    ],
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    @abc.abstractmethod
-    def Stats(
-        self,
-        request: encoder_contract.v1.admin_pb2.StatsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[encoder_contract.v1.admin_pb2.StatsResponse, collections.abc.Awaitable[encoder_contract.v1.admin_pb2.StatsResponse]]:
-        """Statistics of the store."""
-
     @abc.abstractmethod
     def Evict(
         self,
@@ -160,5 +155,16 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[encoder_contract.v1.admin_pb2.FlushResponse, collections.abc.Awaitable[encoder_contract.v1.admin_pb2.FlushResponse]]:
         """Drops every embedding that is not in use, and all cached image and video files."""
+
+    @abc.abstractmethod
+    def Reload(
+        self,
+        request: encoder_contract.v1.admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[encoder_contract.v1.admin_pb2.ReloadResponse], collections.abc.AsyncIterator[encoder_contract.v1.admin_pb2.ReloadResponse]]:
+        """Serves another checkpoint of the same architecture from now on, without a restart. It is loaded beside the one that
+        is served, which goes on if anything fails: the status then says why. Cancelling the call before the last answer
+        ends the reload.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -469,6 +469,7 @@ class ImageNames(google.protobuf.message.Message):
     NAMES_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     ALL_OR_NOTHING_FIELD_NUMBER: builtins.int
+    KNOWN_ONLY_FIELD_NUMBER: builtins.int
     kept: builtins.bool
     """The caller keeps the call open while it wants these images, and sends their bytes again when the server asks."""
     all_or_nothing: builtins.bool
@@ -478,6 +479,16 @@ class ImageNames(google.protobuf.message.Message):
     it answers INVALID_ARGUMENT. An image that is itself at fault still fails alone. The reservation needs `grid` and
     `size_bytes`: without them, an image may still be refused when its bytes arrive.
     """
+    known_only: builtins.bool
+    """The caller has no files of these images: another process has submitted them. An image whose rows or file this server
+    has, or whose rows a peer has, is answered CACHED or QUEUED, as always. While a peer encodes it, the name needs
+    `grid` to be QUEUED. Any other image is answered FAILED with NOT_FOUND, at once. `size_bytes` is ignored, no space
+    is reserved, and a file that comes along is ignored. A `kept` image that the server loses is answered FAILED with
+    NOT_FOUND when a Fetch asks for it. Videos are answered PROBED or FAILED.
+
+    A server that does not know this field answers NEEDS_BYTES, which a server that knows it never does: the caller
+    then takes the image as unknown there.
+    """
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ImageName]: ...
     def __init__(
@@ -486,8 +497,9 @@ class ImageNames(google.protobuf.message.Message):
         names: collections.abc.Iterable[Global___ImageName] | None = ...,
         kept: builtins.bool = ...,
         all_or_nothing: builtins.bool = ...,
+        known_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "kept", b"kept", "names", b"names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "kept", b"kept", "known_only", b"known_only", "names", b"names"]) -> None: ...
 
 Global___ImageNames: typing_extensions.TypeAlias = ImageNames
 

@@ -154,7 +154,10 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceDescribeType, _EncoderSer
     A caller may name images as `kept`, and then keeps the call open for as long as it wants their rows. If a Fetch
     asks for a kept image whose rows and bytes the server has lost, the server answers the image's name with
     NEEDS_BYTES once more. The caller sends the bytes again, and the server answers as before. A draining server ends
-    such a call with UNAVAILABLE, so that the caller submits the images elsewhere.
+    such a call with UNAVAILABLE, so that the caller submits the images elsewhere. If the caller half-closes after
+    `last`, the images stay submitted, as after any other call; if it cancels the call, they are withdrawn.
+
+    A caller without the files may name images as `known_only`: the server answers at once what it knows of them.
     """
 
     Fetch: _EncoderServiceFetchType
@@ -225,7 +228,10 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         A caller may name images as `kept`, and then keeps the call open for as long as it wants their rows. If a Fetch
         asks for a kept image whose rows and bytes the server has lost, the server answers the image's name with
         NEEDS_BYTES once more. The caller sends the bytes again, and the server answers as before. A draining server ends
-        such a call with UNAVAILABLE, so that the caller submits the images elsewhere.
+        such a call with UNAVAILABLE, so that the caller submits the images elsewhere. If the caller half-closes after
+        `last`, the images stay submitted, as after any other call; if it cancels the call, they are withdrawn.
+
+        A caller without the files may name images as `known_only`: the server answers at once what it knows of them.
         """
 
     @abc.abstractmethod

@@ -4,36 +4,31 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import time_ns
 from typing import Any
 from uuid import uuid4
 
 from encoder_contract.command_line import say
 from encoder_contract.endpoint import is_local
 from encoder_contract.errors import (
-    EncoderError,
-    ImageLimitError,
-    InvalidImageError,
     ModelMismatchError,
+    OverloadedError,
     UnavailableError,
 )
 from encoder_contract.version import __version__
 from encoder_service import signals
-from encoder_service.api.admin import AdminService
+from encoder_service.api.admin import AdminService, Step
 from encoder_service.api.caller import Identity
-from encoder_service.api.describe import ServerInfo, banner, describe, facts, reachable
+from encoder_service.api.describe import banner, facts, reachable
 from encoder_service.api.server import Listener
 from encoder_service.api.service import EncoderService
 from encoder_service.api.tenants import read_tenants
-from encoder_service.cluster.cluster import Cluster, IndexState, Replica
-from encoder_service.cluster.peers import SILENCE_S, Peers
-from encoder_service.cluster.redis import RedisSettings, namespace
-from encoder_service.cluster.redis_cluster import RedisCluster
-from encoder_service.cluster.tasks import FAILED_TASK
+from encoder_service.cluster.cluster import Cluster, IndexState
+from encoder_service.cluster.tasks import FAILED_TASK, cancel_task, start_task
 from encoder_service.collectors import (
     certificate_readings,
     cluster_readings,
@@ -49,27 +44,27 @@ from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.devices import EXIT_LOST, EXIT_STUCK
 from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.dispatcher import Dispatcher
-from encoder_service.devices.job_queue import Job, JobQueue
+from encoder_service.devices.job_queue import JobQueue
 from encoder_service.devices.served_model import ServedModel
 from encoder_service.devices.torch_device import Device
 from encoder_service.http import Watch
-from encoder_service.image.decoder import DECODE_PIXELS, FileDecoder
-from encoder_service.image.sources import SOURCE_TTL_S, VIDEO_LIMITS, SourceCache, Validator
+from encoder_service.image.decoder import FileDecoder
+from encoder_service.image.sources import SOURCE_TTL_S, SourceCache
 from encoder_service.images import Images
 from encoder_service.limits import Budgets
 from encoder_service.logs import toggle_debug
 from encoder_service.metrics import Metrics, Reading
+from encoder_service.reload import checkpoint_path, load_beside
 from encoder_service.rows_port import RowsPort
-from encoder_service.scheduler import Scheduler, Snapshot
-from encoder_service.store import AnyTier, DiskError, Pin, Store, StoreSizeError
+from encoder_service.scheduler import Snapshot
+from encoder_service.serving import ServerParts, Serving, run_all
+from encoder_service.store import AnyTier, DiskError, Store, StoreSizeError
 from encoder_service.transport import Transports
 
 log = logging.getLogger(__name__)
 
 EXIT_S = 30.0  # seconds after `drain_s` at which the process exits in any case: something may hang
 SNAPSHOT_S = 10.0  # how long a scrape waits for the event loop
-# Most images decoded ahead of the ViT. The limit in patches alone would allow a thousand thumbnails.
-MAX_AHEAD_IMAGES = 64
 MAX_VIDEOS = 256  # most video files in the cache: each has a file descriptor
 
 
@@ -93,12 +88,9 @@ class Server:
         or replica counts as failed, so that several servers on a busy machine do not take its stalls for failures.
         """
         self._config = config
-        self._devices = devices
-        self._model = ServedModel.of(devices, files)
-        self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._aborted = False
+        self._aborted = self._is_ending = self._is_reloading = False
         self.replica_id = uuid4().hex[:12]
         self._certificates = config.certificates()
         self._peer_certificates = config.peer_certificates()
@@ -107,17 +99,47 @@ class Server:
         self._identity = Identity(self._tenants, self._fleet_key)
         self.endpoint = ""  # host:port or unix:path, set by `start`
         self.metrics = Metrics()
-        self.store = self._build_store()
+        self.store = self._build_store(devices)
         self._sources = SourceCache(int(config.source_gib * GIB), SOURCE_TTL_S)
         self._videos = SourceCache(int(config.video_gib * GIB), SOURCE_TTL_S, max_files=MAX_VIDEOS)
         self.budgets = budgets or Budgets.of(config)
-        self.jobs = self._build_jobs()
-        self.dispatcher = self._build_dispatcher()
-        self.cluster = self._build_cluster()
-        self.images = self._build_images()
         self._rows_port = self._build_rows_port()
-        self._description = describe(config, self._model, self.budgets, self.replica_id)
-        self.service = self._build_service()
+        self._parts = self._build_parts(files, patience)
+        self.serving = Serving(config, devices, self._parts)
+        self.service = EncoderService(self.serving.served, self.metrics, self.budgets)
+        self._loading: asyncio.Task[list[DeviceProcess]] | None = None
+        self._retired: Serving | None = None  # the model before, while it ends
+        self._retiring: asyncio.Task[None] | None = None
+
+    @property
+    def _servings(self) -> list[Serving]:
+        """The model that new calls get, and the one before while it ends."""
+        return [self.serving] if self._retired is None else [self.serving, self._retired]
+
+    @property
+    def model(self) -> ServedModel:
+        """The model that new calls get."""
+        return self.serving.model
+
+    @property
+    def jobs(self) -> JobQueue:
+        """Its queue."""
+        return self.serving.jobs
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Its devices."""
+        return self.serving.dispatcher
+
+    @property
+    def cluster(self) -> Cluster:
+        """The replicas that serve it."""
+        return self.serving.cluster
+
+    @property
+    def images(self) -> Images:
+        """What happens to its images."""
+        return self.serving.images
 
     async def serve(self) -> int:
         """Serve until SIGTERM, SIGINT or SIGQUIT, then drain. Return the exit code."""
@@ -125,7 +147,7 @@ class Server:
             self._loop,
             drain=self._stop.set,
             interrupt=self._interrupt,
-            reload=self._reload,
+            reload=self._read_again,
             toggle_debug=partial(toggle_debug, self._config.log_level),
         )
         self._loop.set_exception_handler(self._on_loop_error)
@@ -150,7 +172,7 @@ class Server:
 
     async def start(self) -> None:
         """Bind the ports, join the cluster and serve. Raises `ConfigError` if a port or the index is unavailable."""
-        admin = AdminService(self.store, self._sources, self._videos, self.jobs, self._identity, self.metrics)
+        admin = AdminService(self.store, self._sources, self._videos, self.reload, self._identity)
         try:
             if self._rows_port is not None:
                 self._rows_port.start()
@@ -171,37 +193,113 @@ class Server:
                 not_ready=self._not_ready,
                 never_joined=lambda: self.cluster.never_joined,
                 title=f"encoder-service {__version__}",
-                facts=self._facts(),
+                facts=self._facts,
                 certificates=self._certificates,
                 check_reader=None if is_local(self._config.metrics_listen) else self._identity.check_reader,
             )
-            await self._join_cluster()
+            self._identity.advertised = reachable(self.endpoint, self._config.advertise)
+            await self.serving.start(self._identity.advertised)
         except ConfigError:
             await self._stop_rows_port()
             self.store.close()
             raise
+        threading.Thread(target=self._keep_moving, name="tier-migrator", daemon=True).start()
         self.watch.start()
-        self.dispatcher.start()
         await self._listener.start()
 
     async def drain(self) -> None:
         """Hand over rows, refuse new calls, leave the index, wait `drain_s` for running calls, free everything."""
-        for step in (
+        self._is_ending = True
+        if self._loading is not None:
+            self._loading.cancel()
+        await run_all(
             partial(self.cluster.hand_over, 0.0 if self._aborted else self._config.hand_over_s),
             self._refuse_new_calls,
             self.cluster.leave,
             partial(self._listener.stop, self._config.drain_s),
-            self._stop_devices,
-            self.cluster.close,
+            self._stop_serving,
             self.watch.stop,
             self._stop_rows_port,
             partial(asyncio.to_thread, self.store.close),
-        ):
-            try:
-                await step()
-            except Exception:  # run the other steps all the same
-                log.exception("while draining")
+        )
         log.info("drained")
+
+    async def reload(self, folder: str) -> AsyncGenerator[Step]:
+        """Serve the checkpoint in `folder`, an absolute path, from now on; yield the steps.
+
+        Raises `OverloadedError` during another reload, `ModelMismatchError` if the folder cannot be served beside the
+        one that is, or instead of it, and `UnavailableError` during a drain.
+        """
+        if self._is_reloading:
+            raise OverloadedError("another reload is running: wait until it has ended")
+        self._is_reloading = True
+        try:
+            path = await asyncio.to_thread(checkpoint_path, folder)
+            if self._retiring is not None and not self._retiring.done():
+                yield Step("waiting for the calls that the weights before still have")
+                await asyncio.wait({self._retiring})
+            count = len(self.serving.devices)
+            yield Step(f"loading {path} on {count} {'device' if count == 1 else 'devices'}")
+            new = await self._loaded(path)
+            if new is not None:
+                self._swap(new)
+        except ConfigError as error:
+            why = " ".join(str(error).split())
+            log.warning("not reloaded, the server goes on as before: %s", why)
+            raise ModelMismatchError(f"not reloaded, the server goes on as before: {why}") from error
+        finally:
+            self._is_reloading = False
+        fingerprint = self.model.facts.recipe.model
+        change = "new calls get it" if new is not None else "its weights were served already"
+        log.info("reloaded %s: %s, model fingerprint %s", path, change, fingerprint.hex())
+        yield Step(f"serving {path}: {change}, model fingerprint {fingerprint.hex()}", fingerprint)
+
+    async def _loaded(self, path: Path) -> Serving | None:
+        """Return the model in a folder, ready to serve; None if it is the one that is served.
+
+        Raises as `reload` does, and `ConfigError`.
+        """
+        config = replace(self.serving.config, model=path)
+        self._require_running()
+        self._loading = asyncio.create_task(load_beside(config, self.model.facts), name="reload")
+        try:
+            devices = await self._loading
+        except asyncio.CancelledError:
+            self._require_running()
+            raise
+        if not devices:
+            self.serving.move_to(path)
+            return None
+        new = Serving(config, devices, self._parts)
+        try:
+            await new.start(self._identity.advertised)
+            self._require_running()
+        except BaseException:
+            await run_all(new.stop, new.cluster.close)
+            raise
+        return new
+
+    def _require_running(self) -> None:
+        if self._is_ending:
+            raise UnavailableError("the server is draining, and does not reload")
+
+    def _swap(self, new: Serving) -> None:
+        """Have new calls get another model; the one before ends its own."""
+        self._retired, self.serving = self.serving, new
+        self._retired.dispatcher.on_answers = lambda _answers: None
+        new.dispatcher.on_answers = self._listener.set_serving
+        self._listener.set_serving(True)
+        self.service.serve(new.served)
+        self._retiring = start_task(self._retire(self._retired), "retire")
+
+    async def _retire(self, old: Serving) -> None:
+        await old.retire()
+        self.service.end_retired()
+        self._retired = None
+
+    async def _stop_serving(self) -> None:
+        await cancel_task(self._retiring)
+        await asyncio.gather(*(run_all(each.stop, each.cluster.close) for each in self._servings))
 
     async def _refuse_new_calls(self) -> None:
         log.info(
@@ -209,23 +307,20 @@ class Server:
             self._config.drain_s,
         )
         self.service.draining = True
-        self.images.unsubmitted.end_keeping(UnavailableError("the server is draining: use another server"))
+        for serving in self._servings:
+            serving.images.unsubmitted.end_keeping(
+                UnavailableError("the server is draining: use another server")
+            )
 
     async def _stop_rows_port(self) -> None:
         if self._rows_port is not None:
             await asyncio.to_thread(self._rows_port.stop)
 
-    async def _stop_devices(self) -> None:
-        """Let the workers finish their current images, and fail the queued ones."""
-        self.jobs.close()
-        await self.dispatcher.stop()
-        self.jobs.fail_all(UnavailableError("the server is shutting down: use another server"))
-
     # Construction
 
-    def _build_store(self) -> Store:
-        config, facts = self._config, self._model.facts
-        for device in self._devices if config.store_device_gib else ():
+    def _build_store(self, devices: Sequence[DeviceProcess]) -> Store:
+        config, facts = self._config, devices[0].facts
+        for device in devices if config.store_device_gib else ():
             if not Device(device.name).can_access(facts.device):
                 raise ConfigError(
                     f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {facts.device}: "
@@ -248,115 +343,34 @@ class Server:
         except (StoreSizeError, DiskError) as error:
             raise ConfigError(str(error)) from error
 
-    def _build_jobs(self) -> JobQueue:
-        facts = self._model.facts
-        return JobQueue(
-            Scheduler(
-                self.budgets.queue,
-                max_ahead_patches=facts.ahead_patches,
-                max_ahead_images=MAX_AHEAD_IMAGES,
-                large_pixels=DECODE_PIXELS,
-                devices=len(self._devices),
-            ),
-            self._model.can_batch,
-            self.store,
-            loop=self._loop,
-            metrics=self.metrics,
-            on_end=self._ended,
-            # The server itself uses a device only for a device tier.
-            device=Device(facts.device if self._config.store_device_gib else "cpu"),
-            devices=len(self._devices),
-            on_abort=self._abort,
-        )
-
-    def _build_dispatcher(self) -> Dispatcher:
-        tokens = self._model.geometry.tokens
-        return Dispatcher(self._devices, self.jobs, self.store, self.metrics, tokens)
-
-    def _build_cluster(self) -> Cluster:
-        config, facts = self._config, self._model.facts
-        if config.index == "memory":
-            return Cluster()
-        settings = RedisSettings(
-            url=config.index,
-            namespace=namespace(config.index_prefix, facts.recipe.model),
-            call_timeout_ms=config.index_timeout_ms,
-        )
-        peers = Peers(
-            facts.recipe,
-            facts.width,
-            self.store.layout.row_bytes,
-            self._model.geometry,
-            certificates=self._peer_certificates,
-            name=config.tls_peer_name,
-            key=self._fleet_key,
-            on_fetch=self.metrics.peer_fetch,
-            silence_s=SILENCE_S * self._patience,
-        )
-        return RedisCluster(
-            settings.with_timeouts_scaled(self._patience),
-            peers,
-            self.store,
-            on_call=self.metrics.index_call,
-        )
-
-    def _build_images(self) -> Images:
-        config = self._config
-        validator = Validator(
-            self._model.geometry,
-            max_image_bytes=config.max_image_bytes,
-            max_image_pixels=config.max_image_pixels,
-            formats=config.accepted_formats,
-            read_rare_header=self._model.files.read_header,
-            open_video=self._model.files.open_video,
-            video_limits=VIDEO_LIMITS,
-            on_hash=partial(self.metrics.stage, "hash"),
-        )
-        return Images(
-            validator,
-            self._sources,
-            self._videos,
-            self.jobs,
-            self.store,
-            self.cluster,
-            self.budgets.awaited_images,
-        )
-
     def _build_rows_port(self) -> RowsPort | None:
         listen = self._config.rows_listen
         return RowsPort(listen, self._certificates, self.budgets.reader_idle_s) if listen else None
 
-    def _build_service(self) -> EncoderService:
-        info = ServerInfo(
-            description=self._description,
-            recipe=self._model.facts.recipe,
-            geometry=self._model.geometry,
-            row_bytes=self.store.layout.row_bytes,
-            transports=Transports(self.store, self._rows_port),
+    def _build_parts(self, files: FileDecoder, patience: float) -> ServerParts:
+        return ServerParts(
+            store=self.store,
+            files=files,
+            sources=self._sources,
+            videos=self._videos,
+            budgets=self.budgets,
+            metrics=self.metrics,
             identity=self._identity,
+            transports=Transports(self.store, self._rows_port),
+            replica_id=self.replica_id,
+            peer_certificates=self._peer_certificates,
+            fleet_key=self._fleet_key,
+            patience=patience,
+            on_abort=self._abort,
         )
-        return EncoderService(self.images, info, self.metrics, self.budgets)
-
-    async def _join_cluster(self) -> None:
-        recipe = self._model.facts.recipe
-        advertised = reachable(self.endpoint, self._config.advertise)
-        self._identity.advertised = advertised
-        replica = Replica(self.replica_id, time_ns(), advertised, recipe.model, recipe.processor)
-        try:
-            await self.cluster.join(replica)
-        except ModelMismatchError as error:
-            raise ConfigError(f"{flag('index')} {self._config.index_for_people}: {error}") from error
 
     # Callbacks of the components
 
-    def _ended(self, job: Job, outcome: Pin | EncoderError) -> None:
-        if isinstance(outcome, EncoderError):
-            is_lasting = isinstance(outcome, InvalidImageError) and not isinstance(outcome, ImageLimitError)
-            if is_lasting and job.key.frames is None:
-                self._sources.drop(job.key.source_key)  # it can never be encoded
-            self.cluster.release(job.key.address)
-        else:
-            self.cluster.publish(job.key.address, outcome.grid)
+    def _keep_moving(self) -> None:
+        try:
+            self.store.moves.keep_moving()
+        except BaseException as error:  # noqa: BLE001 - a thread never ends silently
+            self.jobs.abort("the server's thread tier-migrator died", error)
 
     def _on_evict(self, address: bytes, _tier: AnyTier) -> None:
         """Report the eviction to the event loop. Called on the thread that evicted."""
@@ -365,14 +379,15 @@ class Server:
 
     def _evicted(self, address: bytes) -> None:
         if not self.store.contains(address):
-            self.cluster.retract(address)
+            for serving in self._servings:
+                serving.cluster.retract(address)
 
     def _interrupt(self) -> None:
         if self._stop.is_set() and self.endpoint:
             self._listener.abort_calls()
         self._stop.set()
 
-    def _reload(self) -> None:
+    def _read_again(self) -> None:
         """Read certificates and tenants now. New connections and calls do so, too, but say nothing without a change."""
         if self._certificates is not None:
             _ = self._certificates.pem
@@ -408,13 +423,15 @@ class Server:
 
     def readings(self) -> Iterator[Reading]:
         """Yield the state of the components. Each scrape calls it, on a thread."""
-        peak_flops = self._config.device_peak_tflops * 1e12 * len(self._devices)
-        yield from identity_readings(self._description, self._model.facts, self._device_names, peak_flops)
+        serving = self.serving
+        peak_flops = self._config.device_peak_tflops * 1e12 * len(serving.devices)
+        description = serving.served.info.description
+        yield from identity_readings(description, serving.model.facts, serving.device_names, peak_flops)
         yield from process_readings(self.draining)
         peers = self._peer_certificates if self._config.tls_peer_ca else None
         yield from certificate_readings(self._certificates, peers)
-        yield from device_readings(self._devices)
-        yield from model_readings(self._model.files, self._devices)
+        yield from device_readings(serving.devices)
+        yield from model_readings(self._parts.files, serving.devices)
         yield from queue_readings(self._snapshot(), self.budgets.queue)
         yield from store_readings(self.store.stats())
         yield from memory_readings(
@@ -458,10 +475,6 @@ class Server:
         return {**self._settings(), "listening": self.endpoint}
 
     def _settings(self) -> dict[str, str]:
-        plan = self._model.facts.plan
+        serving, plan = self.serving, self.model.facts.plan
         memory = {"device memory": str(plan)} if plan.total else {}
-        return {**facts(self._config, self._model, self._device_names, self.replica_id), **memory}
-
-    @property
-    def _device_names(self) -> str:
-        return ",".join(device.name for device in self._devices)
+        return {**facts(serving.config, serving.model, serving.device_names, self.replica_id), **memory}

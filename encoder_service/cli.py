@@ -1,4 +1,4 @@
-"""The command line of the server: `encoder-service serve`, `top`, `stats`, `evict` and `flush`."""
+"""The command line of the server: `encoder-service serve`, `top`, `evict`, `flush` and `reload`."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ from encoder_contract.command_line import (
     seconds,
 )
 from encoder_contract.credentials import AccessSettings
-from encoder_contract.endpoint import Endpoint
+from encoder_contract.endpoint import Endpoint, why_unbound
 from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import GIB, Config, ConfigError, flag
@@ -128,9 +128,9 @@ def _metrics_address(text: str) -> str:
 
 def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
     for name, text in (
-        ("stats", "show a server's store: tiers, hit rate (of the fetched images), pins and largest entries"),
         ("evict", "remove one embedding from a server's store, unless it is in use"),
         ("flush", "remove all embeddings that are not in use, and all cached image and video files"),
+        ("reload", "have a server serve other weights of its architecture from now on, without a restart"),
     ):
         parser = commands.add_parser(
             name,
@@ -141,8 +141,14 @@ def _add_operator(commands: "argparse._SubParsersAction[CommandLine]") -> None:
             parser.add_argument(
                 "address",
                 metavar="ADDRESS",
-                help="address of the embedding: the 64 hexadecimal digits that `stats` and `prefill-client encode` "
-                "print",
+                help="address of the embedding: the 64 hexadecimal digits that `prefill-client encode` prints",
+            )
+        if name == "reload":
+            parser.add_argument(
+                "folder",
+                metavar="FOLDER",
+                help="complete Hugging Face checkpoint on the server's host; the server's memory must hold its vision "
+                "tower beside the one that it serves",
             )
         parser.add_argument(
             "--server",
@@ -159,14 +165,14 @@ def _operate(name: str, given: dict[str, Any]) -> int:
 
     try:
         with output():
-            print(
-                run(
-                    name,
-                    given["server"],
-                    given.get("address", ""),
-                    AccessSettings.from_flags(given).credentials,
-                )
-            )
+            for text in run(
+                name,
+                given["server"],
+                address=given.get("address", ""),
+                folder=given.get("folder", ""),
+                credentials=AccessSettings.from_flags(given).credentials,
+            ):
+                print(text, flush=True)
     except OperatorError as error:
         print(f"encoder-service: {error}", file=sys.stderr)
         return FAILED
@@ -282,8 +288,7 @@ def require_free(name: str, address: str) -> None:
         else:
             _bind(endpoint)
     except OSError as error:
-        reason = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"{flag(name)} {address}: {reason}") from error
+        raise ConfigError(f"{flag(name)} {address}: {why_unbound(error)}") from error
 
 
 def _bind(endpoint: Endpoint) -> None:

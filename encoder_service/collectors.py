@@ -174,10 +174,35 @@ def queue_readings(snapshot: Snapshot, limits: QueueLimits) -> Iterator[Reading]
 
 
 def store_readings(stats: StoreStats) -> Iterator[Reading]:
-    """Yield tiers, hits, evictions and pins."""
+    """Yield tiers, misses, pins, moves and waits."""
+    yield from _tier_readings(stats.tiers)
+    yield counter(
+        "store_misses", "Images named in Submit and Fetch calls whose embedding was in no tier.", stats.misses
+    )
+    yield gauge("store_pins", "Pins on embeddings.", stats.pins)
+    yield counter(
+        "store_damaged_files", "Torn and damaged files of the disk tier, removed.", stats.damaged_files
+    )
+    yield gauge(
+        "store_disk_off",
+        "1 if the disk tier is off: its disk is full or fails.",
+        int(stats.is_disk_off),
+    )
+    moves = {"down": stats.demotions, "up": stats.promotions}
+    yield counter("store_moves", "Embeddings moved between the tiers.", moves, "direction")
+    yield counter(
+        "store_waits",
+        "Writes that found no free pages, or another write of the address, and tried again.",
+        stats.waits,
+    )
+    yield counter(
+        "store_refusals", "Writes refused because the store stayed full of embeddings in use.", stats.refusals
+    )
 
+
+def _tier_readings(tiers: Sequence[TierStats]) -> Iterator[Reading]:
     def by_tier(value: Callable[[TierStats], float]) -> dict[str, float]:
-        return {tier.name: value(tier) for tier in stats.tiers}
+        return {tier.name: value(tier) for tier in tiers}
 
     yield gauge(
         "store_used_bytes",
@@ -207,26 +232,6 @@ def store_readings(stats: StoreStats) -> Iterator[Reading]:
     )
     yield counter("store_evictions", "Embeddings evicted.", by_tier(lambda tier: tier.evictions), "tier")
     yield counter("store_writes", "Embeddings written.", by_tier(lambda tier: tier.writes), "tier")
-    yield counter("store_misses", "Lookups that found the embedding in no tier.", stats.misses)
-    yield gauge("store_pins", "Pins on embeddings.", stats.pins)
-    yield counter(
-        "store_damaged_files", "Torn and damaged files of the disk tier, removed.", stats.damaged_files
-    )
-    yield gauge(
-        "store_disk_off",
-        "1 if the disk tier is off: its disk is full or fails.",
-        int(stats.is_disk_off),
-    )
-    moves = {"down": stats.demotions, "up": stats.promotions}
-    yield counter("store_moves", "Embeddings moved between the tiers.", moves, "direction")
-    yield counter(
-        "store_waits",
-        "Waits of at most 50 ms by a writer, for space or for another writer of the address.",
-        stats.waits,
-    )
-    yield counter(
-        "store_refusals", "Writes refused because the store stayed full of embeddings in use.", stats.refusals
-    )
 
 
 def memory_readings(

@@ -17,6 +17,7 @@ __all__ = ["GIB", "Config", "ConfigError", "flag"]
 
 GIB = 1 << 30
 MAX_VIDEO_BYTES = 256 << 20  # a video file
+MAX_DECODE_THREADS = 256  # of a device; each starts a process
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 
@@ -123,7 +124,7 @@ class Config(Settings):
     batch_patches: int = knob(
         0,
         zero=True,
-        help="maximum patches in a batch of the vision tower; a larger image runs alone; 0: 4800 on a GPU, 1024 on the "
+        help="maximum patches in a batch of the vision tower; a larger image runs alone; 0: 5632 on a GPU, 1024 on the "
         "CPU; if set, larger images have no CUDA graphs",
     )
     decoder: Literal["auto", "dali", "pillow"] = knob(
@@ -217,6 +218,11 @@ class Config(Settings):
         known = self.accepted_formats and {*self.accepted_formats} <= {*FORMATS, *RARE_FORMATS}
         self._require(
             bool(known), "formats", f"must be all, or a list of {', '.join((*FORMATS, *RARE_FORMATS))}"
+        )
+        self._require(
+            self.decode_threads <= MAX_DECODE_THREADS,
+            "decode_threads",
+            f"must be at most {MAX_DECODE_THREADS}",
         )
         self._require(self.call_window_kib < 1 << 21, "call_window_kib", "must be less than 2 GiB")
         self._require_endpoint("listen")

@@ -61,7 +61,7 @@ class HttpPort:
         listen: str,
         *,
         title: str,
-        facts: Mapping[str, str],
+        facts: Callable[[], Mapping[str, str]],
         metrics: Callable[[], bytes],
         last_tick: Callable[[], float],
         not_ready: Callable[[], str],
@@ -198,7 +198,7 @@ class HttpPort:
                 return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "metrics cannot be read: see the log")
             return _response(HTTPStatus.OK, samples.decode(), kind="text/plain; version=0.0.4")
         if path == "/":
-            rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts.items())
+            rows = "".join(f"<tr><th>{escape(k)}<td>{escape(v)}" for k, v in self._facts().items())
             page = PAGE.format(
                 title=escape(self._title), state=escape(problem or note or "serving"), rows=rows
             )
@@ -251,7 +251,7 @@ class Watch:
         not_ready: Callable[[], str],
         never_joined: Callable[[], str] = lambda: "",
         title: str,
-        facts: Mapping[str, str],
+        facts: Callable[[], Mapping[str, str]],
         certificates: Certificates | None = None,
         check_reader: Callable[[str], None] | None = None,
     ) -> None:

@@ -139,7 +139,8 @@ LEASE_WAIT_S = 1.0
 class SubmittedImage:
     """An image of a Submit call: its index, grid and size (0: unknown) as the caller gave them, and the call's claim.
 
-    With `is_video`, it is a whole video: the caller asks what its container says, and nothing is encoded.
+    With `is_video`, it is a whole video: the caller asks what its container says, and nothing is encoded. With
+    `known_only`, the caller has no file.
     """
 
     index: int
@@ -148,6 +149,7 @@ class SubmittedImage:
     size_bytes: int
     claim: Claim
     is_video: bool = False
+    known_only: bool = False
 
     @property
     def file_is_video(self) -> bool:
@@ -226,6 +228,34 @@ class Images:
             answer or (LookupResult(None) if image.is_video else self._cluster_answer(image, acquired))
             for image, answer in zip(images, answers, strict=True)
         ]
+
+    async def lookup_known(self, images: Sequence[SubmittedImage]) -> list[LookupResult | EncoderError]:
+        """Answer names whose caller has no files: as `lookup` does, but `UnknownImageError` where it needs bytes.
+
+        Asks the cluster once about images whose files are here, and once about the others. Those get no lease, for
+        which other replicas would wait.
+        """
+        answers = {image.index: self._local_answer(image) for image in images}
+        missing = [image for image in images if answers[image.index] is None]
+        with_file = [image for image in missing if self._file_of(image.key, is_video=image.is_video)]
+        sought = [image.key for image in missing if image not in with_file and not image.is_video]
+        located = await self._cluster.find(sought) if sought else {}
+        answers |= zip((image.index for image in with_file), await self.lookup(with_file), strict=True)
+        for image in missing:
+            if (locations := located.get(image.key.address)) is not None:
+                answers[image.index] = self._located_answer(image, locations)
+        return [self._without_file(image, answers[image.index]) for image in images]
+
+    def _without_file(
+        self, image: SubmittedImage, answer: LookupResult | EncoderError | None
+    ) -> LookupResult | EncoderError:
+        """Return the answer to a name whose caller has no file."""
+        if answer is None:
+            answer = self._local_answer(image)  # it may have arrived while the cluster answered
+        if answer is not None and not (isinstance(answer, LookupResult) and answer.needs_bytes):
+            return answer
+        self.release_lease(image.key)
+        return UnknownImageError(image.key.unknown)
 
     async def receive_video(self, image: SubmittedImage, file: VideoFile) -> LookupResult:
         """Check the file of a video against its name and the limits, and keep it; queue frames if the name has them.
@@ -313,10 +343,11 @@ class Images:
         unknown = [key for key in images if not self._jobs.knows(key)]
         return await self._cluster.find(unknown) if unknown else {}
 
-    def held(self, key: ImageKey) -> FetchResult | None:
-        """Return the rows of an image if they are held here, else None."""
-        self._cluster.note_request(key)
-        pin = self._store.pin(key.address)
+    def held(self, key: ImageKey, *, again: bool = False) -> FetchResult | None:
+        """Return the rows of an image if they are held here, else None. `again`: the same call has asked before."""
+        if not again:
+            self._cluster.note_request(key)
+        pin = self._store.pin(key.address, again=again)
         return FetchResult(pin, pin.tier) if pin is not None else None
 
     def watch(
@@ -345,8 +376,8 @@ class Images:
         return leave
 
     async def rows_here(self, key: ImageKey, claim: Claim) -> FetchResult | None:
-        """Return the rows of an image if they are held or being encoded here, else None."""
-        if (found := self.held(key)) is not None:
+        """Return the rows of an image if they are held or being encoded here, else None. Call `held` before."""
+        if (found := self.held(key, again=True)) is not None:
             return found
         if (loading := self._store.moves.load_later(key.address, claim.holder)) is not None:
             pin = await asyncio.wrap_future(loading)
@@ -369,7 +400,7 @@ class Images:
 
         `located` is a fresh result of `locate`. Starts an encoding if this replica has the file, and waits for its
         end. Waits at most `grace_s` for an image that is not submitted yet, then raises `UnknownImageError`.
-        Cancelling withdraws the claim.
+        Cancelling withdraws the claim. Call `held` before.
         """
         deadline = asyncio.get_running_loop().time() + grace_s
         elsewhere = located.get(key.address)
@@ -382,7 +413,7 @@ class Images:
                 continue
             if live:
                 shared = await self._cluster.fetch_from_peer(key, live, claim.holder)
-                if shared is not None and (pin := self._store.pin(key.address)) is not None:
+                if shared is not None and (pin := self._store.pin(key.address, again=True)) is not None:
                     return FetchResult(pin, "peer")
                 failed.update(location.replica_id for location in live)
                 elsewhere = (await self._cluster.find([key])).get(key.address)
@@ -407,13 +438,13 @@ class Images:
 
     # Internals
 
-    def _held_grid(self, key: ImageKey, claimed: Grid | None) -> Grid | None:
+    def _held_grid(self, key: ImageKey, claimed: Grid | None, *, again: bool) -> Grid | None:
         """Return the grid of an image whose rows are held here, else None.
 
         Raises `ImageLimitError`, or `InvalidRequestError` if the caller's grid is impossible or not the image's.
         """
         self._validator.check_name(key, claimed)
-        if (pin := self._store.pin(key.address)) is not None:
+        if (pin := self._store.pin(key.address, again=again)) is not None:
             with pin:
                 return confirmed_grid(pin.grid, claimed)
         grid = self._store.grid(key.address)
@@ -424,12 +455,14 @@ class Images:
         files = self._videos if is_video or key.frames is not None else self._sources
         return files.get(key.source_key)
 
-    def _local_answer(self, image: SubmittedImage) -> LookupResult | EncoderError | None:
+    def _local_answer(
+        self, image: SubmittedImage, *, again: bool = False
+    ) -> LookupResult | EncoderError | None:
         if image.is_video:
             source = self._file_of(image.key, is_video=True)
             return LookupResult(None, video=source.video) if source is not None else None
         try:
-            if (grid := self._held_grid(image.key, image.claimed_grid)) is not None:
+            if (grid := self._held_grid(image.key, image.claimed_grid, again=again)) is not None:
                 return LookupResult(grid, cached=True)
             if (job := self._jobs.join(image.key, image.claim)) is not None:
                 return LookupResult(confirmed_grid(job.grid, image.claimed_grid))
@@ -444,10 +477,14 @@ class Images:
         """
         if image.key.address in acquired.granted:
             return self._answer_with_lease(image)
-        locations = acquired.located.get(image.key.address, ())
+        return self._located_answer(image, acquired.located.get(image.key.address, ()))
+
+    def _located_answer(self, image: SubmittedImage, locations: Locations) -> LookupResult | EncoderError:
         grid = self._validator.agreed_grid((location.grid for location in locations), image.claimed_grid)
         if image.key.frames is not None:  # the name has their grid; the file is requested if the peers fail
             grid = image.key.frames.grid
+        if grid is None and image.known_only and not locations:  # a peer encodes it
+            grid = image.claimed_grid
         try:
             if grid is None and (source := self._file_of(image.key)) is not None:
                 grid = self._validator.grid(image.key, source, image.claimed_grid)
@@ -457,7 +494,9 @@ class Images:
 
     def _answer_with_lease(self, image: SubmittedImage) -> LookupResult | EncoderError:
         """Answer a name whose lease this replica has: queue the image if its bytes are here, else request them."""
-        if (known := self._local_answer(image)) is not None:  # it arrived while the cluster answered
+        if (
+            known := self._local_answer(image, again=True)
+        ) is not None:  # it arrived while the cluster answered
             self.release_lease(image.key)
             return known
         try:

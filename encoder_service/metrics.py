@@ -130,6 +130,11 @@ class Metrics:
         self._counters, self._gauges = _Series[Counter](), _Series[Gauge]()
         self._histograms = _Series[Histogram]()
         ProcessCollector(registry=self._registry)
+        self._declare_pipeline()
+        self._declare_calls()
+        self._declare_cluster_and_loop()
+
+    def _declare_pipeline(self) -> None:
         self._stage = self._histogram("stage_seconds", "Time that an image spends in a stage", stage=STAGES)
         self._queue_wait = self._histogram(
             "queue_wait_seconds",
@@ -138,23 +143,6 @@ class Metrics:
             **CLASSES,
         )
         self._encode = self._histogram("encode_seconds", "Time from an image's admission to its stored rows")
-        self._fetch_wait = self._histogram(
-            "fetch_wait_seconds",
-            "Time from a Fetch call until the rows of an image are ready",
-            outcome=FETCHED,
-        )
-        self._transfer = self._histogram(
-            "transfer_seconds", "Time to send the rows of an image", transport=TRANSPORTS
-        )
-        self._index_call = self._histogram(
-            "index_call_seconds", "Duration of a call to the index", call=(), outcome=()
-        )
-        self._peer_fetch = self._histogram(
-            "peer_fetch_seconds", "Time to fetch the rows of an image from another replica", outcome=TRIED
-        )
-        self._loop_lag = self._histogram(
-            "event_loop_lag_seconds", "How late the event loop wakes a sleeping task", LAG_SECONDS
-        )
         self._batch_patches = self._histogram("batch_patches", "Patches in a batch of the tower", PATCHES)
         self._batch_images = self._histogram("batch_images", "Images in a batch of the tower", IMAGES)
         self._shared = self._counter(
@@ -168,12 +156,22 @@ class Metrics:
             "model_flops", "Floating-point operations that the encoded images required"
         )
         self._decoded = self._counter("decoded_images", "Decoded images", decoder=DECODERS)
-        self._submitted = self._images("submitted_images", "Images answered in Submit calls", SUBMITTED)
         self._encoded = self._images(
             "encoded_images",
             "Images that left the pipeline: rows stored, copied from an equal image, or failed",
             ("kept", "copied", "failed"),
         )
+
+    def _declare_calls(self) -> None:
+        self._fetch_wait = self._histogram(
+            "fetch_wait_seconds",
+            "Time from a Fetch call until the rows of an image are ready",
+            outcome=FETCHED,
+        )
+        self._transfer = self._histogram(
+            "transfer_seconds", "Time to send the rows of an image", transport=TRANSPORTS
+        )
+        self._submitted = self._images("submitted_images", "Images answered in Submit calls", SUBMITTED)
         self._fetched = self._images(
             "fetched_images", "Images answered in Fetch calls, by where their rows came from", FETCHED
         )
@@ -185,6 +183,17 @@ class Metrics:
             "Open calls. A Fetch over shared memory stays open while its rows are read.",
             ("call",),
             registry=self._registry,
+        )
+
+    def _declare_cluster_and_loop(self) -> None:
+        self._index_call = self._histogram(
+            "index_call_seconds", "Duration of a call to the index", call=(), outcome=()
+        )
+        self._peer_fetch = self._histogram(
+            "peer_fetch_seconds", "Time to fetch the rows of an image from another replica", outcome=TRIED
+        )
+        self._loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop wakes a sleeping task", LAG_SECONDS
         )
 
     def read_from(self, read: Callable[[], Iterable[Reading]]) -> None:
@@ -272,16 +281,6 @@ class Metrics:
         """Count an image answered in Fetch, by where its rows came from, and record how long the caller waited."""
         self._counters[self._fetched, outcome, reason(error)].inc()
         self._histograms[self._fetch_wait, outcome].observe(wait_s)
-
-    def fetches(self) -> tuple[int, int]:
-        """Return how many fetched images were hits, and how many were encoded for it."""
-        counts = {
-            sample.labels["outcome"]: int(sample.value)
-            for family in self._fetched.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total") and not sample.labels["reason"]
-        }
-        return sum(counts[outcome] for outcome in STORED), counts["encoded"]
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Count rows sent."""

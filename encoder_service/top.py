@@ -119,26 +119,27 @@ def _row(window: ScrapeDelta) -> Iterable[str | Text]:
 
 def _tiers(windows: Sequence[ScrapeDelta]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("tier", "used", "of", "", "embeddings", "hits/s", "evicted/s"):
+    for name in ("tier", "used", "of", "", "pinned", "embeddings", "hits/s", "evicted/s"):
         table.add_column(name, justify="left" if name in ("tier", "") else "right", no_wrap=True)
     names = {labels["tier"] for window in windows for labels, _ in window.now.series("store_size_bytes")}
     for tier in sorted(names):
-        used, size, entries = (
+        used, size, pinned, entries = (
             sum(window.now.total(name, tier=tier) for window in windows)
-            for name in ("store_used_bytes", "store_size_bytes", "store_entries")
+            for name in ("store_used_bytes", "store_size_bytes", "store_pinned_bytes", "store_entries")
         )
         rates = (
             f"{sum(window.rate(name, tier=tier) for window in windows):.1f}"
             for name in ("store_hits_total", "store_evictions_total")
         )
-        table.add_row(
-            tier, _size(used), _size(size), _bar(used / size if size else 0), _count(entries), *rates
-        )
+        bar = _bar(used / size if size else 0)
+        table.add_row(tier, _size(used), _size(size), bar, _size(pinned), _count(entries), *rates)
     files, room = (
         sum(window.now.total(name) for window in windows) for name in ("sources_bytes", "sources_size_bytes")
     )
     kept = sum(window.now.total("sources_images") for window in windows)
-    table.add_row("image files", _size(files), _size(room), _bar(files / room if room else 0), _count(kept))
+    table.add_row(
+        "image files", _size(files), _size(room), _bar(files / room if room else 0), "", _count(kept)
+    )
     return table
 
 

@@ -1,5 +1,7 @@
-"""`encoder-service stats`, `evict` and `flush`: the operator's side of the admin calls."""
+"""`encoder-service evict`, `flush` and `reload`: the operator's side of the admin calls."""
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -13,30 +15,47 @@ from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 
 TIMEOUT_S = 10.0
-MIB = 1 << 20
 ADDRESS_BYTES = 32
+# Notice a server that has stopped within ten seconds.
+PINGS = (
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+)
 
 
 class OperatorError(Exception):
     """The server cannot be reached, or refuses the operator call."""
 
 
-def run(command: str, server: str, address: str = "", credentials: Credentials = NO_CREDENTIALS) -> str:
-    """Run one command and return the text to print. Raises `OperatorError`."""
+def run(
+    command: str,
+    server: str,
+    *,
+    address: str = "",
+    folder: str = "",
+    credentials: Credentials = NO_CREDENTIALS,
+) -> Iterator[str]:
+    """Run one command; yield the texts to print. Raises `OperatorError`."""
     try:
         evicted_address = _address(address) if command == "evict" else b""
         with _channel(server, credentials) as channel:
-            limits: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": _token_metadata(server, credentials)}
+            metadata = _token_metadata(server, credentials)
+            limits: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": metadata}
             proof = _proof(channel, server, limits)
             stub: AdminServiceStub = AdminServiceStub(channel)
-            if command == "stats":
-                return _table(stub.Stats(admin_pb2.StatsRequest(proof=proof), **limits))
             if command == "flush":
                 flushed = stub.Flush(admin_pb2.FlushRequest(proof=proof), **limits)
-                return f"{flushed.entries} entries dropped"
-            request = admin_pb2.EvictRequest(proof=proof, address=evicted_address)
-            evicted = stub.Evict(request, **limits).evicted
-            return "dropped" if evicted else "not dropped: it is not held, or in use"
+                yield f"{flushed.entries} entries dropped"
+            elif command == "reload":  # as long as it takes: the pings notice a server that has gone
+                reload = admin_pb2.ReloadRequest(proof=proof, folder=os.path.abspath(folder))
+                for answer in stub.Reload(reload, metadata=metadata):
+                    yield answer.step
+            else:
+                evict = admin_pb2.EvictRequest(proof=proof, address=evicted_address)
+                if not stub.Evict(evict, **limits).evicted:
+                    raise OperatorError(f"{server}: not dropped: it is not held, or in use")
+                yield "dropped"
     except ValueError as error:
         raise OperatorError(str(error)) from error
     except grpc.RpcError as error:
@@ -45,14 +64,15 @@ def run(command: str, server: str, address: str = "", credentials: Credentials =
 
 def _channel(server: str, credentials: Credentials) -> grpc.Channel:
     certificates = credentials.certificates()
+    options = (*NO_PROXY, *PINGS)
     if certificates is None:
-        return grpc.insecure_channel(server, NO_PROXY)  # admin calls work only within this host
+        return grpc.insecure_channel(server, options)  # admin calls work only within this host
     pem, name = certificates.pem, credentials.server_name
     override = (("grpc.ssl_target_name_override", name),) if name else ()
     return grpc.secure_channel(
         server,
         grpc.ssl_channel_credentials(pem.ca or None, pem.key or None, pem.cert or None),
-        (*NO_PROXY, *override),
+        (*options, *override),
     )
 
 
@@ -91,25 +111,6 @@ def _address(text: str) -> bytes:
         address = b""
     if len(address) != ADDRESS_BYTES:
         raise OperatorError(
-            f"{text!r} is not an address: give its 64 hexadecimal digits, as `stats` prints them"
+            f"{text!r} is not an address: give its 64 hexadecimal digits, as `prefill-client encode` prints them"
         )
     return address
-
-
-def _table(stats: admin_pb2.StatsResponse) -> str:
-    lines = [f"{'tier':<8}{'used MiB':>10}{'of':>10}{'pinned':>10}{'entries':>9}{'hits':>10}{'evicted':>9}"]
-    for tier in stats.tiers:
-        sizes = "".join(f"{n / MIB:>10.1f}" for n in (tier.used_bytes, tier.size_bytes, tier.pinned_bytes))
-        lines.append(f"{tier.name:<8}{sizes}{tier.entries:>9}{tier.hits:>10}{tier.evictions:>9}")
-    fetched = stats.fetched_stored + stats.fetched_encoded
-    share = (
-        f"hit rate {stats.fetched_stored / fetched:.0%}" if fetched else "no hit rate: nothing was fetched"
-    )
-    kept = f"{stats.source_images} image files kept ({stats.source_bytes / MIB:.1f} MiB)"
-    lines += ["", f"{share}, {stats.pins} pins, {stats.queued_images} images in progress, {kept}"]
-    if stats.largest:
-        lines += ["", f"{'largest':<66}{'tier':<8}{'MiB':>8}{'tokens':>8}{'pins':>6}{'hits':>8}"]
-    for entry in stats.largest:
-        numbers = f"{entry.bytes / MIB:>8.2f}{entry.tokens:>8}{entry.pins:>6}{entry.hits:>8}"
-        lines.append(f"{entry.address.hex():<66}{entry.tier:<8}{numbers}")
-    return "\n".join(lines)

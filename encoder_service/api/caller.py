@@ -8,6 +8,8 @@ import logging
 from dataclasses import replace
 from time import time
 
+from blake3 import blake3
+
 from encoder_contract.endpoint import host_of
 from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.fleet_key import SIGNATURE_METADATA, FleetKey
@@ -84,7 +86,8 @@ class Identity:
         """Return the caller, whose tenant `require` has returned, completed from its `message`.
 
         With tenants, name and shares are the tenant's. The salt is derived from the tenant and the salt in the message,
-        so that a tenant can separate its own users. A priority above the tenant's `max_priority` is lowered to it.
+        so that a tenant can separate its own users. With `shares_by_salt`, each salt has shares of its own. A priority
+        above the tenant's `max_priority` is lowered to it.
 
         Without tenants, shares are the host's, since a client can invent names. The salt is the one in the message. A
         priority above 0 is lowered to 0.
@@ -94,13 +97,14 @@ class Identity:
         messages.check_caller(message)
         if tenant is not None:
             assert self.fleet_key is not None
+            salt = self.fleet_key.salt(tenant.name, message.tenant_salt)
             return replace(
                 caller,
                 name=tenant.name,
-                holder=f"tenant {tenant.name}",
+                holder=_holder(tenant, message.tenant_salt and salt),
                 request_id=message.request_id,
                 priority=min(message.priority, tenant.max_priority),
-                salt=self.fleet_key.salt(tenant.name, message.tenant_salt),
+                salt=salt,
             )
         return replace(
             caller,
@@ -159,6 +163,15 @@ class Identity:
         if self._tenants is None:
             return
         _require_right(_bearer(self._tenants, authorization), "metrics")
+
+
+def _holder(tenant: Tenant, salt: bytes) -> str:
+    """Return the holder of a tenant's caller, whose own salt is derived from the tenant's; empty if it has none.
+
+    The holder is a hash of it, because holders are shown and salts are not. A tenant's name has no space.
+    """
+    user = f" {blake3(salt).hexdigest(length=8)}" if tenant.shares_by_salt and salt else ""
+    return f"tenant {tenant.name}{user}"
 
 
 def _require_right(tenant: Tenant, right: Right) -> None:

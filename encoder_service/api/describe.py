@@ -1,7 +1,9 @@
 """What a server says about itself: to its calls, in the Describe response, in the banner, on the status page."""
 
+import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from encoder_contract.endpoint import is_ip
@@ -14,6 +16,7 @@ from encoder_service.api.caller import Identity
 from encoder_service.config import Config
 from encoder_service.devices.served_model import ServedModel
 from encoder_service.image.sources import VIDEO_LIMITS
+from encoder_service.images import Images
 from encoder_service.keys import Recipe
 from encoder_service.limits import MAX_IMAGES_PER_CALL, Budgets
 from encoder_service.transport import Transports
@@ -29,11 +32,8 @@ class ServerInfo:
     row_bytes: int
     transports: Transports
     identity: Identity
-
-    @property
-    def max_images(self) -> int:
-        """The most images that one call may name."""
-        return self.description.limits.max_images_per_call
+    max_images: int = MAX_IMAGES_PER_CALL
+    """The most images that one call may name."""
 
     def check_model(self, caller: pb.Caller) -> None:
         """Raise `ModelMismatchError` if the caller is for another model or processor than this server has."""
@@ -46,6 +46,38 @@ class ServerInfo:
                     f"{kind} fingerprint: the call is for {expected.hex()}, this server has {ours.hex()}: call a "
                     f"server with the same {kind}"
                 )
+
+
+class ModelForCalls:
+    """A model as calls see it, and whether calls use it. Use from one event loop."""
+
+    def __init__(self, images: Images, info: ServerInfo) -> None:
+        self.images = images
+        self.info = info
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Count a call, for as long as it lasts."""
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call uses the model."""
+        return self._idle.is_set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no call uses the model."""
+        await self._idle.wait()
 
 
 def describe(config: Config, model: ServedModel, budgets: Budgets, replica_id: str) -> pb.DescribeResponse:

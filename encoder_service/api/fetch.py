@@ -543,7 +543,7 @@ class FetchCall:
         if outcome.hold is not None or isinstance(outcome.result, EncoderError):
             return True
         assert self._copier is not None
-        if (found := self._images.held(outcome.request.key)) is None:
+        if (found := self._images.held(outcome.request.key, again=True)) is None:
             return False
         if self._copier.reaches(found.pin):
             with suppress(OverloadedError):
@@ -676,12 +676,12 @@ def _add_ready(
     response: pb.FetchResponse, window: pb.FetchImage, found: FetchResult, info: ServerInfo
 ) -> pb.ImageReady:
     """Announce a window of the rows that were found."""
-    pin = found.pin
-    end = window.row_end or pin.tokens
+    held = found.pin.entry
+    end = window.row_end or held.tokens
     ready = response.ready.add(
         index=window.index,
-        address=pin.address,
-        grid=messages.grid_message(pin.grid),
+        address=held.address,
+        grid=messages.grid_message(held.grid),
         row_begin=window.row_begin,
         row_end=end,
         width=info.description.width,

@@ -83,17 +83,22 @@ class Requests(Generic[Request]):
             raise StopAsyncIteration
         if self._reading is None:  # it is there already if the wait that began it timed out
             self._reading = asyncio.create_task(self._read())
-            self._reading.add_done_callback(_retrieve_exception)
         reading = self._reading
         interrupted = asyncio.ensure_future(interrupt.wait()) if interrupt else None
+        is_read = False
         try:
             # gRPC writes into the task's buffer, so a wait that times out must not cancel the task.
             awaited = (reading, interrupted) if interrupted else (reading,)
             await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            is_read = reading.done()
         finally:
             if interrupted is not None:
                 interrupted.cancel()
-        if not reading.done():
+            if not is_read:
+                # Perhaps nobody will await it. A second wait must not add the callback again.
+                reading.remove_done_callback(_retrieve_exception)
+                reading.add_done_callback(_retrieve_exception)
+        if not is_read:
             raise TimeoutError
         self._reading = None
         try:
@@ -202,11 +207,19 @@ class CallGate:
         return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
 
     def one_request(
-        self, serve: Callable[[Request, Inbound[Request]], Answers], parse: Parse[Request]
+        self,
+        serve: Callable[[Request, Inbound[Request]], Answers],
+        parse: Parse[Request],
+        identify: Callable[[Caller], object] | None = None,
     ) -> Handler:
-        """Return the handler of a method that answers one request with a stream."""
+        """Return the handler of a method that answers one request with a stream.
+
+        `identify` raises the error of a caller that may not call it.
+        """
 
         async def answers(call: Inbound[Request]) -> Answers:
+            if identify is not None:
+                identify(call.caller)
             async with aclosing(serve(await call.request(self._arriving), call)) as replies:
                 async for reply in replies:
                     yield reply
@@ -219,17 +232,12 @@ class CallGate:
         parse: Parse[Request],
         identify: Callable[[Caller], object] | None = None,
     ) -> Handler:
-        """Return the handler of a method that answers one request with one message.
+        """Return the handler of a method that answers one request with one message. `identify` as above."""
 
-        `identify` raises the error of a caller that may not call it.
-        """
+        async def answers(request: Request, call: Inbound[Request]) -> Answers:
+            yield await answer(request, call.caller)
 
-        async def answers(call: Inbound[Request]) -> Answers:
-            if identify is not None:
-                identify(call.caller)
-            yield await answer(await call.request(self._arriving), call.caller)
-
-        return self.stream(answers, parse)
+        return self.one_request(answers, parse, identify)
 
     def admit(self, call: Inbound[Any]) -> None:
         """Give a call a place: see `Inbound.admit`."""

@@ -11,13 +11,12 @@ from encoder_contract.errors import UnavailableError
 from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
-from encoder_service.api.describe import ServerInfo
+from encoder_service.api.describe import ModelForCalls
 from encoder_service.api.fetch import FetchCall, owed_messages, row_requests
 from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
 from encoder_service.api.messages import RawSubmit
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.api.tenants import Tenant
-from encoder_service.images import Images
 from encoder_service.limits import AT_A_TIME, Budgets, Caller
 from encoder_service.metrics import Metrics
 
@@ -27,41 +26,47 @@ SERVICE = "encoder_contract.v1.EncoderService"
 class EncoderService:
     """Serves the calls of all connections, on one event loop."""
 
-    def __init__(
-        self,
-        images: Images,
-        info: ServerInfo,
-        metrics: Metrics,
-        budgets: Budgets,
-    ) -> None:
-        self._images = images
-        self._info = info
+    def __init__(self, served: ModelForCalls, metrics: Metrics, budgets: Budgets) -> None:
+        self._served = served
+        self._retired: ModelForCalls | None = None
         self._metrics = metrics
         self._budgets = budgets
         self._turns = Turns(AT_A_TIME)
         self.draining = False
 
+    def serve(self, served: ModelForCalls) -> None:
+        """Have new calls get another model. Calls that are open keep theirs, and so do Fetches, until `end_retired`."""
+        self._retired, self._served = self._served, served
+
+    def end_retired(self) -> None:
+        """Refuse calls for the model before."""
+        self._retired = None
+
     def identify(self, caller: Caller) -> None:
         """Raise `UnauthenticatedError` unless the caller is a tenant, or everybody may call."""
-        self._info.identity.require(None, caller)
+        self._served.info.identity.require(None, caller)
 
     async def describe(self, _request: pb.DescribeRequest, caller: Caller) -> pb.DescribeResponse:
         """Describe this server, to any tenant."""
+        info = self._served.info
         description = pb.DescribeResponse()
-        description.CopyFrom(self._info.description)
+        description.CopyFrom(info.description)
         description.clock_s = monotonic()
-        description.patches_per_s = self._images.patches_per_s
-        self._info.transports.describe(description, is_local=caller.is_local)
+        description.patches_per_s = self._served.images.patches_per_s
+        info.transports.describe(description, is_local=caller.is_local)
         return description
 
     async def submit(self, inbound: Inbound[RawSubmit]) -> AsyncGenerator[pb.SubmitResponse]:
         """Accept images; see the contract."""
         record = self._begin_record("submit", inbound)
-        tenant = self._info.identity.require("submit", inbound.caller)  # before anything is read
+        tenant = self._served.info.identity.require("submit", inbound.caller)  # before anything is read
         inbound.admit()
         first = await inbound.requests.first()
         caller = self._admitted(tenant, inbound.caller, first.caller(), record)
-        limits = self._info.description.limits
+        served = self._served
+        served.info.check_model(first.caller())
+        inbound.resources.enter_context(served.used())
+        limits = served.info.description.limits
         uploads = Uploads(
             inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
             max_image_bytes=limits.max_image_bytes,
@@ -69,40 +74,42 @@ class EncoderService:
             message_bytes=limits.max_message_bytes,
             idle_s=self._budgets.upload_idle_s,
         )
-        call = SubmitCall(self._images, uploads, record, inbound.requests, caller, self._info, self._turns)
+        call = SubmitCall(served.images, uploads, record, inbound.requests, caller, served.info, self._turns)
         inbound.resources.callback(call.close)
         async for answer in call.answers(replace(first, open=None)):
-            answer.patches_per_s = self._images.patches_per_s
+            answer.patches_per_s = served.images.patches_per_s
             yield answer
         record.complete = True
 
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[bytes]:
         """Stream rows; see the contract."""
         record = self._begin_record("fetch", inbound)
-        identity, tenant, is_peer = self._info.identity, None, False
+        info, tenant, is_peer = self._served.info, None, False
         if inbound.caller.signature:
             # The signature of another replica can be checked only with the request: until then, it has no place.
             with self._budgets.strangers.hold(inbound.caller):
                 raw = await inbound.requests.only()
-            is_peer = identity.is_peer(raw, inbound.caller)
+            is_peer = info.identity.is_peer(raw, inbound.caller)
             if not is_peer:
-                tenant = identity.require("fetch", inbound.caller)  # before anything is parsed
+                tenant = info.identity.require("fetch", inbound.caller)  # before anything is parsed
             inbound.admit()
         else:
-            tenant = identity.require("fetch", inbound.caller)  # before anything is read
+            tenant = info.identity.require("fetch", inbound.caller)  # before anything is read
             raw = await inbound.request(self._budgets.arriving)
-        request = messages.parse_fetch(raw, self._info.max_images)
+        request = messages.parse_fetch(raw, info.max_images)
         caller = self._admitted(tenant, inbound.caller, request.caller, record, is_peer=is_peer)
-        messages_owed = owed_messages(request, self._info.row_bytes)
+        served = self._served_to(request.caller)
+        inbound.resources.enter_context(served.used())
+        messages_owed = owed_messages(request, served.info.row_bytes)
         owed = inbound.resources.enter_context(self._budgets.fetched_messages.hold(caller, messages_owed))
-        wanted = await row_requests(request, caller, self._info, self._turns)
+        wanted = await row_requests(request, caller, served.info, self._turns)
         call = FetchCall(
             request,
             wanted,
-            self._images,
+            served.images,
             record,
             caller,
-            self._info,
+            served.info,
             self._turns,
             self._budgets,
             owed,
@@ -130,17 +137,23 @@ class EncoderService:
     ) -> Caller:
         """Return the caller, completed from its `message`, and enter it in the call's record.
 
-        Raises as `Identity.admit` does, `UnavailableError` during a drain, and `ModelMismatchError`.
+        Raises as `Identity.admit` does, and `UnavailableError` during a drain.
         """
         record.request_id = message.request_id or record.request_id
         record.client_id = message.client_id or record.client_id
-        identity = self._info.identity
+        identity = self._served.info.identity
         caller = identity.admit_peer(caller, message) if is_peer else identity.admit(tenant, caller, message)
         record.admitted(caller)
         if self.draining:
             raise UnavailableError("the server is draining: use another server")
-        self._info.check_model(message)
         return caller
+
+    def _served_to(self, caller: pb.Caller) -> ModelForCalls:
+        """Return the model that a Fetch gets: the one before, if it names that one. Raises `ModelMismatchError`."""
+        if self._retired is not None and caller.model_fingerprint == self._retired.info.recipe.model:
+            return self._retired
+        self._served.info.check_model(caller)
+        return self._served
 
 
 def methods(service: EncoderService, gate: CallGate, submit_gate: CallGate, max_images: int) -> Methods:

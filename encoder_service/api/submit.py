@@ -16,6 +16,7 @@ from encoder_contract.errors import (
     ImageLimitError,
     InvalidRequestError,
     OverloadedError,
+    UnknownImageError,
 )
 from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -193,7 +194,8 @@ class SubmitCall:
         self._refused_any = False  # since the last `_pause`
         self._claims: dict[int, Claim] = {}  # by index
         self._keeping = KeepingCall()
-        self._keeps_names = self._all_or_none = False  # of the message that is being answered
+        # Of the message that is being answered.
+        self._keeps_names = self._all_or_none = self._known_only = False
         self._kept: dict[bytes, SubmittedImage] = {}  # by address
         # Frames that wait for the file of an awaited video, by the video's key.
         self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
@@ -269,6 +271,7 @@ class SubmitCall:
         if request.HasField("names"):
             self._info.identity.check_again("submit", self._caller)
             self._keeps_names, self._all_or_none = request.names.kept, request.names.all_or_nothing
+            self._known_only = request.names.known_only
         names = {name.index for name in request.names.names}
         files: dict[int, bytes] = {}
         pieces: list[pb.ImageBytes] = []
@@ -369,7 +372,8 @@ class SubmitCall:
     def _image(self, name: pb.ImageName) -> SubmittedImage:
         key = messages.image_key(self._info.recipe, name, self._caller.salt)
         grid = messages.claimed_grid(name)
-        return SubmittedImage(name.index, key, grid, name.size_bytes, self._claim(name.index), name.video)
+        claim = self._claim(name.index)
+        return SubmittedImage(name.index, key, grid, name.size_bytes, claim, name.video, self._known_only)
 
     def _claim(self, index: int) -> Claim:
         """Return a new claim on an image. It replaces the earlier claim, which ended with the rows or a failure."""
@@ -379,7 +383,8 @@ class SubmitCall:
         return claim
 
     async def _look_up(self, images: Sequence[SubmittedImage]) -> list[Found]:
-        looked = await self._images.lookup(images)
+        known_only = any(image.known_only for image in images)  # then all are, as they are named together
+        looked = await (self._images.lookup_known if known_only else self._images.lookup)(images)
         return [(image.index, image, known) for image, known in zip(images, looked, strict=True)]
 
     def _answers(self, found: Sequence[Found], files: Mapping[int, bytes]) -> list[pb.ImageState]:
@@ -515,7 +520,10 @@ class SubmitCall:
     # Images that are not answered by a message
 
     def _ask_for_kept(self) -> list[pb.ImageState]:
-        """Ask again for the files of kept images that are needed. Raises the error that ends keeping."""
+        """Ask again for the files of kept images that are needed, if the caller has them.
+
+        Raises the error that ends keeping.
+        """
         self._keeping.changed.clear()
         if self._keeping.error is not None:
             raise self._keeping.error
@@ -524,7 +532,12 @@ class SubmitCall:
         for address in needed:
             image = self._kept[address]
             # If the file arrived since the Fetch asked, the image is queued already, under this call's claim.
-            if image.index not in self._awaited and not self._images.knows(image.key):
+            if image.index in self._awaited or self._images.knows(image.key):
+                continue
+            if image.known_only:
+                self._images.unsubmitted.release(address, self._keeping)
+                states.append(self._refuse(image.index, UnknownImageError(image.key.unknown)))
+            else:
                 image = self._kept[address] = replace(image, claim=self._claim(image.index))
                 states += self._answer(image, LookupResult(None))
         return states

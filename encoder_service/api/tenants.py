@@ -22,6 +22,7 @@ RIGHTS: tuple[Right, ...] = get_args(Right)
 MAX_TOKENS = 1024
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 RESERVED = "peer"  # the client name of other replicas
+_KEYS = ("tokens", "certificates", "rights", "max_priority", "shares_by_salt")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -32,6 +33,8 @@ class Tenant:
     name: str
     rights: frozenset[str]
     max_priority: int = 0
+    shares_by_salt: bool = False
+    """Whether each `tenant_salt` of its callers has shares of its own, as a tenant has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Tenants:
         certificates = ["chat.example"]  # names in client certificates
         rights = ["submit", "fetch"]     # of submit, fetch, operate, metrics
         max_priority = 0                 # -8 to 8; a caller's higher priority is lowered to this
+        shares_by_salt = false           # true: each `tenant_salt` has shares as a tenant has
 
     The file holds hashes of tokens, so reading it does not let anyone call. It must name at least one tenant, and each
     tenant needs a token or a certificate. If a changed file is invalid or cannot be read, an error is logged and the
@@ -138,10 +142,9 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
                 f"[{name}] must be a table whose name has 1 to 64 letters, digits and any of _ . @ -, and is not "
                 f"{RESERVED}"
             )
-        if unknown := table.keys() - {"tokens", "certificates", "rights", "max_priority"}:
+        if unknown := table.keys() - {*_KEYS}:
             raise ValueError(
-                f"[{name}] has unknown keys: {', '.join(sorted(unknown))} (known: tokens, certificates, rights, "
-                "max_priority)"
+                f"[{name}] has unknown keys: {', '.join(sorted(unknown))} (known: {', '.join(_KEYS)})"
             )
         lists = {key: _strings(name, key, table.get(key, [])) for key in ("tokens", "certificates", "rights")}
         if unknown := {*lists["rights"]} - {*RIGHTS}:
@@ -150,7 +153,12 @@ def _entries(tables: Mapping[str, Any]) -> _Entries:
             )
         if not lists["tokens"] and not lists["certificates"]:
             raise ValueError(f"[{name}] needs a token or a certificate")
-        tenant = Tenant(name, frozenset(lists["rights"]), _priority(name, table.get("max_priority", 0)))
+        tenant = Tenant(
+            name,
+            frozenset(lists["rights"]),
+            _priority(name, table.get("max_priority", 0)),
+            _is_true(name, "shares_by_salt", table.get("shares_by_salt", False)),
+        )
         for token in lists["tokens"]:
             if not _SHA256.fullmatch(token):
                 raise ValueError(
@@ -168,6 +176,12 @@ def _priority(tenant: str, value: object) -> int:
         raise ValueError(
             f"[{tenant}] max_priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, got {value!r}"
         )
+    return value
+
+
+def _is_true(tenant: str, key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"[{tenant}] {key} must be true or false, got {value!r}")
     return value
 
 

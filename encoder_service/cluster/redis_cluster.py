@@ -267,6 +267,7 @@ class Transfers:
 
     async def close(self) -> None:
         """Cancel all transfers, which free their pages."""
+        self._store.on_freed = [call for call in self._store.on_freed if call != self._on_freed]
         running = list(self._running.values())
         for task in running:
             task.cancel()

@@ -12,14 +12,14 @@ from encoder_service.store.segment import StoreSizeError, require_room
 
 if TYPE_CHECKING:
     from encoder_service.store.pin import Pin
-    from encoder_service.store.stats import EntryStats, StoreStats, TierStats
+    from encoder_service.store.stats import StoreStats, TierStats
     from encoder_service.store.store import Store
     from encoder_service.store.tier import AnyTier, TierName
 else:
     _WITH_TORCH = {
         **dict.fromkeys(("AnyTier", "TierName"), "tier"),
         "Pin": "pin",
-        **dict.fromkeys(("EntryStats", "StoreStats", "TierStats"), "stats"),
+        **dict.fromkeys(("StoreStats", "TierStats"), "stats"),
         "Store": "store",
     }
 
@@ -33,7 +33,6 @@ __all__ = [
     "AnyTier",
     "Disk",
     "DiskError",
-    "EntryStats",
     "Pin",
     "Store",
     "StoreSizeError",

@@ -226,7 +226,7 @@ class Moves:
         disk = self._disk
         assert disk is not None
         if (file := disk.find(address)) is None:
-            return self._store.pin(address)
+            return self._store.pin(address, again=True)
         if self._store.layout.pages(file.tokens) > self._host.arena.pages:
             disk.drop(address)
             return None

@@ -34,18 +34,14 @@ class Pin:
     `to_host` first, which copies, so call it from a worker thread.
     """
 
-    __slots__ = ("_entry", "_store")
+    __slots__ = ("_is_held", "_store", "entry")
 
     def __init__(self, store: EntryStore, entry: Entry) -> None:
         """Take over one pin of `entry` that `store` has already counted."""
         self._store = store
-        self._entry: Entry | None = entry
-
-    @property
-    def entry(self) -> Entry:
-        """The pinned copy."""
-        assert self._entry is not None, "the pin was released"
-        return self._entry
+        self._is_held = True
+        self.entry = entry
+        """The pinned copy. Its bytes stay in place until the pin is released."""
 
     @property
     def address(self) -> bytes:
@@ -77,7 +73,8 @@ class Pin:
 
     def move_to(self, copy: Entry) -> None:
         """Hold `copy`, in another tier, instead. The store has already counted the pin on it."""
-        previous, self._entry = self.entry, copy
+        assert self._is_held, "the pin was released"
+        previous, self.entry = self.entry, copy
         self._store.unpin(previous)
 
     def rows(self, begin: int = 0, end: int | None = None) -> list[memoryview]:
@@ -85,7 +82,7 @@ class Pin:
 
         Raises `InvalidRequestError` for a window outside the embedding.
         """
-        assert self.tier == "host", "call to_host first"
+        assert self.entry.tier.name == "host", "call to_host first"
         return views(self._store.segment.view, self._extents(begin, end))
 
     def checksum(self, begin: int = 0, end: int | None = None) -> int:
@@ -123,9 +120,9 @@ class Pin:
 
     def release(self) -> None:
         """Release the pin. Idempotent."""
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            self._store.unpin(entry)
+        if self._is_held:
+            self._is_held = False
+            self._store.unpin(self.entry)
 
     def __enter__(self) -> Self:
         return self
@@ -136,11 +133,12 @@ class Pin:
         self.release()
 
     def __del__(self) -> None:
-        if self._entry is not None:
-            self._store.unpin_later(self._entry)
+        if self._is_held:
+            self._store.unpin_later(self.entry)
 
     def _extents(self, begin: int, end: int | None) -> list[Extent]:
         """Return the window's (offset, length) pairs, in bytes, in the segment or in the device's memory."""
+        assert self._is_held, "the pin was released"
         entry = self.entry
         end = entry.tokens if end is None else end
         if not 0 <= begin < end <= entry.tokens:

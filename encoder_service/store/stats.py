@@ -1,9 +1,9 @@
-"""Statistics of the store, of its tiers, and of single embeddings."""
+"""Statistics of the store and of its tiers."""
 
 from dataclasses import dataclass
 
 from encoder_service.store.disk import Disk
-from encoder_service.store.tier import AnyTier, Entry, Tier, TierName
+from encoder_service.store.tier import AnyTier, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +19,6 @@ class TierStats:
     evictions: int
     writes: int
     largest_free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EntryStats:
-    """One embedding in one tier."""
-
-    address: bytes
-    tier: TierName
-    row_bytes: int
-    tokens: int
-    pins: int
-    hits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +65,3 @@ def disk_stats(disk: Disk) -> TierStats:
         writes=disk.writes,
         largest_free_bytes=max(0, disk.max_bytes - disk.used_bytes),
     )
-
-
-def entry_stats(entry: Entry) -> EntryStats:
-    """Return the statistics of one embedding."""
-    return EntryStats(entry.address, entry.tier.name, entry.row_bytes, entry.tokens, entry.pins, entry.hits)

@@ -4,8 +4,6 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from heapq import nlargest
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from encoder_service.store.disk import Disk
 from encoder_service.store.moves import Moves
 from encoder_service.store.registration import CudaRegistration
 from encoder_service.store.segment import Segment, StoreSizeError, device_error
-from encoder_service.store.stats import EntryStats, StoreStats, disk_stats, entry_stats, tier_stats
+from encoder_service.store.stats import StoreStats, disk_stats, tier_stats
 from encoder_service.store.tensors import tensor_over
 from encoder_service.store.tier import AnyTier, Entry, PageLayout, Tier, TierName
 from encoder_service.store.tiers import Tiers
@@ -26,8 +24,6 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 10
 """A page holds as many rows as fit into this size, at least one. An embedding wastes half a page on average."""
-LARGEST = 10
-"""How many of the largest embeddings the store names."""
 
 
 class Store(Tiers):
@@ -118,13 +114,6 @@ class Store(Tiers):
                 demotions=self.moves.demotions,
                 promotions=self.moves.promotions,
             )
-
-    def largest(self) -> list[EntryStats]:
-        """Return the largest embeddings. Walks all of them, without the lock."""
-        with self.lock:
-            held = [list(tier.entries.values()) for tier in reversed(self.tiers)]
-        entries = nlargest(LARGEST, chain.from_iterable(held), key=lambda entry: entry.tokens)
-        return list(map(entry_stats, entries))
 
     def close(self) -> None:
         """Remove the segment's file and stop the migrator. Views of rows stay valid. Write nothing afterwards."""

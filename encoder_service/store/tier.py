@@ -54,7 +54,6 @@ class Entry(Item):
         "device_readers",
         "generation",
         "grid",
-        "hits",
         "pages",
         "pins",
         "runs",
@@ -71,7 +70,6 @@ class Entry(Item):
         self.grid = grid
         self.runs = runs
         self.pins = 1
-        self.hits = 0
         self.device_readers = 0
         self.generation = 0
         self.checksum: int | None = None
@@ -170,7 +168,6 @@ class Tier:
     def use(self, entry: Entry) -> None:
         """Count that a request used a pinned embedding."""
         self.hits += 1
-        entry.hits += 1
         self.order.use(entry, time.monotonic())
 
     def touch(self, entry: Entry) -> None:

@@ -63,10 +63,11 @@ class Tiers(ABC):
         """Free pages of the host tier below which embeddings move to the disk. Grows with the largest embedding."""
         self.misses = self.waits = self.refusals = 0
 
-    def pin(self, address: bytes) -> Pin | None:
+    def pin(self, address: bytes, *, again: bool = False) -> Pin | None:
         """Pin the embedding, its host copy if there is one; return None if it is not in memory: see `Moves.load_later`.
 
-        Counts a hit or a miss. A second copy, in another tier, counts as used.
+        Counts a hit, or a miss unless the same call has looked for it before (`again`). A second copy, in another tier,
+        counts as used.
         """
         found = None
         with self.lock:
@@ -82,7 +83,7 @@ class Tiers(ABC):
                 else:
                     tier.touch(entry)
             if found is None:
-                self.misses += not self._is_on_disk(address)
+                self.misses += not (again or self._is_on_disk(address))
                 return None
         return Pin(self, found)
 

@@ -62,7 +62,9 @@ class Child:
             stdout=stdout,
             stderr=stderr,
             env=env,
-            start_new_session=True,  # Ctrl-C in the terminal is for the server alone
+            # Ctrl-C in the terminal is for the server alone. In a session of its own, it would get a share of the cores
+            # apart from ours (sched_autogroup).
+            process_group=0,
         )
         self.pid = self._process.pid
         weakref.finalize(self, _end, self._process)

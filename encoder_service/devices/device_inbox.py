@@ -66,11 +66,11 @@ class Batches:
 
     def __init__(self) -> None:
         self._urgent: deque[messages.Encode] = deque()
-        self._usual: deque[messages.Encode | messages.JoinGroup] = deque()
+        self._usual: deque[messages.ForTower] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, batch: messages.Encode | messages.JoinGroup) -> None:
+    def put(self, batch: messages.ForTower) -> None:
         """Add a batch."""
         with self._changed:
             if isinstance(batch, messages.Encode) and batch.urgent:
@@ -79,7 +79,7 @@ class Batches:
                 self._usual.append(batch)
             self._changed.notify()
 
-    def take(self) -> messages.Encode | messages.JoinGroup | None:
+    def take(self) -> messages.ForTower | None:
         """Wait for the next batch; None once `close` was called and none is left."""
         with self._changed:
             while True:
@@ -139,7 +139,7 @@ class Inbox:
             self.batches.close()
 
     def _take(self, message: object) -> None:
-        if isinstance(message, messages.Encode | messages.JoinGroup):
+        if isinstance(message, messages.ForTower):
             self.batches.put(message)
         elif isinstance(message, messages.Decode):
             images = [DeviceImage.of(sent) for sent in message.images]

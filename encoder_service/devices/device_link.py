@@ -1,18 +1,18 @@
 """The server's end of one device: pushes images to it, counts what it has, and takes its reports.
 
 Credit limits what a device has at a time: two decode batches, an image for each decode thread, and 25 ms of work for
-the tower. A device never asks for work, and never waits for an answer. It reports once on each image to decode and once
-on each batch, which returns the credit: see `messages`. Use from one event loop.
+the tower (`tower_credit.py`). A device never asks for work, and never waits for an answer. It reports once on each
+image to decode and once on each batch, which returns the credit: see `messages`. Use from one event loop.
 """
 
 import asyncio
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from math import inf
 from time import monotonic
 from typing import Any, ClassVar, cast
 
@@ -23,6 +23,7 @@ from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.job_queue import Job, JobQueue
 from encoder_service.devices.messages import Group
 from encoder_service.devices.torch_device import DECODE_S, FRAME_S, HUNG_FACTOR
+from encoder_service.devices.tower_credit import GroupShare, SentBatch, TowerCredit
 from encoder_service.image.decoder import BATCH_IMAGES
 from encoder_service.image.source import VideoFile
 from encoder_service.metrics import Metrics
@@ -31,14 +32,6 @@ from encoder_service.store.tier import Entry
 
 log = logging.getLogger(__name__)
 
-CREDIT_S = 0.025
-"""Seconds of work that the tower has ahead, so that it does not wait for a pass of the event loop."""
-LONG_S = 0.1
-"""A tower that can be interrupted gets nothing ahead of a batch that takes longer: what it has cannot overtake."""
-LEAST_TURN_S = 0.005
-"""Least time that a batch gets between two images of a holder that overtake it."""
-MOST_BATCHES = 8
-"""Most batches of the tower that a device has at a time, however short they are."""
 DECODE_BATCHES = 2
 """Batches that a device decodes at a time: one is decoded, one waits."""
 IDLE_PIXELS = 2_000_000
@@ -60,42 +53,11 @@ CREDIT_TICKS = 600
 
 
 @dataclass(eq=False, slots=True)
-class SentBatch:
-    """A batch that a device has, and the pages that its rows go to."""
-
-    number: int
-    jobs: list[Job]
-    entries: list[Entry]
-    seconds: float
-    """The time that it should take; 0 if that is unknown."""
-    patches: int
-    room: int
-    """Patches that may still overtake it: together no more than its own, so that it takes at most twice as long."""
-    urgent: bool = False
-    ticks_left: float = 0.0
-
-    @property
-    def holders(self) -> set[str]:
-        """The holders that are charged for its images."""
-        return {holder for job in self.jobs for holder in job.holders}
-
-
-@dataclass(eq=False, slots=True)
 class Decoding:
     """Images that a device decodes together, or one by itself: the credit for one of them."""
 
     images: set[int]
     ticks_left: float
-
-
-@dataclass(eq=False, slots=True)
-class GroupShare:
-    """A device's share of another device's image."""
-
-    group: Group
-    job: Job
-    patches: int
-    room: int
 
 
 @dataclass(eq=False, slots=True)
@@ -160,14 +122,10 @@ class Link(asyncio.Protocol):
         self._prepared: set[int] = set()
         self._unwanted: set[int] = set()  # being decoded, and gone
         self._gone: list[int] = []  # to be sent
-        self.batches: dict[int, SentBatch] = {}  # in the order in which they were sent
-        self.share: GroupShare | None = None
+        self.tower = TowerCredit()
         self.patches = 0  # of all its images: its load
         self.silent_ticks = 0
         self.idle_since: float | None = None
-        self._head_since = 0.0  # when the tower began with the first usual batch
-        self._overtaken_s = 0.0  # time of urgent batches since then
-        self._had_s: Counter[str] = Counter()  # the same by holder
         self._timer: asyncio.TimerHandle | None = None
         self._unpacker = messages.Unpacker()
 
@@ -211,7 +169,7 @@ class Link(asyncio.Protocol):
 
     def disown(self) -> list[Entry]:
         """Give up what a lost process had; return the pages to free once it has ended, as it may still write them."""
-        entries = [entry for batch in self.batches.values() for entry in batch.entries]
+        entries = [entry for batch in self.tower.batches.values() for entry in batch.entries]
         unwanted = [self._jobs[number] for number in self._unwanted]
         if self._queue.interrupted(self.device.number, unwanted):
             self.device.failures += 1
@@ -227,7 +185,7 @@ class Link(asyncio.Protocol):
         if self.silent_ticks >= SILENT_TICKS:
             return "it does not answer"
         credit: list[SentBatch | Decoding] = [
-            *self.batches.values(),
+            *self.tower.batches.values(),
             *self._decode_batches,
             *self._singles.values(),
         ]
@@ -250,20 +208,19 @@ class Link(asyncio.Protocol):
 
     # Pushing work
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the tower has nothing to do."""
-        return not self.batches and self.share is None
-
     def push_batches(self, others: Sequence["Link"], group_number: int) -> None:
         """Send batches within the credit, and then images that may overtake them.
 
         A large image is encoded with the `others` if all devices are idle.
         """
         device, may_encode = self.device.number, self._scheduler.may_encode
-        while may_encode(device) and self.is_up and self.share is None and self._has_credit():
+        tower, overtakes, wait_s = self.tower, self.device.facts.overtakes, 0.0
+        is_free = self.is_up and tower.share is None and tower.forming is None
+        while is_free and may_encode(device) and not (wait_s := tower.wait_s(overtakes=overtakes)):
             if not self._push_batch(others, group_number):
                 break
+        if 0 < wait_s < inf:
+            self._call_again(wait_s)
         if may_encode(device):
             self._push_urgent()
         if self._gone:
@@ -273,7 +230,7 @@ class Link(asyncio.Protocol):
         """Send images to decode in one batch; return whether there were any, and credit for them."""
         if len(self._decode_batches) >= DECODE_BATCHES or not self._can_send:
             return False
-        is_idle = self.is_idle and not self._prepared and not self._decoding
+        is_idle = self.tower.is_idle and not self._prepared and not self._decoding
         images, pixels = BATCH_IMAGES, self._shared.decode_pixels
         if is_idle:
             half = (self._scheduler.waiting_images + 1) // 2
@@ -298,7 +255,7 @@ class Link(asyncio.Protocol):
 
     def note_idle(self, *, is_starved: bool) -> None:
         """Measure the time in which the tower has nothing to do although images are queued."""
-        if not self.is_up or not self.is_idle or not is_starved:
+        if not self.is_up or not self.tower.is_idle or not is_starved:
             self._end_idle()
         elif self.idle_since is None:
             self.idle_since = monotonic()
@@ -324,10 +281,16 @@ class Link(asyncio.Protocol):
         self._gone.append(number)
         self._queue.poke()
 
+    def form_group(self, number: int) -> None:
+        """Have the device form a group with the others. Until it has, its tower gets no batch."""
+        self.tower.forming = number
+        self._end_idle()
+        self._send(messages.FormGroup(number))
+
     def join(self, group: Group, job: Job) -> None:
         """Have the device encode its share of another device's image."""
         patches = group.grid.patches // group.devices
-        self.share = GroupShare(group, job, patches, patches)
+        self.tower.share = GroupShare(group, job, patches, patches)
         self._end_idle()
         self._send(messages.JoinGroup(group, self._queue.encode_s(group.grid.patches)))
 
@@ -339,22 +302,6 @@ class Link(asyncio.Protocol):
     @property
     def _can_send(self) -> bool:
         return self.is_up and self._transport.get_write_buffer_size() < UNSENT_BYTES
-
-    def _has_credit(self) -> bool:
-        """Whether the tower has less than `CREDIT_S` of work; if not, have `dispatch` called when it will."""
-        usual = [batch for batch in self.batches.values() if not batch.urgent]
-        if not usual:
-            return True
-        if len(usual) >= MOST_BATCHES or not all(batch.seconds for batch in usual):
-            return False
-        if self.device.facts.overtakes and max(usual[0].seconds, self._head_s) > LONG_S:
-            return False
-        head_s = max(0.0, usual[0].seconds - self._head_s)
-        left_s = head_s + sum(batch.seconds for batch in usual[1:])
-        if left_s < CREDIT_S:
-            return True
-        self._call_again(left_s - CREDIT_S)
-        return False
 
     def _push_batch(self, others: Sequence["Link"], group_number: int) -> bool:
         """Form a batch, reserve pages for its rows, and send it. Return whether one was sent."""
@@ -377,16 +324,12 @@ class Link(asyncio.Protocol):
 
         So a newly demanded image does not wait for batches that were sent before it.
         """
-        facts = self.device.facts
-        usual: list[SentBatch | GroupShare] = [batch for batch in self.batches.values() if not batch.urgent]
-        if self.share is not None:
-            usual.insert(0, self.share)
-        overtaken = usual if facts.overtakes else usual[1:]
+        overtaken = self.tower.overtaken(overtakes=self.device.facts.overtakes)
         while self.is_up and overtaken:
             most = min(each.room for each in overtaken) // 2
             smaller = min(each.patches for each in overtaken) // 2
             jobs = self._scheduler.next_overtaking(
-                list(_jobs_of(overtaken)),
+                [job for each in overtaken for job in each.jobs],
                 monotonic(),
                 most,
                 self.device.number,
@@ -401,24 +344,12 @@ class Link(asyncio.Protocol):
             for each in overtaken:
                 each.room = max(0, each.room - sum(job.grid.patches for job, _ in placed))
 
-    @property
-    def _head_s(self) -> float:
-        """The time that the tower has spent on the first usual batch, and on urgent batches that have not ended."""
-        return monotonic() - self._head_since - self._overtaken_s
-
     def _most_of(self, patches: int, holder: str) -> int:
-        """Return `patches` if a holder has had no more time than the tower's batch since that began, else 0.
-
-        If it has had more, have `dispatch` called when the batch has caught up. So the holder's next image waits as
-        long as its last one took, and not for the rest of a large batch.
-        """
-        urgent = [batch for batch in self.batches.values() if batch.urgent]
-        own_s = self._head_s - sum(batch.seconds for batch in urgent)
-        had_s = self._had_s[holder] + sum(batch.seconds for batch in urgent if holder in batch.holders)
-        if had_s <= max(0.0, own_s):
-            return patches
-        self._call_again(max(LEAST_TURN_S, had_s - own_s))
-        return 0
+        """Return `patches` if it is the turn of a holder to overtake, else 0: then `dispatch` is called when it is."""
+        if wait_s := self.tower.turn_in_s(holder):
+            self._call_again(wait_s)
+            return 0
+        return patches
 
     def _call_again(self, seconds: float) -> None:
         """Have `dispatch` called after this time, or earlier. One call is pending at a time."""
@@ -469,7 +400,11 @@ class Link(asyncio.Protocol):
         if more or not least or job.key.frames or job.grid.patches < least:
             return None
         # An image whose encoding was interrupted is encoded by one device.
-        if job.interruptions or self.batches or not all(link.is_up and link.is_idle for link in others):
+        if (
+            job.interruptions
+            or self.tower.batches
+            or not all(link.is_up and link.tower.is_idle for link in others)
+        ):
             return None
         return Group(number, self.device.number, self._shared.devices, job.grid)
 
@@ -491,9 +426,7 @@ class Link(asyncio.Protocol):
             urgent,
             _ticks(seconds),
         )
-        if not urgent and all(each.urgent for each in self.batches.values()):
-            self._begin_head()
-        self.batches[batch.number] = batch
+        self.tower.add(batch)
         self._prepared.difference_update(job.number for job in jobs)
         places: list[messages.Place] = [
             (entry.tier.name, list(entry.extents(0, entry.tokens))) for entry in batch.entries
@@ -582,10 +515,7 @@ class Link(asyncio.Protocol):
 
     def _on_encoded(self, message: messages.Encoded) -> None:
         self.device.failures = 0
-        batch = self._end_batch(message.batch)
-        if batch.urgent:
-            self._overtaken_s += message.seconds
-            self._had_s.update(dict.fromkeys(batch.holders, message.seconds))
+        batch = self.tower.end(message.batch, message.seconds)
         grids = [job.grid for job in batch.jobs]
         for job in batch.jobs:
             self._forget(job.number)
@@ -605,7 +535,7 @@ class Link(asyncio.Protocol):
         self._queue.encoded(batch.jobs, outcomes, message.seconds)
 
     def _on_failed(self, message: messages.Failed) -> None:
-        batch = self._end_batch(message.batch)
+        batch = self.tower.end(message.batch)
         for entry in batch.entries:
             self._store.abandon(entry)
         if len(batch.jobs) == 1:
@@ -615,8 +545,11 @@ class Link(asyncio.Protocol):
         self._queue.failed(batch.jobs, message.error)
 
     def _on_left_group(self, message: messages.LeftGroup) -> None:
-        if self.share is not None and self.share.group.number == message.number:
-            self.share = None
+        tower = self.tower
+        if tower.share is not None and tower.share.group.number == message.number:
+            tower.share = None
+        if tower.forming == message.number:
+            tower.forming = None
         if message.failed:
             self._shared.on_lost_group(message.number)
 
@@ -644,25 +577,9 @@ class Link(asyncio.Protocol):
             self._decode_batches.remove(decoding)
         return self._jobs[number]
 
-    def _end_batch(self, number: int) -> SentBatch:
-        """Give back the credit of a batch, and return the batch."""
-        batch = self.batches.pop(number)
-        if not batch.urgent:
-            self._begin_head()
-        return batch
-
-    def _begin_head(self) -> None:
-        self._head_since, self._overtaken_s = monotonic(), 0.0
-        self._had_s.clear()
-
     def _forget(self, number: int) -> None:
         self.patches -= self._jobs.pop(number).grid.patches
         assert self.patches >= 0
-
-
-def _jobs_of(overtaken: Iterable[SentBatch | GroupShare]) -> Iterator[Job]:
-    for each in overtaken:
-        yield from each.jobs if isinstance(each, SentBatch) else (each.job,)
 
 
 def _ticks(predicted_s: float) -> float:

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -30,7 +29,7 @@ from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.device_reports import DeviceState, ModelFacts
 from encoder_service.devices.model import Model, decode_threads, load_model
 from encoder_service.devices.torch_device import Device
-from encoder_service.devices.workers import DeviceWorkers, GroupEncoder, Memory
+from encoder_service.devices.workers import DeviceWorkers, Memory
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.store.registration import CudaRegistration
@@ -56,7 +55,7 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
         loaded = threading.Event()
         beating = threading.Thread(target=_beat, args=(connection, loaded), name="beat", daemon=True)
         beating.start()
-        model = _load(config, processes)
+        model = _load(config, processes, load.beside_bytes)
         loaded.set()
         beating.join()
         if isinstance(model, ConfigError):
@@ -96,13 +95,13 @@ def run(
     done = threading.Event()
     reporting = threading.Thread(target=_report, args=(model, inbox, done), name="report", daemon=True)
     reporting.start()  # first of all, because the server kills a silent device
-    encoder = _group_encoder(inbox, model.tower, begin.rendezvous, number, devices)
+    group = _group(inbox, model.tower, begin.rendezvous, number, devices)
     workers = DeviceWorkers(
         inbox,
         model,
         _memory(begin, model.device),
         decode_threads=single_decoders,
-        group_encoder=encoder,
+        group=group,
     )
     reading = threading.Thread(target=inbox.read, args=(single_decoders,), name="reader", daemon=True)
     reading.start()
@@ -133,24 +132,22 @@ def _beat(connection: socket.socket, loaded: threading.Event) -> None:
             messages.send(connection, messages.Report(None))
 
 
-def _load(config: Config, processes: int) -> Model | ConfigError:
+def _load(config: Config, processes: int, beside_bytes: int) -> Model | ConfigError:
     try:
-        return load_model(config, processes)
+        return load_model(config, processes, beside_bytes)
     except ConfigError as error:
         return error
     except Exception as error:  # noqa: BLE001 - from libraries; the server reports it in one line
         return ConfigError(f"{flag('model')} {config.model}: {type(error).__name__}: {error}")
 
 
-def _group_encoder(
-    inbox: Inbox, tower: VisionModel, port: int, number: int, processes: int
-) -> GroupEncoder | None:
-    """Return the tower's group encode, if there are other processes and the tower can encode in a group."""
+def _group(inbox: Inbox, tower: VisionModel, port: int, number: int, processes: int) -> UlyssesGroup | None:
+    """Return the group of all processes, if there are others and the tower can encode in a group."""
     if processes == 1 or not isinstance(tower, Tower) or not tower.can_encode_in_group(processes):
         return None
     group = UlyssesGroup(tower.device, port, number, processes)
     inbox.leave_group = group.abort
-    return partial(tower.encode_in_group, group)
+    return group
 
 
 def _report(model: Model, inbox: Inbox, done: threading.Event) -> None:

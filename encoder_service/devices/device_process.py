@@ -22,6 +22,8 @@ from encoder_service.devices.environment import device_environment
 from encoder_service.devices.messages import Load, Report, receive, send
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from encoder_service.devices.device_reports import DeviceState, ModelFacts
 
 ENDS = ("crashed", "killed", "lost", "stuck")
@@ -32,6 +34,7 @@ START_SILENCE_S = 300.0
 """How long a process may take until its first report, while Python imports torch, maybe from a slow disk."""
 LOAD_SILENCE_S = 60.0
 """How long it may then say nothing: no report is sent while a large library or the driver is loaded."""
+CHANGED = "the checkpoint has changed since it was loaded: load it with `encoder-service reload`, or restart the server"
 _MODULE = "encoder_service.devices.device_main"
 
 
@@ -46,13 +49,13 @@ class DeviceProcess:
     connection: socket.socket
     """The server's end of the socket of `messages`; blocking until a `Link` takes it over."""
 
-    def __init__(self, config: Config, number: int, processes: int) -> None:
-        """Start the first process; `load` waits for it."""
+    def __init__(self, config: Config, number: int, processes: int, beside_bytes: int = 0) -> None:
+        """Start the first process; `load` waits for it. `beside_bytes` as in `messages.Load`."""
         self.number, self.name = number, config.device_names[number]
         device_gib = 0.0 if number else config.store_device_gib  # the first has the store's device tier
         # Without the index: its URL may have a password.
         self._config = replace(config, devices=self.name, store_device_gib=device_gib, index="memory")
-        self._processes = processes
+        self._processes, self._beside_bytes = processes, beside_bytes
         self.state: DeviceState | None = None
         """Its last report."""
         self._counts: Counter[str] = Counter()  # of earlier processes
@@ -82,10 +85,14 @@ class DeviceProcess:
                 stdout=2,  # what libraries print goes to the log
             )
         with suppress(OSError):  # the process has ended: `load` reports it
-            send(self.connection, Load(self._config, self.number, self._processes))
+            send(self.connection, Load(self._config, self.number, self._processes, self._beside_bytes))
+        self._beside_bytes = 0  # a successor takes the place of this one
 
     def load(self) -> None:
-        """Wait until the process has loaded. Raises `ConfigError` if it cannot load, or hangs."""
+        """Wait until the process has loaded. Raises `ConfigError` if it cannot load, or hangs.
+
+        A successor must load the same weights: rows of others would get the addresses of these.
+        """
         report: Report | ModelFacts | ConfigError
         silence_s = START_SILENCE_S
         try:
@@ -100,6 +107,8 @@ class DeviceProcess:
             report = ConfigError(
                 f"{flag('devices')} {self.name}: its process ended with status {status} while it loaded"
             )
+        if not isinstance(report, ConfigError) and report.recipe != getattr(self, "facts", report).recipe:
+            report = ConfigError(f"{flag('model')} {self._config.model}: {CHANGED}")
         if isinstance(report, ConfigError):
             self.end()
             raise report
@@ -112,6 +121,10 @@ class DeviceProcess:
         message: Report | ModelFacts | ConfigError = receive(self.connection)
         self.connection.settimeout(None)
         return message
+
+    def load_from(self, folder: Path) -> None:
+        """Have processes that start later load the model from another folder, which has the same weights."""
+        self._config = replace(self._config, model=folder)
 
     def kill(self) -> None:
         """Have the kernel end the process, whatever it does. Does not wait."""
@@ -164,7 +177,11 @@ class DeviceProcess:
         return answer
 
 
-def start_devices(config: Config) -> list[DeviceProcess]:
-    """Start a process for each device."""
+def start_devices(config: Config, beside_bytes: int = 0) -> list[DeviceProcess]:
+    """Start a process for each device. `beside_bytes` as in `messages.Load`.
+
+    If the model's folder is a link, later processes load what it names now.
+    """
+    config = replace(config, model=config.model.resolve())
     count = len(config.device_names)
-    return [DeviceProcess(config, number, count) for number in range(count)]
+    return [DeviceProcess(config, number, count, beside_bytes) for number in range(count)]

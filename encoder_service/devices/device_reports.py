@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from encoder_contract.geometry import GridRule
+from encoder_contract.tower_spec import TowerSpec
 from encoder_service.config import Config
 from encoder_service.devices.model import MemoryPlan, Model, decode_threads
 from encoder_service.devices.torch_device import MemoryUse
@@ -21,12 +22,13 @@ TOWER_COUNTS = ("graph_batches", "eager_batches", "padding_patches")
 class ModelFacts:
     """A loaded model, as the server needs to know it.
 
-    `rule` is None if only the device's process can compute it. `decode_threads` images are decoded one by one at a
-    time. `overtakes`: the tower may encode an image in the middle of a batch. An image of `group_patches` or more may
-    be encoded together with all other devices; 0: none.
+    `spec` is None unless the tower is one of the server's own. `rule` is None if only the device's process can compute
+    it. `decode_threads` images are decoded one by one at a time. `overtakes`: the tower may encode an image in the
+    middle of a batch. An image of `group_patches` or more may be encoded together with all other devices; 0: none.
     """
 
     model_type: str
+    spec: TowerSpec | None
     hidden: int
     levels: int
     width: int
@@ -53,6 +55,7 @@ class ModelFacts:
         tower = model.tower
         return cls(
             model_type=tower.model_type,
+            spec=tower.spec if isinstance(tower, Tower) else None,
             hidden=tower.hidden,
             levels=tower.levels,
             width=tower.width,

@@ -5,8 +5,8 @@ On the event loop: there is no thread for a device, and no lock.
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from encoder_contract.backoff import backoff_s
 from encoder_contract.geometry import Grid
@@ -29,6 +29,8 @@ MOST_FAILURES = 5
 _FAILURES_WITHOUT_PAUSE = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 30.0
 _SHORTAGE_PAUSE_S = 1.0
+GROUP_S = 10.0
+"""How long the start of the server waits for the devices to form their group."""
 STOP_S = 10.0
 """How long the devices may take for the batches that they have, when the server stops."""
 KILL_S = 5.0
@@ -68,24 +70,34 @@ class Dispatcher:
         self._others = {link: [other for other in self.links if other is not link] for link in self.links}
         self._group_number = 0
         self._rendezvous = start_rendezvous() if len(devices) > 1 else None
+        self._is_group_due = any(device.facts.group_patches for device in devices)
+        self._group_formed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self.on_answers: Callable[[bool], None] = lambda _answers: None
         """Called with True when a device answers again, and with False when none does any more."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         queue.dispatch, queue.on_gone = self._dispatch, self._gone
         store.on_freed.append(self._on_freed)
 
     def start(self) -> None:
         """Take over the devices, which have loaded."""
-        threading.Thread(target=self._keep_moving, name="tier-migrator", daemon=True).start()
         self._tasks = [start_task(self._serve(link), f"device-{link.device.number}") for link in self.links]
         self._watching = start_task(self._watch(), "devices-watchdog")
+
+    async def formed(self) -> None:
+        """Wait until the devices have formed a group, or failed to, but not for long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GROUP_S):
+                await self._group_formed.wait()
 
     async def stop(self) -> None:
         """Wait until the devices have finished the batches that they have, but not for long. Close the queue first."""
         self._stopping.set()
-        self._watching.cancel()
+        self._store.on_freed = [call for call in self._store.on_freed if call != self._on_freed]
+        if self._watching is not None:
+            self._watching.cancel()
         for link in self.links:
             link.close()
         if self._tasks:
@@ -107,11 +119,13 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         """Push what the devices may have now. Waits for nothing."""
+        if not self._group_formed.is_set():
+            self._form_group()
         for link in self.links:
             link.push_batches(self._others[link], self._group_number)
         self._share_out(Link.push_decode_batch, single=False)
         self._share_out(Link.push_single, single=True)
-        if idle := [link for link in self.links if link.is_idle]:
+        if idle := [link for link in self.links if link.tower.is_idle]:
             is_starved = self._scheduler.waiting_images > 0
             for link in idle:
                 if is_starved is (link.idle_since is None):
@@ -139,6 +153,19 @@ class Dispatcher:
             wait.since = None
         self._queue.poke()
 
+    def _form_group(self) -> None:
+        """Have the devices form a group as soon as all are idle, so that no image waits for it: NCCL takes seconds.
+
+        A group that fails is not formed again until an image needs it, or a device was restarted.
+        """
+        if self._is_group_due:
+            if all(link.is_up and link.tower.is_idle for link in self.links):
+                self._is_group_due = False
+                for link in self.links:
+                    link.form_group(self._group_number)
+        elif all(link.tower.forming is None for link in self.links):
+            self._group_formed.set()
+
     def _group_lost(self, number: int) -> None:
         """Have all devices leave a group that one of them has left; the next image gets another."""
         if number == self._group_number:
@@ -152,6 +179,9 @@ class Dispatcher:
         device = link.device
         while True:
             await link.connect(self._rendezvous.port if self._rendezvous is not None else 0)
+            if device.facts.group_patches:
+                self._is_group_due = True
+                self._group_formed.clear()
             self._queue.poke()
             await link.lost.wait()
             entries = link.disown()
@@ -213,9 +243,3 @@ class Dispatcher:
             if self.answers is not answered:
                 answered = self.answers
                 self.on_answers(answered)
-
-    def _keep_moving(self) -> None:
-        try:
-            self._store.moves.keep_moving()
-        except BaseException as error:  # noqa: BLE001 - a thread never ends silently
-            self._queue.abort("the server's thread tier-migrator died", error)

@@ -355,7 +355,7 @@ class JobQueue:
 
     def _copy_of_equal(self, job: Job, address: bytes) -> Pin | None:
         """Return a pin on a copy of these rows; None if they are gone or it has no room. On a worker thread."""
-        if (held := self._store.pin(address)) is None:
+        if (held := self._store.pin(address, again=True)) is None:
             return None
         with held:
             return self._store.copy(held, job.key.address, job.holder)

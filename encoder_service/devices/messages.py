@@ -37,11 +37,15 @@ Place = tuple[str, list[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The first message to a process: load the model. `processes` devices load at the same time."""
+    """The first message to a process: load the model. `processes` devices load at the same time.
+
+    Beside the weights, `beside_bytes` of the device must be free: what the tower takes for images, if that is known.
+    """
 
     config: Config
     number: int
     processes: int
+    beside_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,17 @@ class JoinGroup:
 
     group: Group
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    """Connect to the other devices as the group of this number, before an image needs it."""
+
+    number: int
+
+
+ForTower = Encode | JoinGroup | FormGroup
+"""Work for the tower's thread, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +213,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class LeftGroup:
-    """The device has done its share of an image of the group, or failed to."""
+    """The device has formed the group, or has done its share of an image of it; or it failed to."""
 
     number: int
     failed: bool

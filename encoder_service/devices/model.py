@@ -63,10 +63,11 @@ class Model:
     no_videos: str = "none are decoded here"
 
 
-def load_model(config: Config, processes: int = 1) -> Model:
+def load_model(config: Config, processes: int = 1, beside_bytes: int = 0) -> Model:
     """Load a `Model` into this process. Raises `ConfigError` naming what is missing or cannot be served.
 
-    The configuration names one device; on the CPU, `processes` of them load at the same time.
+    The configuration names one device; on the CPU, `processes` of them load at the same time. `beside_bytes` as in
+    `messages.Load`.
     """
     check_model(config.model)
     device = _device(config.devices)
@@ -75,10 +76,13 @@ def load_model(config: Config, processes: int = 1) -> Model:
             f"{flag('formats')}: Pillow was built without {', '.join(lacking)}; its own wheels have everything"
         )
     Device(device).make_current()
-    _check_memory(config, Device(device), processes)
+    _check_memory(config, Device(device), processes, beside_bytes)
     decoder = _decoder(config, device)
     try:
+        before = _state_of(config.model)
         tower = _tower(config, device, _dtype(config))
+        if _state_of(config.model) != before:
+            raise ValueError("its files changed while they were read: load it when it is complete")
         decoder.start()
     except (OSError, ValueError, DecoderStartError) as error:
         raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
@@ -174,19 +178,27 @@ def _tower(config: Config, device: str, dtype: str) -> VisionModel:
     return load_family(config.model, options)
 
 
-def _check_memory(config: Config, device: Device, processes: int) -> None:
+def _state_of(folder: Path) -> set[tuple[str, int, int, int]]:
+    """Return name, inode, size and time of the last change of each file that decides rows."""
+    files = [path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".py")]
+    found = [(path.name, path.stat()) for path in files]
+    return {(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found}
+
+
+def _check_memory(config: Config, device: Device, processes: int, beside_bytes: int) -> None:
     """Raise `ConfigError` if the weights of one of the server's own towers do not fit the device's free memory."""
     try:
         if read_config(config.model).get("model_type") not in OWN_TYPES:
             return
         values = sum(math.prod(tensor.shape) for tensor in vision_tensors(config.model).values())
-        needed = values * DTYPES[_dtype(config)].itemsize
+        needed = values * DTYPES[_dtype(config)].itemsize + beside_bytes
     except (OSError, ValueError, KeyError):
         return  # loading reports what is wrong
     free = unused_memory_bytes() // processes if device.kind == "cpu" else device.memory().free
     if needed > free:
         raise ConfigError(
-            f"{flag('devices')} {device.name}: the tower's weights take {needed / GIB:.2f} GiB, and "
+            f"{flag('devices')} {device.name}: the tower's weights take {needed / GIB:.2f} GiB"
+            f"{' with what it needs for images' if beside_bytes else ''}, and "
             f"{free / GIB:.2f} GiB are free for them: free memory there, or leave the device out"
         )
 
@@ -265,6 +277,12 @@ class MemoryPlan:
             libraries=CONTEXT_BYTES * (config.store_device_gib > 0) + NCCL_BYTES * (devices > 1),
             store=int(config.store_device_gib * GIB),
         )
+
+    @property
+    def beside(self) -> int:
+        """Bytes that a second process with the same tower takes besides its weights; 0 on the CPU."""
+        working = self.forward + self.under_way + self.decode + self.tables
+        return working + CONTEXT_BYTES if self.total else 0
 
     @property
     def left(self) -> int:

@@ -6,7 +6,7 @@ from typing import Self
 
 from encoder_contract.geometry import Grid, GridRule
 from encoder_service.config import Config, ConfigError, flag
-from encoder_service.devices.device_process import DeviceProcess
+from encoder_service.devices.device_process import CHANGED, DeviceProcess
 from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.model import files_decoder
 from encoder_service.families.model import CountedRows
@@ -55,10 +55,7 @@ def load_devices(config: Config, devices: Sequence[DeviceProcess]) -> FileDecode
     """
     files = files_decoder(config, threads=1)
     try:
-        for device in devices:
-            device.load()
-        for device in devices:
-            device.facts.plan.check()
+        load_all(devices)
         files.start()
     except BaseException as error:
         for device in devices:
@@ -67,6 +64,15 @@ def load_devices(config: Config, devices: Sequence[DeviceProcess]) -> FileDecode
         if isinstance(error, DecoderStartError | OSError):
             raise ConfigError(f"{flag('model')} {config.model}: {error}") from error
         raise
-    for device in devices:
-        device.name = device.facts.device
     return files
+
+
+def load_all(devices: Sequence[DeviceProcess]) -> None:
+    """Wait until all devices have loaded one model. Raises `ConfigError` naming what a device cannot load."""
+    for device in devices:
+        device.load()
+    for device in devices:
+        device.facts.plan.check()
+        device.name = device.facts.device
+        if device.facts.recipe != devices[0].facts.recipe:
+            raise ConfigError(f"{device.name} has loaded other weights than {devices[0].name}: {CHANGED}")

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Queue
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InternalError, InvalidImageError
 from encoder_contract.extents import views
-from encoder_contract.geometry import Grid
 from encoder_service.devices import messages
 from encoder_service.devices.device_inbox import DeviceImage, Inbox
 from encoder_service.devices.model import Model
@@ -28,12 +27,10 @@ from encoder_service.devices.torch_device import DECODE_S, DEVICE_LOST, FRAME_S,
 from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear
 from encoder_service.store.tensors import copy_bytes, flat
+from encoder_service.vision import Tower
+from encoder_service.vision.ulysses import UlyssesGroup
 
 log = logging.getLogger(__name__)
-
-
-GroupEncoder = Callable[[int, int, Grid, Any, Callable[[], None]], list[Tensor]]
-"""`Tower.encode_in_group` with its `UlyssesGroup`; the first argument is the number of the group."""
 
 Memory = dict[str, Tensor]
 """The memory of each tier of the store, by its name: uint8 [bytes]."""
@@ -49,18 +46,17 @@ class DeviceWorkers:
         memory: Memory,
         *,
         decode_threads: int = 2,
-        group_encoder: GroupEncoder | None = None,
+        group: UlyssesGroup | None = None,
     ) -> None:
         """Create the workers.
 
-        `memory` is where rows are written. `group_encoder` encodes a large image with the processes of the other
-        devices.
+        `memory` is where rows are written. `group` encodes large images: this process and those of the other devices.
         """
         faults = Faults(model.device, inbox.abort)
         self._watchdog = Watchdog(partial(inbox.abort, DEVICE_LOST))
         prepare = Prepare(inbox, model, faults, self._watchdog)
         copy_out = CopyOut(inbox, model, memory, faults, self._watchdog)
-        vit = Vit(inbox, model, copy_out, faults, self._watchdog, group_encoder)
+        vit = Vit(inbox, model, copy_out, faults, self._watchdog, group)
         self._inbox = inbox
         self._device = model.device
         # `join` does not wait for it.
@@ -419,11 +415,11 @@ class Vit:
         copy_out: CopyOut,
         faults: Faults,
         watchdog: Watchdog,
-        group_encoder: GroupEncoder | None,
+        group: UlyssesGroup | None,
     ) -> None:
         self._inbox = inbox
         self._faults = faults
-        self._group_encoder = group_encoder
+        self._group = group
         self._watchdog = watchdog
         self._tower = model.tower
         self._device = model.device
@@ -435,10 +431,10 @@ class Vit:
         try:
             while (batch := self._inbox.batches.take()) is not None:
                 with stream.use():
-                    if isinstance(batch, messages.JoinGroup):
-                        self._join_group(batch, stream)
-                    else:
+                    if isinstance(batch, messages.Encode):
                         self._encode(batch, stream, self._overtaking(stream))
+                    else:
+                        self._join_group(batch, stream)
                 del batch  # a waiting thread must not keep images alive
         finally:  # also after an error: the copy-out must not wait for more
             self._copy_out.put(None)
@@ -446,35 +442,43 @@ class Vit:
     def _overtaking(self, stream: CudaStream) -> Overtaking:
         return Overtaking(self._inbox, lambda batch: self._encode(batch, stream, None))
 
-    def _join_group(self, sent: messages.JoinGroup, stream: CudaStream) -> None:
-        """Encode this device's share of another device's image."""
-        assert self._group_encoder is not None
-        group = sent.group
+    def _join_group(self, sent: messages.JoinGroup | messages.FormGroup, stream: CudaStream) -> None:
+        """Encode this device's share of another device's image, or form the group that will encode the next one."""
+        number = sent.number if isinstance(sent, messages.FormGroup) else sent.group.number
         try:
-            with self._watchdog.watching("a group encode", sent.seconds):
-                self._group_encoder(group.number, group.leader, group.grid, None, self._overtaking(stream))
+            if isinstance(sent, messages.FormGroup):
+                assert self._group is not None
+                with self._watchdog.watching("forming a group"):
+                    self._group.form(number)
+            else:
+                with self._watchdog.watching("a group encode", sent.seconds):
+                    self._in_group(sent.group, None, self._overtaking(stream))
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            self._group_failed(group, error)
+            self._group_failed(number, error)
         else:
-            self._inbox.tell(messages.LeftGroup(group.number, failed=False))
+            self._inbox.tell(messages.LeftGroup(number, failed=False))
+
+    def _in_group(self, group: messages.Group, patches: Any, overtaking: Overtaking) -> list[Tensor]:
+        assert self._group is not None
+        tower = cast(Tower, self._tower)  # no other kind of tower forms a group
+        return tower.encode_in_group(self._group, group.number, group.leader, group.grid, patches, overtaking)
 
     def _encode_in_group(
         self, group: messages.Group, patches: Inputs, overtaking: Overtaking
     ) -> list[Tensor]:
         """Encode a large image with all devices; return no rows if the group fails."""
-        assert self._group_encoder is not None
         began = monotonic()
         try:
-            return self._group_encoder(group.number, group.leader, group.grid, patches, overtaking)
+            return self._in_group(group, patches, overtaking)
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
-            self._group_failed(group, error)
+            self._group_failed(group.number, error)
             overtaking.seconds = monotonic() - began
             return []
 
-    def _group_failed(self, group: messages.Group, error: Exception) -> None:
+    def _group_failed(self, number: int, error: Exception) -> None:
         self._faults.is_loss(error)
-        log.warning("the devices did not encode an image together; one device encodes it", exc_info=error)
-        self._inbox.tell(messages.LeftGroup(group.number, failed=True))
+        log.warning("the devices do not work together; one device encodes a large image", exc_info=error)
+        self._inbox.tell(messages.LeftGroup(number, failed=True))
 
     def _encode(self, sent: messages.Encode, stream: CudaStream, overtaking: Overtaking | None) -> None:
         """Encode a batch; `overtaking` is None for one that itself overtakes."""

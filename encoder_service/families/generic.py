@@ -138,7 +138,8 @@ class TransformersModel(OneByOne):
         self._blank_device = "meta"
         try:
             return self.rows(64, 64) > 0
-        except Exception:  # noqa: BLE001 - processors that read values raise many types
+        except Exception:  # processors that read values raise many types
+            log.debug("rows are counted with the values of black images", exc_info=True)
             return False
 
 
@@ -286,6 +287,8 @@ def _vision_part(folder: Path, config: Any, architecture: type[Any], dtype: torc
             + ", ".join(missing[:3])
             + (", ..." if len(missing) > 3 else "")
         )
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()  # of the mapped file, which may be overwritten later
     return model.eval().requires_grad_(False)
 
 

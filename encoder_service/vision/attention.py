@@ -91,7 +91,7 @@ PART_QUERIES = 768
 class SegmentAttention:
     """torch's scaled dot product attention on any device. Adjacent segments of equal length are one dense batch."""
 
-    name, graphs = "sdpa", False
+    name, graphs, persistent = "sdpa", False, False
 
     def __call__(
         self,
@@ -148,7 +148,7 @@ class SegmentAttention:
 class TorchVarlenAttention:
     """torch's own variable-length flash attention (CUDA)."""
 
-    name, graphs = "varlen", True
+    name, graphs, persistent = "varlen", True, False
 
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn
@@ -174,7 +174,7 @@ class TorchVarlenAttention:
 class FlashAttention2:
     """Flash attention 2 over packed segments (CUDA)."""
 
-    name, graphs = "flash2", True
+    name, graphs, persistent = "flash2", True, False
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func
@@ -196,13 +196,13 @@ class FlashAttention2:
 
 
 class FlashAttention3:
-    """Flash attention 3 over packed segments (Hopper).
+    """Flash attention 3 over packed segments (Hopper), whose kernel is then persistent: see its `run_flash_fwd`.
 
     Calls its operator directly: the wrapper in its package makes two empty tensors in every call, which takes time on
     the host and copies from the host, so that some releases cannot be captured.
     """
 
-    name, graphs = "flash3", True
+    name, graphs, persistent = "flash3", True, True
     # Its builds, module → operators: the wheel `fa3-fwd`, with the forward pass only, and a build from the sources.
     _BUILDS: ClassVar = {"fa3_fwd_interface": "fa3_fwd", "flash_attn_interface": "flash_attn_3"}
 

@@ -76,11 +76,17 @@ class CudaCapture:
 # 1920×1080, 2560×1440). A larger forward takes so long that its launches are hidden behind it.
 PATCH_BUDGETS = (256, 512, 768, 1024, 1536, 2048, 3072, 3520, 4096, 4800, 6144, 8160, 14400)
 
-# Padding is computed like any patch. Up to `SMALL_PATCHES` a padded forward takes the device less time than the host
-# needs to launch the kernels of an eager forward one by one (an estimate: at most 3.8 ms against 5.8 ms). Above,
-# padding is only lost time.
-SMALL_PATCHES = 2048
+# Several images have more sums than one has sizes: above 2048 patches, a budget for each number of images of 256×256.
+BATCH_BUDGETS = (512, 768, 1024, 1536, *range(2048, 5633, 256))
+
+# Padding is computed like any patch. Up to `SMALL_PATCHES` a padded forward takes the device about as long as the host
+# needs to launch the kernels of an eager forward one by one (estimates: 5.1 to 6.9 ms, and 5.8 ms), and leaves the host
+# to the decoder. Above, padding is only lost time.
+SMALL_PATCHES = 2560
 MAX_PADDING_SHARE = 0.03
+
+# The longest image in a graph for several images, if attention launches work for `segments` × `longest`.
+LONGEST_OF_SEVERAL = 1024
 
 # A window of Qwen2.5-VL has 64 patches, and fewer where an edge cuts it. These leave room for cut windows.
 _PATCHES_PER_WINDOW_SLOT = 32
@@ -104,31 +110,33 @@ class GraphShape:
     segments: int
     longest: int
 
-    def fits(self, layout: PackedBatch) -> bool:
-        """Whether a batch of this layout may run in the graph: it fits, without too much padding."""
-        padding = self.patches - layout.patches
-        if padding < 0 or layout.segments.longest > self.longest:
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether images of these lengths in patches may run in the graph: they fit, without too much padding."""
+        padding = self.patches - sum(lengths)
+        if padding < 0 or max(lengths) > self.longest:
             return False
-        if self.patches > SMALL_PATCHES and padding > MAX_PADDING_SHARE * layout.patches:
+        if self.patches > SMALL_PATCHES and padding > MAX_PADDING_SHARE * sum(lengths):
             return False
-        return len(layout.segments.lengths) + _pieces(padding, self.longest) <= self.segments
+        return len(lengths) + _pieces(padding, self.longest) <= self.segments
 
 
-def budgets(image: int, batch: int) -> list[GraphShape]:
+def budgets(image: int, batch: int, *, persistent: bool) -> list[GraphShape]:
     """Return the budgets to capture, smallest first, for images of up to `image` and batches of up to `batch` patches.
 
-    For each number of patches there is one budget for a single image and its padding. Up to the size of a batch there
-    is one for several images. Attention launches work for `segments` × `longest`, most of it empty, so a graph for
-    several images takes small ones only. A batch that fits no graph runs eagerly.
+    `persistent` is that of the attention. If it is, empty segments and long ones cost nothing, so each budget takes
+    one image or several, of any size. Otherwise attention launches work for `segments` × `longest`, most of it empty:
+    there are budgets for one image and its padding, and others for several small images. A batch that fits no graph
+    runs eagerly.
     """
-    sizes = [patches for patches in PATCH_BUDGETS if patches <= image]
-    single = [GraphShape(patches, 2, patches) for patches in sizes]
-    several = [
-        GraphShape(patches, patches // 256 + 4, min(patches, 1024))
-        for patches in sizes
-        if 512 <= patches <= batch
-    ]
-    return sorted(single + several, key=lambda budget: (budget.patches, budget.segments))
+    single = [patches for patches in PATCH_BUDGETS if patches <= image]
+    several = [patches for patches in BATCH_BUDGETS if patches <= min(image, batch)]
+    if persistent:
+        several = sorted({*several, *(patches for patches in single if patches <= batch)})
+        single = [patches for patches in single if patches > batch]
+    longest = image if persistent else LONGEST_OF_SEVERAL
+    shapes = [GraphShape(patches, 2, patches) for patches in single]
+    shapes += [GraphShape(patches, patches // 256 + 4, min(patches, longest)) for patches in several]
+    return sorted(shapes, key=lambda budget: (budget.patches, budget.segments))
 
 
 def padded_lengths(lengths: Sequence[int], total: int, longest: int, slots: int) -> list[int]:
@@ -155,8 +163,9 @@ class StaticBatch:
     def fits(self, layout: PackedBatch) -> bool:
         """Whether a batch of this layout fits, including its windows, without too much padding."""
         static, windows = self.layout.windows, layout.windows
-        if not self.budget.fits(layout) or static is None or windows is None:
-            return self.budget.fits(layout)
+        fits = self.budget.fits(layout.segments.lengths)
+        if not fits or static is None or windows is None:
+            return fits
         needed = len(windows.lengths) + _pieces(self.budget.patches - layout.patches, static.longest)
         return needed < len(static.bounds)
 

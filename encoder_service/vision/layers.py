@@ -54,6 +54,7 @@ class Attention(Protocol):
 
     name: str
     graphs: bool  # whether it reads the bounds on the device, so that a CUDA graph can be replayed with other bounds
+    persistent: bool  # whether a call launches one program for each processor, whatever its segments are
 
     def __call__(
         self,

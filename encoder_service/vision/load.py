@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# On the CPU a few images amortise reading the weights. On a GPU one image of 960×1280 fills the device, so that more
-# would only make each image wait for all. Larger images run alone, small ones together.
-BATCH_PATCHES = {"cpu": 1024, "cuda": 4800}
+# On the CPU a few images amortise reading the weights. On a GPU, 22 images of 256×256 fill whole waves of its
+# processors. Images of 1280×720 or more run alone: two would take a tenth less together, and the first would wait for
+# both (`python -m bench.gpu_parts.predicted`).
+BATCH_PATCHES = {"cpu": 1024, "cuda": 5632}
 
 # On a GPU, products are slower if rows are no multiple of 16 bytes, like the 3420 columns of Qwen2.5-VL.
 ALIGNED_VALUES = 8
@@ -120,13 +121,16 @@ def _check(
 
 
 def _read(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Read tensors to the CPU in their stored dtype, file by file."""
+    """Read tensors to the CPU in their stored dtype, file by file.
+
+    Copies them: safetensors maps the file, and one that is overwritten later would change the tower.
+    """
     read = {}
     for path in {tensor.path for tensor in tensors.values()}:
         with safe_open(path, framework="pt") as shard:
             for name, tensor in tensors.items():
                 if tensor.path == path:
-                    read[name] = shard.get_tensor(tensor.full_name)
+                    read[name] = shard.get_tensor(tensor.full_name).clone()
     return read
 
 

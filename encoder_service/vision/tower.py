@@ -374,7 +374,8 @@ class Tower:
         with torch.inference_mode():
             example = self._layout([Grid(1, 16, 16)])
             capture = CudaCapture(self.device)
-            wanted = budgets(self._graph_patches, self.batch_patches)
+            persistent = self._attention.persistent
+            wanted = budgets(self._graph_patches, self.batch_patches, persistent=persistent)
             self._graphs = Graphs(self._module, self.spec, example, self.dtype, wanted, capture)
 
     @property

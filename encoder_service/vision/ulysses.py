@@ -87,6 +87,17 @@ class UlyssesGroup:
             self._leave()
             raise
 
+    def form(self, number: int) -> None:
+        """Connect to the other processes, which call this too, before an image needs it. Raises as `joined` does.
+
+        NCCL connects when the first bytes are exchanged: that takes seconds.
+        """
+        with self.joined(number):
+            self.exchange(
+                [torch.zeros(1, dtype=torch.uint8, device=self._device)] * self.size, [1] * self.size
+            )
+            self.complete(number)
+
     def abort(self, number: int) -> None:
         """End the exchanges of group `number`, because another of its processes has failed. Thread-safe.
 
@@ -156,7 +167,7 @@ class UlyssesGroup:
 class UlyssesAttention:
     """Attention over slices of an image: exchange them for all patches of some heads, run `inner`, exchange back."""
 
-    graphs = False
+    graphs = persistent = False
 
     def __init__(self, inner: Attention, group: UlyssesGroup, shares: Sequence[int]) -> None:
         """`shares` are the numbers of patches of the processes."""

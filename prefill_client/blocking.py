@@ -153,6 +153,7 @@ class BlockingClient:
     connect = staticmethod(connecting(EncoderClient.connect))
     submit = _blocking(EncoderClient.submit, lambda _, answers: answers)
     keep = _blocking(EncoderClient.keep, lambda loop, kept: BlockingKept(loop, kept))
+    keep_known = _blocking(EncoderClient.keep_known, lambda loop, kept: BlockingKept(loop, kept))
     fetch = _blocking(_on_loop(EncoderClient.fetch), lambda loop, stream: BlockingFetch(loop, stream))
 
     def __init__(self, loop: LoopThread, client: EncoderClient) -> None:
@@ -193,6 +194,10 @@ class BlockingKept:
     def error(self) -> EncoderError | None:
         """Why some of the images are not at any server now; None if all are."""
         return self._kept.error
+
+    def leave(self) -> None:
+        """End keeping: the images stay submitted, as after `submit`."""
+        self._loop.run(self._kept.leave())
 
     def close(self) -> None:
         """Release the images: servers drop those that no other caller wants."""

@@ -13,7 +13,7 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import VideoInfo
 from prefill_client.fleet.fetch_stream import FetchStream
 from prefill_client.fleet.pool import Pool
-from prefill_client.fleet.submission import KeptImages, SentImages, Submission
+from prefill_client.fleet.submission import KeptImages, KnownImages, SentImages, Submission
 from prefill_client.forks import check_process, client_opens, is_forked
 from prefill_client.images import File, Image, RowRequest, Submitted, read_images
 from prefill_client.transport import BY_DEFAULT, TRANSPORTS, Receivers, receivers
@@ -187,6 +187,29 @@ class EncoderClient:
         try:
             submit = kept.submit_together if all_or_nothing else kept.submit
             kept.answers = await submit(images, timeout_s)
+        except BaseException:
+            await kept.close()
+            raise
+        return kept
+
+    async def keep_known(
+        self,
+        images: Sequence[Image],
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        again_s: float = DEFAULT_TIMEOUT_S,
+    ) -> KeptImages:
+        """Keep images as `keep` does that another process has submitted, by their names: no file is sent.
+
+        The images need no `data`. The client asks `Image.submitted_to` first, then the other servers. If none of them
+        has an image, neither rows nor file, its answer is a `LostImageError`, at once. If an image is lost later,
+        `KeptImages.lost` says so. An image that a server encodes needs its `grid` if another server is asked.
+        """
+        kept = KnownImages(self._pool, self._recent, self._caller(request_id, priority), again_s)
+        try:
+            kept.answers = await kept.submit(images, timeout_s)
         except BaseException:
             await kept.close()
             raise

@@ -1,7 +1,6 @@
 """The HTTP server of a service process: binds its port first, prints a banner once it answers, stops at a signal."""
 
 import asyncio
-import errno
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -13,7 +12,7 @@ from starlette.requests import Request
 
 from encoder_contract.certificates import Certificates
 from encoder_contract.command_line import say
-from encoder_contract.endpoint import Endpoint
+from encoder_contract.endpoint import Endpoint, why_unbound
 from encoder_contract.settings import ConfigError
 
 Result = TypeVar("Result")
@@ -90,8 +89,7 @@ def bound(address: str) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        why = "the address is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"--listen {address}: {why}") from error
+        raise ConfigError(f"--listen {address}: {why_unbound(error)}") from error
     return listener
 
 

@@ -39,6 +39,9 @@ class Image:
 
     With `frames`, the file is a video, and the image consists of two of its frames (`prefill_client.Video`). With
     `is_video`, this is the video itself, which has no rows: the answer to Submit has the properties of its container.
+
+    Without `data`, another process has submitted the image, to the server `submitted_to` (empty: not known). It is only
+    for `EncoderClient.keep_known`.
     """
 
     data: bytes = field(repr=False)
@@ -47,6 +50,7 @@ class Image:
     tokens: int
     frames: Frames | None = None
     is_video: bool = False
+    submitted_to: str = ""
 
     @property
     def name(self) -> bytes:

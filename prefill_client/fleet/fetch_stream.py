@@ -11,7 +11,6 @@ from typing import Self
 from encoder_contract.errors import (
     DeadlineError,
     EncoderError,
-    StaleHandleError,
     UnavailableError,
     UnknownImageError,
 )
@@ -176,9 +175,8 @@ class FetchStream:
                         self._unknown_at[self._requests[index].digest].add(endpoint)
                     self._start(self._retry_or_fail([index], outcome.error))
         except EncoderError as error:
-            if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
-                self._pool.router.failed(endpoint)
-            self._start(self._retry_or_fail(list(pending.values()), error))
+            noted = self._pool.noted(endpoint, error)
+            self._start(self._retry_or_fail(list(pending.values()), noted))
         except TimeoutError:
             timeout = DeadlineError(f"{endpoint} could not be reached before the deadline")
             self._start(self._retry_or_fail(list(pending.values()), timeout))

@@ -14,6 +14,7 @@ from encoder_contract.errors import (
     EncoderError,
     ModelMismatchError,
     OverloadedError,
+    StaleHandleError,
     UnavailableError,
 )
 from prefill_client.fleet.routing import Router
@@ -177,10 +178,25 @@ class Pool:
                 yield await self.connection(endpoint)
         except TimeoutError:
             raise DeadlineError(f"{endpoint} did not answer before the deadline") from None
-        except UnavailableError:
-            self.router.failed(endpoint)
-            raise
+        except EncoderError as error:
+            raise self.noted(endpoint, error) from error
         self.router.succeeded(endpoint)
+
+    def noted(self, endpoint: str, error: EncoderError) -> EncoderError:
+        """Tell the router that an attempt failed; return the error to act on.
+
+        A server may have got other weights since it was connected. It is down until it has ours again, and the attempt
+        is made elsewhere while another server is up.
+        """
+        if isinstance(error, ModelMismatchError):
+            self.router.mark_down(endpoint)
+            self.why_down[endpoint] = error.message
+            if (task := self._connections.get(endpoint)) is not None and _is_open(task):
+                self._drop(endpoint, task.result())
+            return UnavailableError(error.message) if self.router.any_serves else error
+        if isinstance(error, UnavailableError) and not isinstance(error, StaleHandleError):
+            self.router.failed(endpoint)
+        return error
 
     async def close(self) -> None:
         """Close all connections, which ends running calls."""

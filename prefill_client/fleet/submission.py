@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Self
 
@@ -13,14 +13,16 @@ from encoder_contract.errors import (
     DeadlineError,
     EncoderError,
     InternalError,
+    LostImageError,
     OverloadedError,
     UnavailableError,
+    UnknownImageError,
 )
 from encoder_contract.v1 import encoder_pb2 as pb
 from prefill_client.fleet.pool import Pool
 from prefill_client.fleet.retries import Attempts
 from prefill_client.images import Image, Submitted
-from prefill_client.transport.submit_stream import SubmitStream
+from prefill_client.transport.submit_stream import LEAVE_S, SubmitStream
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ MAX_BYTES = 256 << 20
 ENTRY_BYTES = 1024  # memory of one entry besides its file
 MAX_ROUTES = 65536  # some 10 MB
 _NO_ROOM = (OverloadedError, DeadlineError)
+LOST = "no server has the image any more: submit its file again"
 
 
 class SentImages:
@@ -38,10 +41,10 @@ class SentImages:
         self._images: LRUCache[bytes, Image] = LRUCache(MAX_BYTES, getsizeof=_size)
         self._routes: LRUCache[bytes, str] = LRUCache(MAX_ROUTES)
 
-    def remember(self, image: Image, endpoint: str) -> None:
-        """Remember that `endpoint` accepted an image."""
+    def remember(self, image: Image, endpoint: str, *, with_file: bool) -> None:
+        """Remember that `endpoint` accepted an image; `with_file`, also the image."""
         self._routes[image.digest] = endpoint
-        if _size(image) <= MAX_BYTES:
+        if with_file and image.data and _size(image) <= MAX_BYTES:
             self._images[image.digest] = image
 
     def image(self, digest: bytes) -> Image | None:
@@ -64,6 +67,8 @@ class _Unanswered:
     image: Image
     attempts: Attempts
     due_s: float = 0.0
+    unknown_at: set[str] = field(default_factory=set)
+    """The servers that do not have the image, if it was named without its file."""
 
     def final(self, answer: Submitted) -> Submitted | None:
         """Return the final answer, after a server's; None if the image will be tried again."""
@@ -81,6 +86,8 @@ class Submission:
 
     _kept = False
     """Whether the calls stay open, to keep the images submitted."""
+    _known_only = False
+    """Whether the client has no files of the images."""
 
     def __init__(self, pool: Pool, recent: SentImages, caller: pb.Caller) -> None:
         """`recent` records the images that servers accept."""
@@ -134,7 +141,7 @@ class Submission:
         while waiting:
             due = {index: each for index, each in waiting.items() if each.due_s <= now_s}
             for index, answer in (await self._submit_once(due)).items():
-                if (final := due[index].final(answer)) is not None:
+                if (final := self._final(due[index], answer)) is not None:
                     answers[index] = final
                     del waiting[index]
             # What is refused together is tried again together.
@@ -147,9 +154,12 @@ class Submission:
     async def _submit_once(self, due: dict[int, _Unanswered]) -> dict[int, Submitted]:
         """Make one attempt at every image. Images that go to the same server share a call."""
         indexes, max_images = list(due), self._pool.description.max_images_per_call
+        by_digest = {each.image.digest: each for each in due.values()}
         digests = [each.image.digest for each in due.values()]
         # Images that are at a server already stay there: the history of a chat is not dealt again as it grows.
-        with self._pool.router.placed(digests, self._recent.route) as groups:
+        with self._pool.router.placed(
+            digests, lambda digest: self._route(by_digest[digest]), bounded=not self._known_only
+        ) as groups:
             batches = [
                 (endpoint, [indexes[place] for place in places[begin : begin + max_images]])
                 for endpoint, places in groups.items()
@@ -170,6 +180,14 @@ class Submission:
             for index, answer in zip(batch, call.result(), strict=True)
         }
 
+    def _route(self, each: _Unanswered) -> str | None:
+        """Return the server that has an image, as far as the client knows."""
+        return self._recent.route(each.image.digest)
+
+    def _final(self, each: _Unanswered, answer: Submitted) -> Submitted | None:
+        """Return the final answer, after a server's; None if the image will be tried again."""
+        return each.final(answer)
+
     async def _submit_to(self, endpoint: str, images: Sequence[Image], timeout_s: float) -> list[Submitted]:
         """Return the answers of one server."""
         is_together = self._together is not None
@@ -177,10 +195,12 @@ class Submission:
         try:
             async with self._pool.attempt(endpoint, timeout_s) as connection:
                 stream = connection.submit(images, self._caller, self._new(images))
-                answers = await stream.answers(kept=self._kept, all_or_nothing=is_together)
+                answers = await stream.answers(
+                    kept=self._kept, all_or_nothing=is_together, known_only=self._known_only
+                )
                 self._pool.router.set_rate(endpoint, stream.patches_per_s)
         except EncoderError as error:
-            answers = self._answers_until(error, stream, images)
+            answers = self._answers_until(error, stream, endpoint, images)
         except BaseException:  # cancelled: the caller no longer wants the images
             if stream is not None:
                 stream.close()
@@ -191,12 +211,12 @@ class Submission:
 
     def _new(self, images: Sequence[Image]) -> list[int]:
         """Return the indexes of the images whose files come with their names. None do before there is room for all."""
-        if self._together is not None:
+        if self._together is not None or self._known_only:
             return []
         return [index for index, image in enumerate(images) if self._recent.route(image.digest) is None]
 
     def _answers_until(
-        self, error: EncoderError, stream: SubmitStream | None, images: Sequence[Image]
+        self, error: EncoderError, stream: SubmitStream | None, endpoint: str, images: Sequence[Image]
     ) -> list[Submitted]:
         """Return the answers of a call that failed. What the server has taken when the time is up stays submitted."""
         answered: dict[int, Submitted] = {}
@@ -206,7 +226,8 @@ class Submission:
             if not answered:
                 stream.close()
         return [
-            answered.get(index, Submitted(image.digest, error=error)) for index, image in enumerate(images)
+            answered.get(index, Submitted(image.digest, error=error, endpoint=endpoint))
+            for index, image in enumerate(images)
         ]
 
     def _accept(
@@ -214,7 +235,8 @@ class Submission:
     ) -> None:
         accepted = {index: image for index, image in enumerate(images) if answers[index].error is None}
         for image in accepted.values():
-            self._recent.remember(image, endpoint)
+            # An open call sends the file again, and a Fetch of kept images does not.
+            self._recent.remember(image, endpoint, with_file=not self._kept)
         if stream.is_open():
             self._leave(stream, endpoint, accepted)
 
@@ -246,6 +268,9 @@ class KeptImages(Submission):
         """The servers' first answer to each image, in order."""
         self._again_s = again_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[SubmitStream, asyncio.Task[None]] = {}
+        """The open calls, and the task that serves each."""
+        self._leaves = False
         self._resubmitting: dict[SubmitStream, EncoderError] = {}  # by the call that ended, why it ended
         self._lost: asyncio.Future[EncoderError] = asyncio.get_running_loop().create_future()
 
@@ -274,6 +299,15 @@ class KeptImages(Submission):
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
+    async def leave(self) -> None:
+        """End keeping: the images stay submitted, as after `EncoderClient.submit`. This client forgets their files."""
+        self._leaves = True
+        calls = dict(self._calls)
+        await asyncio.gather(*(stream.leave_kept() for stream in calls))
+        if calls:
+            await asyncio.wait(calls.values(), timeout=LEAVE_S)
+        await self.close()
+
     async def _withdraw(self) -> None:
         await self.close()
 
@@ -282,7 +316,7 @@ class KeptImages(Submission):
         if not accepted:
             stream.close()
             return
-        task = asyncio.create_task(self._keep(stream, endpoint, accepted))
+        task = self._calls[stream] = asyncio.create_task(self._keep(stream, endpoint, accepted))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -291,7 +325,10 @@ class KeptImages(Submission):
         try:
             error = await stream.resend()
         finally:
+            del self._calls[stream]
             stream.close()
+        if self._leaves:
+            return
         log.info("%d images are submitted again: %s", len(images), error.message)
         if isinstance(error, UnavailableError):
             self._pool.router.failed(endpoint)
@@ -310,6 +347,34 @@ class KeptImages(Submission):
     def _set_lost(self, error: EncoderError) -> None:
         if not self._lost.done():
             self._lost.set_result(error)
+
+
+class KnownImages(KeptImages):
+    """Images that another process has submitted, kept by their names: this client has no files of them.
+
+    It asks the servers one after the other, beginning with the one to which an image was submitted. An image that none
+    of them has ends in `LostImageError`.
+    """
+
+    _known_only = True
+
+    def _route(self, each: _Unanswered) -> str | None:
+        """Return the server to ask next; None if all that are up have been asked."""
+        image, router = each.image, self._pool.router
+        order = (image.submitted_to, self._recent.route(image.digest), *router.order(image.digest))
+        return next((server for server in order if server and self._may_have(each, server)), None)
+
+    def _may_have(self, each: _Unanswered, server: str) -> bool:
+        return server not in each.unknown_at and self._pool.router.is_up(server)
+
+    def _final(self, each: _Unanswered, answer: Submitted) -> Submitted | None:
+        if not isinstance(answer.error, UnknownImageError):
+            return each.final(answer)
+        each.unknown_at.add(answer.endpoint)
+        if self._route(each) is not None:
+            each.due_s = 0.0
+            return None
+        return replace(answer, error=LostImageError(LOST))
 
 
 def _size(image: Image) -> int:

@@ -26,6 +26,7 @@ from prefill_client.transport.row_stream import RowStream
 from prefill_client.transport.rows import element_type
 from prefill_client.transport.submit_stream import SubmitStream
 
+SUBMIT = "/encoder_contract.v1.EncoderService/Submit"
 FETCH = "/encoder_contract.v1.EncoderService/Fetch"
 # How long an estimate of the server's clock is used. Two synchronized clocks drift by less than 0.1 ms in this time.
 CLOCK_S = 60.0
@@ -123,7 +124,10 @@ class Connection:
         self.receivers = receivers
         self.clock = clock
         self._clock_task: asyncio.Task[None] | None = None
-        self._stub = EncoderServiceStub(channel)
+        self._submit: grpc.aio.StreamStreamMultiCallable[bytes, pb.SubmitResponse] = channel.stream_stream(
+            SUBMIT,  # of messages that are serialised already
+            response_deserializer=pb.SubmitResponse.FromString,
+        )
         self._fetch = channel.unary_stream(
             FETCH,
             request_serializer=pb.FetchRequest.SerializeToString,
@@ -188,7 +192,7 @@ class Connection:
         `new` are the indexes of images that the server probably lacks.
         """
         metadata, span = self._traced(SpanName.CLIENT_SUBMIT, len(images))
-        call = self._stub.Submit(metadata=(*metadata, HALF_CLOSES))
+        call = self._submit(metadata=(*metadata, HALF_CLOSES))
         _end_with(call, span)
         return SubmitStream(call, images, caller, self.endpoint, self.description.max_message_bytes, new)
 

@@ -131,11 +131,20 @@ class RowStream(Exchange):
             del self._filling[filling]
             filling.cancel()
         return [
-            FetchedRows(error.index, self._requests[error.index].digest, error=from_message(error))
+            FetchedRows(error.index, self._request_of(error.index).digest, error=from_message(error))
             for error in errors
         ]
 
+    def _request_of(self, window: int) -> RowRequest:
+        """Return the request of a window. Raises `InternalError` if there is none."""
+        if window >= len(self._requests):
+            raise InternalError(
+                f"{self._endpoint}: the server answers window {window}, but {len(self._requests)} were requested"
+            )
+        return self._requests[window]
+
     def _announced(self, ready: pb.ImageReady) -> Arrival:
+        self._request_of(ready.index)
         transport = transport_of(ready)
         if transport not in self._receivers:
             raise InternalError(
@@ -147,7 +156,7 @@ class RowStream(Exchange):
 
     def _outcome(self, ready: pb.ImageReady, arrival: Arrival) -> FetchedRows:
         """Return the outcome of complete rows. If they are gone or cannot be read, only this image fails."""
-        digest = self._requests[ready.index].digest
+        digest = self._request_of(ready.index).digest
         try:
             rows = arrival.rows()
         except StaleHandleError as error:

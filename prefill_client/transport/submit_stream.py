@@ -6,7 +6,8 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from encoder_contract.errors import EncoderError
+from encoder_contract.errors import EncoderError, UnknownImageError
+from encoder_contract.framing import frame_piece
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import VideoInfo
@@ -16,6 +17,8 @@ from prefill_client.transport.exchange import Exchange
 
 # How long the server may take to end a call that the client leaves.
 LEAVE_S = 30.0
+_LAST = pb.SubmitRequest(last=True).SerializeToString()
+"""A message, and the end of any other."""
 
 
 class SubmitStream(Exchange):
@@ -39,6 +42,7 @@ class SubmitStream(Exchange):
         self._caller = caller
         self._max_message_bytes = max_message_bytes
         self._new = new
+        self._known_only = False
         self._exchanging: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._sent_s: dict[int, float] = {}
@@ -47,14 +51,18 @@ class SubmitStream(Exchange):
         self.patches_per_s = 0.0
         """The server's measured rate, as in its last answer."""
 
-    async def answers(self, *, kept: bool = False, all_or_nothing: bool = False) -> list[Submitted]:
+    async def answers(
+        self, *, kept: bool = False, all_or_nothing: bool = False, known_only: bool = False
+    ) -> list[Submitted]:
         """Name the images, upload those that the server does not have, and return one answer per image, in order.
 
         With `kept`, the server may ask for a file again. With `all_or_nothing`, a server that has no room for all of
         the images refuses all, and keeps none without `complete`. Otherwise, the images stay submitted. The call is
-        still open then. Raises the error of the call. If this is cancelled, the exchange goes on until `close` or
-        `leave`: cancelling an operation of gRPC would end the call.
+        still open then. With `known_only`, nothing is uploaded, and the answer to an image that the server does not
+        have is an `UnknownImageError`. Raises the error of the call. If this is cancelled, the exchange goes on until
+        `close` or `leave`: cancelling an operation of gRPC would end the call.
         """
+        self._known_only = known_only
         self._exchanging = asyncio.create_task(
             self._exchange(kept=kept, all_or_nothing=all_or_nothing), name="submit"
         )
@@ -66,8 +74,10 @@ class SubmitStream(Exchange):
         try:
             while True:
                 for state in (await self._read()).states:
-                    if state.state == pb.STATE_NEEDS_BYTES:
+                    if state.state == pb.STATE_NEEDS_BYTES and not self._known_only:
                         await self._send([state.index])
+                    elif state.state == pb.STATE_NEEDS_BYTES:
+                        return self._unknown()
                     elif state.state == pb.STATE_FAILED:
                         return from_message(state.error)
         except EncoderError as error:
@@ -77,9 +87,15 @@ class SubmitStream(Exchange):
         """End the call: its images stay submitted. A Fetch submits them again if the server has left."""
         with suppress(EncoderError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                await self._write(pb.SubmitRequest(last=True))
+                await self._write(_LAST)
                 await self._half_close()
                 await self.finish()
+
+    async def leave_kept(self) -> None:
+        """Have the server end the call, whose images then stay submitted. `resend` returns when it has ended."""
+        with suppress(EncoderError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._half_close()
 
     def close(self) -> None:
         """End the call if it has not ended."""
@@ -93,19 +109,27 @@ class SubmitStream(Exchange):
 
     async def _exchange(self, *, kept: bool, all_or_nothing: bool) -> None:
         names = [image.to_message(index) for index, image in enumerate(self._images)]
-        files = [
-            pb.ImageBytes(index=index, data=self._images[index].data, last=True) for index in self._fitting()
+        fitting = list(self._fitting())
+        self._sent_s = dict.fromkeys(fitting, monotonic())
+        named = pb.ImageNames(
+            names=names, kept=kept, all_or_nothing=all_or_nothing, known_only=self._known_only
+        )
+        parts: list[bytes | memoryview] = [
+            pb.SubmitRequest(open=self._caller, names=named).SerializeToString()
         ]
-        self._sent_s = dict.fromkeys((file.index for file in files), monotonic())
-        is_last = not (kept or all_or_nothing)
-        named = pb.ImageNames(names=names, kept=kept, all_or_nothing=all_or_nothing)
-        await self._write(pb.SubmitRequest(open=self._caller, names=named, bytes=files, last=is_last))
+        for index in fitting:
+            parts += frame_piece(index, memoryview(self._images[index].data), last=True)
+        if kept or not all_or_nothing:
+            parts.append(_LAST)
+        await self._write(b"".join(parts))
         while len(self.answered) < len(self._images):
             needed: list[int] = []
             answer = await self._read()
             self.patches_per_s = answer.patches_per_s
             for state in answer.states:
-                if state.state == pb.STATE_NEEDS_BYTES:
+                if state.state == pb.STATE_NEEDS_BYTES and self._known_only:
+                    self.answered[state.index] = self._failed(state.index, self._unknown())
+                elif state.state == pb.STATE_NEEDS_BYTES:
                     self._sent_s[state.index] = monotonic()
                     needed.append(state.index)
                 else:
@@ -135,20 +159,21 @@ class SubmitStream(Exchange):
 
     async def _send(self, indexes: Sequence[int]) -> None:
         """Send files, in as few messages as possible."""
-        request, room = pb.SubmitRequest(), self._max_message_bytes
+        parts: list[bytes | memoryview] = []
+        room = self._max_message_bytes
         for index in indexes:
             view, begin = memoryview(self._images[index].data), 0
             while begin < len(view) or begin == 0:
-                piece = bytes(view[begin : begin + room])
+                piece = view[begin : begin + room]
                 begin, room = begin + max(len(piece), 1), room - len(piece)
-                request.bytes.add(index=index, data=piece, last=begin >= len(view))
+                parts += frame_piece(index, piece, last=begin >= len(view))
                 if not room:
                     if self._leaving is not None:
                         return
-                    await self._write(request)
-                    request, room = pb.SubmitRequest(), self._max_message_bytes
-        if request.bytes and self._leaving is None:
-            await self._write(request)
+                    await self._write(b"".join(parts))
+                    parts, room = [], self._max_message_bytes
+        if parts and self._leaving is None:
+            await self._write(b"".join(parts))
 
     async def _leave(self) -> None:
         try:
@@ -167,7 +192,7 @@ class SubmitStream(Exchange):
         image = self._images[state.index]
         digest = image.digest
         if state.state == pb.STATE_FAILED:
-            return Submitted(digest, error=from_message(state.error), frames=image.frames)
+            return self._failed(state.index, from_message(state.error))
         if state.state == pb.STATE_PROBED:
             info = state.video
             video = VideoInfo(
@@ -184,3 +209,11 @@ class SubmitStream(Exchange):
             endpoint=self._endpoint,
             frames=image.frames,
         )
+
+    def _failed(self, index: int, error: EncoderError) -> Submitted:
+        image = self._images[index]
+        return Submitted(image.digest, error=error, endpoint=self._endpoint, frames=image.frames)
+
+    def _unknown(self) -> UnknownImageError:
+        """Return the error of an image without a file. Only a server that does not know `known_only` asks for it."""
+        return UnknownImageError(f"{self._endpoint} does not have the image")

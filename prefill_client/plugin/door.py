@@ -4,6 +4,7 @@ An engine's plug-in finds the media in a request, and tells the engine what take
 for all engines: it loads files, selects the frames of videos, submits images, and names the medium in an error.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -12,7 +13,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.video import Clip, VideoInfo, VideoSettings
 from prefill_client.client import DEFAULT_TIMEOUT_S, EncoderClient
 from prefill_client.fleet.submission import KeptImages
-from prefill_client.images import File, Submitted, raise_first, without_errors
+from prefill_client.images import File, Image, Submitted, raise_first, read_images, without_errors
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.media.local_files import LocalFolder
@@ -70,12 +71,13 @@ class Door:
         *,
         files: LocalFolder | None = None,
         check: Callable[[Description], None] | None = None,
+        fingerprint: bytes = b"",
     ) -> Self:
         """Connect an engine to the service, and load files of the sizes that the service accepts.
 
-        URLs may name `destinations` and `files`. Raises the errors of `connect`, which calls `check`.
+        URLs may name `destinations` and `files`. Raises the errors of `connect`, which uses `check` and `fingerprint`.
         """
-        client = await connect(settings, wait=False, check=check)
+        client = await connect(settings, wait=False, check=check, fingerprint=fingerprint)
         limits = {"image": client.description.max_image_bytes, "video": client.description.max_video_bytes}
         timeout_s = settings.submit_timeout_s
         loaders = (
@@ -113,6 +115,18 @@ class Door:
         videos = zip(names, without_errors(found, names), strict=True)
         return [Medium(name, video.images, video) for name, video in videos]
 
+    async def read(self, media: Sequence[Medium]) -> list[Submitted]:
+        """Return answers to the files of media that need no server, from their headers.
+
+        An answer has no grid if only a server can compute it. Raises the error of the first file that is not an image.
+        """
+        files, names = files_of(media), names_of(media)
+        images = await asyncio.to_thread(read_images, files, self.client.description.geometry)
+        return [
+            Submitted(image.digest, image.grid, image.tokens, frames=image.frames)
+            for image in without_errors(images, names)
+        ]
+
     async def submit(
         self, media: Sequence[Medium], *, request_id: str, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Submitted]:
@@ -137,9 +151,32 @@ class Door:
         kept = await self.client.keep(
             files_of(media), request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
         )
-        try:
-            raise_first([answer.error for answer in kept.answers], names_of(media))
-        except EncoderError:
-            await kept.close()
-            raise
-        return kept
+        return await _without_errors(kept, names_of(media))
+
+    async def keep_known(
+        self,
+        images: Sequence[Image],
+        names: Sequence[str],
+        *,
+        request_id: str,
+        priority: int = 0,
+        timeout_s: float,
+        again_s: float,
+    ) -> KeptImages:
+        """Keep images that another process has submitted, as `EncoderClient.keep_known` does.
+
+        `names` are what error messages call them. Raises the error of the first that failed; no image is then kept.
+        """
+        kept = await self.client.keep_known(
+            images, request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
+        )
+        return await _without_errors(kept, names)
+
+
+async def _without_errors(kept: KeptImages, names: Sequence[str]) -> KeptImages:
+    try:
+        raise_first([answer.error for answer in kept.answers], names)
+    except EncoderError:
+        await kept.close()
+        raise
+    return kept

@@ -28,7 +28,8 @@ class EngineModel:
     `config` is the Hugging Face configuration, and `dtype` the type of the engine's rows. `image_processor` and
     `folder` are called when they are needed. `folder` returns the checkpoint's folder; it raises `ValueError` or
     `OSError` if there is none. `lays_out_images`: the engine's own processor can place rows in the prompt if the
-    service knows only their number.
+    service knows only their number. `fingerprint` is that of the vision weights; empty: those of the checkpoint.
+    None: this process does not know them, and another compares.
     """
 
     config: Any
@@ -36,6 +37,7 @@ class EngineModel:
     image_processor: Callable[[], Any]
     folder: Callable[[], Path]
     lays_out_images: bool = False
+    fingerprint: bytes | None = b""
 
 
 def checkpoint_folder(
@@ -84,7 +86,7 @@ def check_description(settings: ServiceSettings, engine: EngineModel, descriptio
 
 def _different_fingerprints(engine: EngineModel, description: Description) -> list[Difference]:
     try:
-        return [*checkpoint_differences(engine.folder(), description)]
+        return [*checkpoint_differences(engine.folder(), description, engine.fingerprint)]
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the service's model cannot be compared with the engine's: {error}. "
@@ -116,13 +118,20 @@ def differences(engine: EngineModel, description: Description) -> Iterator[Diffe
     yield "max_pixels", processor.size["longest_edge"], geometry.max_pixels
 
 
-def checkpoint_differences(folder: Path, description: Description) -> Iterator[Difference]:
+def checkpoint_differences(
+    folder: Path, description: Description, fingerprint: bytes | None = b""
+) -> Iterator[Difference]:
     """Yield the fingerprints in which a checkpoint and a service differ: image processor, and vision weights.
+
+    `fingerprint` replaces the model fingerprint of the checkpoint; None: that is not compared.
 
     The model fingerprint of a service that counts rows (no geometry) covers the files of the processor. Reads the
     vision tensors of the checkpoint. Raises `OSError` or `ValueError` for a folder that cannot be read.
     """
-    pairs = [("model fingerprint", fingerprint_of(folder), description.model_fingerprint)]
+    pairs = []
+    if fingerprint is not None:
+        model = fingerprint or fingerprint_of(folder)
+        pairs.append(("model fingerprint", model, description.model_fingerprint))
     if description.geometry is not None:
         processor = ProcessorSettings.from_folder(folder).fingerprint
         what = "image processor (image_mean, image_std, rescale_factor, pixel bounds, resampling)"

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from encoder_contract.errors import (
 )
 from prefill_client.blocking import connecting
 from prefill_client.client import EncoderClient
+from prefill_client.fleet.pool import RETIRE_S
 from prefill_client.plugin.service_settings import ServiceSettings
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.connection import Description
@@ -39,16 +41,23 @@ async def connect(
     timeout_s: float | None = None,
     receivers: Receivers = receivers,
     check: Callable[[Description], None] | None = None,
+    fingerprint: bytes = b"",
 ) -> EncoderClient:
     """Return a client of the service; with `wait`, wait for a service that is still starting.
 
-    `timeout_s` replaces the timeout of the settings. `check` raises `ValueError` for a service that the engine cannot
-    use, or `OSError` if it cannot read the engine's checkpoint; both become a `ModelMismatchError`. It runs on a
-    thread. Also raises the errors of `EncoderClient.connect`.
+    With `fingerprint`, only servers with this model fingerprint are used, unless the settings take any. `timeout_s`
+    replaces the timeout of the settings. `check` raises `ValueError` for a service that the engine cannot use, or
+    `OSError` if it cannot read the engine's checkpoint; both become a `ModelMismatchError`, which is also raised if the
+    settings name another fingerprint. `check` runs on a thread. Also raises the errors of `EncoderClient.connect`.
     """
+    demanded = settings.demanded_fingerprint
+    if fingerprint and demanded and fingerprint != demanded:
+        raise ModelMismatchError(
+            f"the engine has other vision weights by now, {fingerprint.hex()}, than model_fingerprint names"
+        )
     client = await EncoderClient.connect(
         settings.endpoints,
-        model_fingerprint=settings.demanded_fingerprint,
+        model_fingerprint=b"" if settings.takes_any_model else demanded or fingerprint,
         tenant_salt=settings.tenant_salt.encode(),
         credentials=settings.credentials,
         timeout_s=timeout_s or (settings.start_timeout_s if wait else settings.submit_timeout_s),
@@ -124,6 +133,7 @@ class WatchedClient(Generic[Client]):
         self._open = open_client
         self._log = log
         self._opening: asyncio.Future[Client] | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
 
     async def get(self) -> Client:
@@ -142,10 +152,25 @@ class WatchedClient(Generic[Client]):
         if error.status in _DOWN and self.down is None:
             self._log.warning("the engine's own tower encodes until the service is back: %s", error.message)
             self.down = error
+            if (
+                error.status is Status.FAILED_PRECONDITION
+            ):  # this client's model is that of no server any more
+                self.reopen()
             self._probing = asyncio.create_task(self._probe())
 
+    def reopen(self) -> None:
+        """Let the next call connect anew. Calls of the present client have `RETIRE_S` to end."""
+        if self._opening is not None:
+            retiring = asyncio.create_task(_retire(self._opening))
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+            self._opening = None
+
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
+        for retiring in self._retiring:
+            retiring.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
         if self._probing is not None:
             self._probing.cancel()
         if self._opening is not None and self._opening.done() and not self._opening.exception():
@@ -167,3 +192,13 @@ class WatchedClient(Generic[Client]):
             except EncoderError as error:
                 self.down = error
         self._log.info("the encoder service is back")
+
+
+async def _retire(opening: "asyncio.Future[Client]") -> None:
+    """Close a client after `RETIRE_S`, or at once if this is cancelled."""
+    with suppress(EncoderError):
+        client = await asyncio.shield(opening)
+        try:
+            await asyncio.sleep(RETIRE_S)
+        finally:
+            await client.close()

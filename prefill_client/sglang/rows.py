@@ -36,15 +36,22 @@ class ChunkRows:
     def __init__(self, settings: SglangSettings) -> None:
         self._settings = settings
         self._client: BlockingClient | None = None
+        self._fingerprint = b""
         self._not_before_s = 0.0
 
-    def fetch(self, images: Sequence[tuple[SglangImageName, Any]], like: Tensor) -> list[Found]:
+    def fetch(
+        self, images: Sequence[tuple[SglangImageName, Any]], like: Tensor, fingerprint: bytes = b""
+    ) -> list[Found]:
         """Return the rows [tokens, width] of each image, with the device and type of `like`.
 
+        With `fingerprint`, only a service with this model fingerprint is asked.
         An image that the service cannot decode gets its error instead, and any other failure gets None. `images` has
         the name of each image and SGLang's item, which has the file.
         """
         rows: dict[int, Tensor | InvalidImageError] = {}
+        if fingerprint != self._fingerprint:
+            self._fingerprint, self._not_before_s = fingerprint, 0.0
+            self._disconnect()
         if monotonic() >= self._not_before_s:
             try:
                 self._fill(rows, images, like)
@@ -106,8 +113,15 @@ class ChunkRows:
     def _connected(self) -> BlockingClient:
         if self._client is None:
             timeout_s = self._settings.fetch_timeout_s
-            self._client = connect_blocking(self._settings, wait=False, timeout_s=timeout_s)
+            self._client = connect_blocking(
+                self._settings, wait=False, timeout_s=timeout_s, fingerprint=self._fingerprint
+            )
         return self._client
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 def agreed(here: Sequence[bool]) -> list[bool]:

@@ -9,6 +9,8 @@ from typing import ClassVar, Literal, Self, get_args
 from prefill_client.plugin.service_settings import ServiceSettings
 
 VARIABLE = "ENCODER_SERVICE_CONFIG"
+PROCESSORS, MODELS = "prefill_client.sglang.processors", "prefill_client.sglang.models"
+"""The packages that SGLang loads."""
 Gating = Literal["request", "chunk"]
 
 

@@ -11,9 +11,7 @@ from sglang.srt.runtime_context import get_disagg, get_mm, get_model
 
 from prefill_client.plugin.model import EngineModel, check_description, checkpoint_folder
 from prefill_client.plugin.service import check_at_start
-from prefill_client.sglang.sglang_settings import SglangSettings
-
-PROCESSORS, MODELS = "prefill_client.sglang.processors", "prefill_client.sglang.models"
+from prefill_client.sglang.sglang_settings import MODELS, PROCESSORS, SglangSettings
 
 _log = logging.getLogger("sglang.encoder_service")
 
@@ -62,7 +60,7 @@ def engine_model(config: Any, image_processor: Any, dtype: torch.dtype) -> Engin
         config=config,
         dtype=str(dtype).removeprefix("torch."),
         image_processor=lambda: image_processor,
-        folder=_folder,
+        folder=checkpoint_of_engine,
     )
 
 
@@ -75,7 +73,11 @@ def check_service(settings: SglangSettings, engine: EngineModel) -> None:
     check_at_start(settings, check, _log, model=get_model().model_path, required=False)
 
 
-def _folder() -> Path:
+def checkpoint_of_engine() -> Path:
+    """Return the folder of SGLang's checkpoint. An update of the weights from disk changes what SGLang names.
+
+    Raises `ValueError` for weights that come from no checkpoint, and `OSError` if a model cannot be found or fetched.
+    """
     model = get_model()
     if model.load_format == "dummy":
         raise ValueError("--load-format dummy creates random weights, which no other process has")

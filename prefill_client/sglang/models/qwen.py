@@ -7,7 +7,7 @@ tensor-parallel ranks. If it cannot encode them either, their requests end.
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -25,7 +25,7 @@ from prefill_client.sglang.ending import ImagesWithoutRows
 from prefill_client.sglang.image_name import SglangImageName, file_of
 from prefill_client.sglang.rows import ChunkRows, Found, agreed, counts_here
 from prefill_client.sglang.sglang_settings import SglangSettings
-from prefill_client.sglang.start import check_packages, check_tower
+from prefill_client.sglang.start import check_packages, check_tower, checkpoint_of_engine
 from prefill_client.sglang.tower import TowerWeights
 
 _log = logging.getLogger("sglang.encoder_service")
@@ -53,12 +53,19 @@ class EncoderServiceRows:
         self._rows = ChunkRows(SglangSettings.from_environment())
         self._without_rows = ImagesWithoutRows()
         self._without_rows.watch_forwards()
-        self._tower_weights = TowerWeights(lambda: self.visual)
+        self._tower_weights = TowerWeights(
+            lambda: self.visual, checkpoint_of_engine, torch.get_default_dtype()
+        )
         self._tower_weights.watch_updates(self)  # type: ignore[arg-type]  # one of SGLang's models
         # Load it now, because nothing may fail at the time when the service does.
         self._image_processor = AutoImageProcessor.from_pretrained(
             model.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        """Load weights as SGLang's model does, and compare those of vision with the tower's."""
+        load = super().load_weights  # type: ignore[misc]  # of SGLang's model
+        return self._tower_weights.load(lambda noted: load(noted, *args, **kwargs), weights)
 
     def get_image_feature(self, items: Sequence[MultimodalDataItem]) -> Tensor | list[Tensor]:
         """Return the rows of images, [tokens, width] of each. If none has a name, return SGLang's own result."""
@@ -83,9 +90,11 @@ class EncoderServiceRows:
         self, images: Sequence[tuple[SglangImageName, MultimodalDataItem]]
     ) -> tuple[list[Found], str]:
         """Return what the service has for these images, and why this tower encodes those without rows."""
-        if not self._tower_weights.are_the_services:
+        fingerprint = self._tower_weights.fingerprint
+        if fingerprint is None:
             return [None] * len(images), "weights"
-        return self._rows.fetch(images, self._weight), "rows"
+        reason = "rows" if self._tower_weights.are_those_of_the_start else "weights"
+        return self._rows.fetch(images, self._weight, fingerprint), reason
 
     @property
     def _weight(self) -> Tensor:

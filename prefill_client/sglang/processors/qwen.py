@@ -7,6 +7,7 @@ with `gating` "chunk", once the service has accepted them. If the service does n
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from prefill_client.sglang.counts import count
 from prefill_client.sglang.image_name import SglangImageName, file_as_feature
 from prefill_client.sglang.sglang_settings import SglangSettings
 from prefill_client.sglang.start import check_configuration, check_packages, check_service, engine_model
+from prefill_client.transport.connection import Description
 
 _log = logging.getLogger("sglang.encoder_service")
 
@@ -71,9 +73,17 @@ class EncoderServiceProcessor(QwenVLImageProcessor):  # type: ignore[misc]
             self._settings,
             Destinations(get_mm().allowed_media_domains or ()),
             files=LocalFolder(self._settings.image_folder, "image_folder"),
-            check=partial(check_description, self._settings, self._engine),
+            check=self._check,
         )
         self._door = WatchedClient(open_door, _log)
+
+    def clear_preprocess_cache(self) -> None:
+        """Note that SGLang has loaded weights: this process does not see them, but the scheduler compares them."""
+        super().clear_preprocess_cache()
+        self._engine = replace(self._engine, fingerprint=None)
+
+    def _check(self, description: Description) -> None:
+        check_description(self._settings, self._engine, description)
 
     async def process_mm_data_async(
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any

@@ -6,7 +6,6 @@ from weakref import WeakValueDictionary
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from prefill_client.vllm.gate import PrefillGate
-from prefill_client.vllm.image_name import is_image_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +41,6 @@ class EncoderServiceCacheManager(EncoderCacheManager):  # type: ignore[misc]
 
     def can_allocate(self, request: "Request", input_id: int, *arguments: Any, **named: Any) -> bool:
         """Whether there is room for the image, and either its rows have arrived or the engine encodes it."""
-        identifier = request.mm_features[input_id].identifier
-        if is_image_name(identifier) and not self._gate.is_here(identifier):
+        if self._gate.awaits(request.mm_features[input_id].identifier):
             return False
         return bool(super().can_allocate(request, input_id, *arguments, **named))

@@ -14,13 +14,18 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
+from prefill_client.vllm.adapters import count_waiting_adapters
 from prefill_client.vllm.counts import METRICS
 from prefill_client.vllm.deepstack import keep_deepstack
-from prefill_client.vllm.image_name import is_image_name
+from prefill_client.vllm.image_name import NameSigner
+from prefill_client.vllm.name_key import read_name_key
+from prefill_client.vllm.parking import let_core_sleep, let_worker_sleep
 from prefill_client.vllm.scheduler_side import LoadedUpTo, LoadPlan, SchedulerSide
 from prefill_client.vllm.service_check import check_service, row_kind
 from prefill_client.vllm.vllm_settings import VllmSettings
+from prefill_client.vllm.weight_updates import WeightUpdates, watch_calls
 from prefill_client.vllm.worker_side import RowLoader
+from prefill_client.vllm.worker_weights import WorkerWeights, keep_rows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,6 +89,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         settings = VllmSettings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(settings, vllm_config)
+            watch_calls(self._scheduler.updates)
+            let_core_sleep()
+            if vllm_config.lora_config is not None:
+                count_waiting_adapters()
         else:  # before the weights are loaded, so that a mismatch ends the start early
             self._init_worker(settings, vllm_config)
         self._is_open = True
@@ -93,16 +102,30 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         kind = row_kind(config)
         check_service(settings, config)
         keep_deepstack(config)
+        let_worker_sleep()
+        keep_rows()
+        self.weights = None if settings.takes_any_model else WorkerWeights(config)
         self._loader = RowLoader(kind.width, kind.dtype, device)
+        self._signer = NameSigner(read_name_key(settings.name_key_file))
         self._loaded_step = 0
         self._encoder_cache: dict[str, torch.Tensor] = {}
-        self._loaded: set[str] = set()  # named images in the cache before the tower runs
+        self._loaded: set[str] = set()  # images in the cache before the tower runs
 
     def shutdown(self) -> None:
         """Cancel all work; a second call does nothing."""
         if self._is_open and self.role is ECConnectorRole.SCHEDULER:
             self._scheduler.close()
         self._is_open = False
+
+    @property
+    def scheduler_side(self) -> SchedulerSide | None:
+        """The part in the scheduler's process; None in a worker."""
+        return self._scheduler if self.role is ECConnectorRole.SCHEDULER else None
+
+    @property
+    def updates(self) -> WeightUpdates | None:
+        """What the scheduler's process knows of the engine's vision weights; None if it compares nothing."""
+        return self._scheduler.updates if self.role is ECConnectorRole.SCHEDULER else None
 
     # In the scheduler's process.
 
@@ -124,7 +147,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def request_finished(self, request: "Request", **_: object) -> tuple[bool, dict[str, Any] | None]:
         """Note that the request has ended, failed or been aborted."""
-        self._scheduler.gate.finished(request.request_id)
+        self._scheduler.finished(request.request_id)
         return False, None
 
     def take_unavailable_requests(self) -> set[str]:
@@ -156,7 +179,11 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if plan.loads:
             self._loader.load(plan.path, plan.loads, encoder_cache)
             self._loaded_step = plan.step
-        self._encoder_cache, self._loaded = encoder_cache, set(filter(is_image_name, encoder_cache))
+        self._encoder_cache, self._loaded = encoder_cache, set(encoder_cache)
+
+    def is_named(self, identifier: str) -> bool:
+        """Whether the rows of an image are the service's."""
+        return self._signer.is_identifier(identifier)
 
     def build_connector_worker_meta(self) -> LoadedUpTo | None:
         """Report the last loaded step, once.
@@ -165,9 +192,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         are wrong, and the engine's caches would pass them to later requests. Only the end of the engine empties the
         caches.
         """
-        if encoded := set(filter(is_image_name, self._encoder_cache)) - self._loaded:
+        for identifier in filter(self.is_named, self._encoder_cache.keys() - self._loaded):
             raise RuntimeError(
-                f"the engine's tower encoded a stand-in, whose rows only the service has: {min(encoded)}"
+                f"the engine's tower encoded a stand-in, whose rows only the service has: {identifier}"
             )
         step, self._loaded_step = self._loaded_step, 0
         return LoadedUpTo(step) if step else None

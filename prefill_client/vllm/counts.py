@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
 IMAGES, BYTES, FETCH_S, FAILED = "images", "bytes", "fetch_seconds", "images_failed"
-WAITED_S, WAITED = "wait_seconds", "waits"
+WAITED_S, WAITED, EMPTY = "wait_seconds", "waits", "empty_steps"
 
 # The metric of each counter, its label, and its help.
 METRICS = {
@@ -39,6 +39,11 @@ METRICS = {
     ),
     WAITED: ("vllm:encoder_service_waits_total", "", "Prefill steps that waited for rows."),
     WAITED_S: ("vllm:encoder_service_wait_seconds_total", "", "Seconds that prefill steps waited for rows."),
+    EMPTY: (
+        "vllm:encoder_service_empty_steps_total",
+        "",
+        "Steps without tokens, because every request waited for rows.",
+    ),
 }
 
 
@@ -62,6 +67,10 @@ class Counts:
         self._counted[WAITED, ""] += 1
         self._counted[WAITED_S, ""] += seconds
 
+    def empty_step(self) -> None:
+        """Count a step that did nothing while requests waited for rows."""
+        self._counted[EMPTY, ""] += 1
+
     def take(self) -> dict[str, dict[str, float]]:
         """Return {name: {label: value}}, and reset all counters."""
         counts: dict[str, dict[str, float]] = {}
@@ -69,6 +78,18 @@ class Counts:
             counts.setdefault(name, {})[label] = value
         self._counted.clear()
         return counts
+
+
+@cache
+def renders() -> "Counter":
+    """Return the counter of the renders that had images."""
+    from prometheus_client import Counter
+
+    return Counter(
+        "vllm:encoder_service_renders_total",
+        "Requests with images that were laid out without pixels for an engine (named), or that vLLM refused (refused).",
+        ("result",),
+    )
 
 
 @cache

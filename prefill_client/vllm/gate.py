@@ -10,29 +10,28 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
+from math import inf
 from time import monotonic
 
-from encoder_contract.errors import EncoderError, InvalidRequestError
+from encoder_contract.errors import EncoderError, InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid, rows_of_grid
 from encoder_contract.turns import Place, Room
 from prefill_client.transport.connection import Description
 from prefill_client.vllm.counts import Counts
 from prefill_client.vllm.features import Feature, TowerInput, VllmRequest, grid_of
 from prefill_client.vllm.image_name import (
+    UNKNOWN_NAME,
     ImageName,
     NameSigner,
     RequestInfo,
-    is_image_name,
     producer_of,
     salt_of,
 )
-from prefill_client.vllm.row_fetcher import FetchQuery
+from prefill_client.vllm.row_fetcher import NEW_WEIGHTS, FetchQuery, when_needed
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.vllm_settings import Gating
 
 _log = logging.getLogger("vllm.encoder_service")
-# Estimates how soon rows of later steps are needed. The estimate only orders the service's work.
-_PREFILL_TOKENS_PER_S = 8000
 # A request that could prefill a few tokens waits at most this long, about a step, for images that the service has
 # already encoded. Over a slow network, it then continues with the images that have arrived.
 SOON_S = 0.02
@@ -70,9 +69,11 @@ class PromptImages:
     tokens: int
     info: RequestInfo
     tenant_salt: str
+    fingerprint: bytes  # of the weights whose rows its names stand for
     spans: list[ImageSpan] = field(default_factory=list)
     held: dict[int, ImageSpan] = field(default_factory=dict)  # images that the table holds for it, by index
     parked_s: float = 0.0  # when its wait began, on the steady clock; 0: it does not wait
+    waits_soon: bool = False  # whether it stops to wait after `SOON_S`, even if no rows arrive
     stored: set[int] = field(default_factory=set)  # indexes of images that the service has encoded
     needs_rows: int = 0  # the most rows that it needs in host memory at the same time
     place: Place | None = None  # for these rows; None: it does not ask for them
@@ -109,19 +110,21 @@ class PrefillGate:
 
     def __init__(
         self, table: RowTable, signer: NameSigner, counts: Counts, *, description: Callable[[], Description | None],
-        tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int, gating: Gating,
-        in_one_step: bool = False,
+        may_fetch: Callable[[], bool], tower: TowerInput, tenant_salt: str, window_tokens: int, capacity_rows: int,
+        gating: Gating, in_one_step: bool = False,
     ) -> None:  # fmt: skip
         """Make a gate without requests.
 
-        `description` returns the service's, None before it is joined. `tower` describes the input of the engine's own
-        tower, `window_tokens` is the most that one step prefills, and `capacity_rows` is the size of host memory.
+        `description` returns that of the service whose rows the engine takes, None before it was joined. `may_fetch`
+        returns whether it takes rows now. `tower` describes the input of the engine's own tower, `window_tokens` is the
+        most that one step prefills, and `capacity_rows` is the size of host memory.
         `in_one_step`: no wait for an image divides a prompt that one step can prefill.
         """
         self._table = table
         self._signer = signer
         self._counts = counts
         self._description = description
+        self._may_fetch = may_fetch
         self._tower = tower
         self._tenant_salt = tenant_salt
         self._window_tokens = window_tokens
@@ -135,8 +138,9 @@ class PrefillGate:
 
     def may_prefill(self, request: VllmRequest, computed: int) -> bool:
         """Whether `request`, whose first `computed` tokens are prefilled, may be scheduled in this step."""
-        if self._description() is None and any(
-            is_image_name(each.identifier) for each in request.mm_features
+        description = self._description()
+        if description is None and any(
+            self._signer.is_identifier(each.identifier) for each in request.mm_features
         ):
             return False  # the middleware joined the service before this process did
         request_id = request.request_id
@@ -145,16 +149,22 @@ class PrefillGate:
             self.finished(request_id)  # a session that continues with more images
             prompt = self._prompts[request_id] = self._read(request)
         if computed >= prompt.end:
+            # Another request may have prefilled its images while it waited.
+            prompt.note_wait(self._counts, ready=True)
             self._release_all(request_id, prompt)
             return request_id not in self._failed
         self._collect()
-        ready = request_id not in self._failed and self._is_ready(request_id, prompt, computed)
+        if description is not None and prompt.fingerprint != description.model_fingerprint:
+            self._fail(request_id, ModelMismatchError(NEW_WEIGHTS))
+        prompt.waits_soon = False
+        may_run = request_id not in self._failed and self._may_fetch()
+        ready = may_run and self._is_ready(request_id, prompt, computed)
         prompt.note_wait(self._counts, ready=ready)
         return ready
 
-    def is_here(self, identifier: str) -> bool:
-        """Whether the rows of a named image have arrived."""
-        return self._table.is_here(identifier)
+    def awaits(self, identifier: str) -> bool:
+        """Whether this is a named image whose rows have not arrived."""
+        return self._signer.is_identifier(identifier) and not self._table.is_here(identifier)
 
     def prefilled(self, request_id: str, index: int) -> None:
         """Note that the request has prefilled its image number `index`."""
@@ -174,6 +184,22 @@ class PrefillGate:
         self._collect()
         return set(self._failed)
 
+    def parked_for_s(self, requests: int) -> float | None:
+        """Return how long all requests of the engine wait if no rows arrive, in seconds; None if one does not wait.
+
+        `requests` is their number.
+        """
+        parked = [
+            prompt
+            for request_id, prompt in self._prompts.items()
+            if prompt.parked_s and request_id not in self._failed
+        ]
+        if not parked or len(parked) != requests:
+            return None
+        now_s = monotonic()
+        ends_s = (prompt.parked_s + SOON_S for prompt in parked if prompt.waits_soon)
+        return max(0.0, min(ends_s, default=inf) - now_s)
+
     def _collect(self) -> None:
         for (request_id, index), error in self._table.collect():
             self._fail(request_id, error.about(f"image {index}", index))
@@ -187,20 +213,25 @@ class PrefillGate:
         """Return the named images of a request; one with a false claim ends the request."""
         salt = salt_of(self._tenant_salt, request.cache_salt)
         description = self._description()
-        producer = producer_of(description, salt) if description else None
         info = RequestInfo.read(request.ec_transfer_params, request.request_id)
-        proofs = frozenset(info.proofs)
+        names = self._signer.names(info.images[: len(request.mm_features)])  # a caller may send a million
         prompt = PromptImages(
             features=len(request.mm_features),
             tokens=request.num_prompt_tokens,
             info=info,
             tenant_salt=salt,
+            fingerprint=description.model_fingerprint if description else b"",
             stored=set(info.stored),
         )
         try:
+            if names and not any(self._signer.is_identifier(each.identifier) for each in request.mm_features):
+                raise InvalidRequestError(f"image 0: {UNKNOWN_NAME}")
             for index, feature in enumerate(request.mm_features):
-                if is_image_name(feature.identifier):
-                    prompt.spans.append(self._span(index, feature, description, producer, proofs))
+                if self._signer.is_identifier(feature.identifier):
+                    name = self._signer.name(feature.identifier, names)
+                    if description is None or name is None or name.producer != producer_of(description, salt):
+                        raise InvalidRequestError(f"image {index}: {UNKNOWN_NAME}")
+                    prompt.spans.append(self._span(index, feature, description, name))
                 else:
                     self._tower.check(index, feature)
             prompt.needs_rows = self._most_rows(prompt)
@@ -215,21 +246,8 @@ class PrefillGate:
         self._hold(request_id, prompt, computed)
         return all(self._table.is_here(span.identifier) for span in self._needed(prompt, computed))
 
-    def _span(
-        self,
-        index: int,
-        feature: Feature,
-        description: Description | None,
-        producer: bytes | None,
-        proofs: frozenset[str],
-    ) -> ImageSpan:
+    def _span(self, index: int, feature: Feature, description: Description, name: ImageName) -> ImageSpan:
         """Return the span of a named image, after checking everything that the engine would rely on."""
-        name = self._signer.name(feature.identifier, proofs)
-        if description is None or name is None or name.producer != producer:
-            raise InvalidRequestError(
-                f"image {index}: unknown or forged image name. If this is so for all images, the API server and this "
-                "engine have different keys: set name_key_file"
-            )
         span, rows = ImageSpan.of(index, feature, name), rows_of_grid(name.grid, description.geometry)
         grid: Grid | None = name.grid
         if description.geometry is None:  # a stand-in, or another image from a caller who knows the name
@@ -269,7 +287,9 @@ class PrefillGate:
         images = self._window(prompt, computed)
         if not self.exact or (self._in_one_step and prompt.tokens - computed <= self._window_tokens):
             return images
-        soon = prompt.stored if not prompt.parked_s or monotonic() - prompt.parked_s < SOON_S else set()
+        is_soon = not prompt.parked_s or monotonic() - prompt.parked_s < SOON_S
+        soon = prompt.stored if is_soon else set()
+        prompt.waits_soon = bool(soon)
         return [
             *takewhile(
                 lambda span: (
@@ -300,15 +320,16 @@ class PrefillGate:
         for span in images:
             if span.index in prompt.held:
                 continue
-            ahead = max(0, span.begin - computed - self._window_tokens)
+            chunk, needed_in_ms = when_needed(span.begin - computed, self._window_tokens)
             query = FetchQuery(
                 span.name,
                 span.rows,
                 prompt.info,
                 prompt.tenant_salt,
-                chunk=max(0, span.begin - computed) // self._window_tokens,
-                needed_in_ms=1000 * ahead // _PREFILL_TOKENS_PER_S,
+                chunk=chunk,
+                needed_in_ms=needed_in_ms,
                 submitted_to="".join(prompt.info.submitted_to[span.index : span.index + 1]),
+                fingerprint=prompt.fingerprint,
             )
             prompt.held[span.index] = span
             self._table.hold(span.identifier, (request_id, span.index), query)

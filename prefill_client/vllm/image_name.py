@@ -1,14 +1,17 @@
-"""What the middleware tells the connector: a name for each image, proofs of the names, and facts about the request.
+"""What the middleware tells the connector: a name for each image, its identifier, and facts about the request.
 
 vLLM uses the `uuid` of a part without pixels as the key of its encoder cache and as part of its prefix-cache keys,
 without a check. A name therefore covers the file, the grid, the model, the processor and the tenant, and for a video
-also the two frames. It covers nothing else, so engines that share KV blocks find those of each other, also after a
-restart. Any client can send such a part, so the connector fetches only names with a proof of the middleware. The proof
-travels beside the names.
+also the two frames. It covers nothing else, so engines with one key that share KV blocks find those of each other, also
+after a restart. The `uuid` is the identifier of a name: 64 hexadecimal digits, as vLLM's own hashes of images, which
+routers and stores of KV blocks read as numbers. The names travel beside the identifiers.
+
+Any client can send such a part. An identifier is therefore a keyed hash of its name: nobody without the key can make
+one, or give one another name. Whoever has the key also sees that it is one, and refuses it for pixels of a client.
 """
 
-import re
-from collections.abc import Container, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hmac import compare_digest
 from typing import Any, ClassVar, Self
@@ -20,12 +23,18 @@ from encoder_contract.traceparent import trace_id
 from encoder_contract.video import Frames
 from prefill_client.transport.connection import Description
 
-NAME_PREFIX = "encsvc1-"
-"""How every name begins."""
-_IDENTIFIER = re.compile(
-    r"(encsvc1-([0-9a-f]{64})(?:-f(\d{1,8})-(\d{1,8}))?-(\d{1,6})x(\d{1,6})-([0-9a-f]{32}))(?:-([0-9a-f]{32}))?"
+IDENTIFIER_DIGITS = 64
+"""The length of an identifier."""
+UNKNOWN_NAME = (
+    "unknown or forged image name, or one of weights that the engine has no longer. If all images fail so, this engine "
+    "and the server before it have different keys: set name_key_file"
 )
-_TAG_BYTES = 16
+"""The error of an image whose identifier was not made with the engine's key, for its tenant."""
+_HALF_BYTES = IDENTIFIER_DIGITS // 4
+_IMAGE = struct.Struct(">32s16sII")  # digest, producer, height and width in patches
+_FRAMES = struct.Struct(">II")
+_PRODUCER_BYTES = 16
+_NAME_DIGITS = (2 * _IMAGE.size, 2 * (_IMAGE.size + _FRAMES.size))
 MAX_PRIORITY = 8
 """Priorities that the service accepts: from minus this to this."""
 
@@ -42,49 +51,70 @@ class ImageName:
     producer: bytes
     frames: Frames | None = None
 
+    def hex(self) -> str:
+        """Return all fields as hexadecimal digits."""
+        frames = _FRAMES.pack(self.frames.first, self.frames.second) if self.frames else b""
+        return (_IMAGE.pack(self.digest, self.producer, self.grid.h, self.grid.w) + frames).hex()
 
-def identifier_of(name: ImageName) -> str:
-    """Return the identifier of a name, for vLLM's `uuid`."""
-    frames = f"-f{name.frames.first}-{name.frames.second}" if name.frames else ""
-    return f"{NAME_PREFIX}{name.digest.hex()}{frames}-{name.grid.h}x{name.grid.w}-{name.producer.hex()}"
+    @classmethod
+    def from_hex(cls, digits: str) -> Self | None:
+        """Return the name with these digits; None for any other text."""
+        try:
+            packed = bytes.fromhex(digits) if len(digits) in _NAME_DIGITS else b""
+        except ValueError:
+            return None
+        if 2 * len(packed) not in _NAME_DIGITS:  # spaces are no digits
+            return None
+        digest, producer, height, width = _IMAGE.unpack_from(packed)
+        grid = Grid(1, height, width)
+        if len(packed) == _IMAGE.size:
+            return cls(digest, grid, producer)
+        first, second = _FRAMES.unpack_from(packed, _IMAGE.size)
+        return cls(digest, grid, producer, Frames(first, second, grid))
 
 
 class NameSigner:
-    """Proves identifiers and checks the proofs. Middleware and connector make one from the key that they share."""
+    """Makes identifiers of names and recognises them. Middleware and connector share its key."""
 
     def __init__(self, key: bytes) -> None:
         """`key` has 32 bytes."""
         self._key = key
 
-    def proof(self, identifier: str) -> str:
-        """Return the proof that an identifier comes from a process with this key."""
-        return blake3.blake3(identifier.encode(), key=self._key).hexdigest(length=_TAG_BYTES)
+    def identifier(self, name: ImageName) -> str:
+        """Return the identifier of a name, for vLLM's `uuid`: a hash of the name, and a hash of that hash."""
+        half = self._hash(name.hex())
+        return half + self._hash(half)
 
-    def sealed(self, identifier: str) -> str:
-        """Return an identifier that contains its proof, for requests that vLLM strips of everything else.
+    def sealed(self, name: ImageName) -> str:
+        """Return an identifier that contains its name, for requests that vLLM strips of everything else.
 
-        vLLM hashes the proof with it, so only engines with this key find the KV blocks of each other.
+        It is longer, so these requests share no KV blocks with others.
         """
-        return f"{identifier}-{self.proof(identifier)}"
+        return name.hex() + self.identifier(name)
 
-    def name(self, identifier: str, proofs: Container[str] = ()) -> ImageName | None:
-        """Return the name in an identifier; None if it has another form, or no proof in itself or among `proofs`."""
-        match = _IDENTIFIER.fullmatch(identifier)
-        if match is None or not self._is_proven(match[1], match[8], proofs):
-            return None
-        _, digest, first, second, height, width, producer, _ = match.groups()
-        grid = Grid(1, int(height), int(width))
-        frames = Frames(int(first), int(second), grid) if first else None
-        return ImageName(bytes.fromhex(digest), grid, bytes.fromhex(producer), frames)
+    def is_identifier(self, text: str) -> bool:
+        """Whether a text is an identifier that was made with this key, or contains a name, whatever its key."""
+        if len(text) != IDENTIFIER_DIGITS:
+            contains_name = len(text) - IDENTIFIER_DIGITS in _NAME_DIGITS
+            return contains_name and ImageName.from_hex(text[:-IDENTIFIER_DIGITS]) is not None
+        half = IDENTIFIER_DIGITS // 2
+        return text.isascii() and compare_digest(text[half:], self._hash(text[:half]))
 
-    def _is_proven(self, identifier: str, inside: str | None, proofs: Container[str]) -> bool:
-        proof = self.proof(identifier)
-        return proof in proofs if inside is None else compare_digest(inside, proof)
+    def names(self, images: Iterable[str]) -> dict[str, ImageName]:
+        """Return by identifier the names that a request says its identifiers stand for; skips all other texts."""
+        read = filter(None, map(ImageName.from_hex, images))
+        return {self.identifier(name): name for name in read}
 
+    def name(self, identifier: str, names: Mapping[str, ImageName]) -> ImageName | None:
+        """Return the name of an identifier: among `names`, or the one in itself. None if it has none with this key."""
+        if len(identifier) == IDENTIFIER_DIGITS:
+            return names.get(identifier)
+        name = ImageName.from_hex(identifier[:-IDENTIFIER_DIGITS])
+        return name if name is not None and self.sealed(name) == identifier else None
 
-def is_image_name(identifier: str) -> bool:
-    """Whether an identifier has the form of a name of ours; only `NameSigner.name` checks its proof."""
-    return identifier.startswith(NAME_PREFIX)
+    def _hash(self, text: str) -> str:
+        # Names and halves of identifiers have different lengths, so neither hash can be taken for the other.
+        return blake3.blake3(text.encode(), key=self._key).hexdigest(length=_HALF_BYTES)
 
 
 def salt_of(tenant_salt: str, cache_salt: str | None) -> str:
@@ -108,7 +138,7 @@ def producer_of(description: Description, tenant_salt: str) -> bytes:
         description.model_fingerprint, description.processor_fingerprint, description.dtype.encode(), salt
     ):  # fmt: skip
         hasher.update(len(field).to_bytes(4, "little") + field)
-    return hasher.digest(length=_TAG_BYTES)
+    return hasher.digest(length=_PRODUCER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +146,7 @@ class RequestInfo:
     """What the middleware tells the connector about a request, in the body's `ec_transfer_params`.
 
     Any client can write there too. `read` therefore sanitises all values. The connector uses them only to order work
-    and to decide how long to wait, and it checks `proofs`.
+    and to decide how long to wait. Nobody can give an identifier another name (`images`).
     """
 
     request_id: str = ""
@@ -127,8 +157,8 @@ class RequestInfo:
     submitted_to: tuple[str, ...] = ()
     """The server to which each image was submitted. The client asks it only if it knows that server."""
 
-    proofs: tuple[str, ...] = ()
-    """A proof of each name, in any order."""
+    images: tuple[str, ...] = ()
+    """The digits of each name (`ImageName.hex`), in any order."""
 
     KEY: ClassVar[str] = "encoder_service"
     """The key of these values in `ec_transfer_params`."""
@@ -149,7 +179,7 @@ class RequestInfo:
             traceparent=valid_traceparent(values.get("traceparent")),
             stored=tuple(each for each in _list(values.get("stored")) if isinstance(each, int)),
             submitted_to=tuple(map(str, _list(values.get("submitted_to")))),
-            proofs=tuple(map(str, _list(values.get("proofs")))),
+            images=tuple(each for each in _list(values.get("images")) if isinstance(each, str)),
         )
 
 

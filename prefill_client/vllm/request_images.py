@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from encoder_contract.errors import ForbiddenError, InvalidImageError, InvalidRequestError
 from encoder_contract.header import FORMATS, format_of, read_header
-from prefill_client.vllm.image_name import RequestInfo, is_image_name
+from prefill_client.vllm.image_name import NameSigner, RequestInfo
 from prefill_client.vllm.parts import EMBEDDED, IMAGES, VIDEO, extra_fields, kind_of, reference_of
 from prefill_client.vllm.videos import (
     IMAGE_PLACEHOLDER,
@@ -289,7 +289,7 @@ def _allowed_kind(part: dict[str, Any]) -> str:
     return kind
 
 
-def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
+def check_other_route(body: Any, route: str, signer: NameSigner, *, has_tower: bool) -> None:
     """Check a request of a route whose images the engine's own tower encodes.
 
     Raises `ForbiddenError` for embeddings and for names of ours, which callers could give another image, and
@@ -297,20 +297,21 @@ def check_other_route(body: Any, route: str, *, has_tower: bool) -> None:
     """
     has_urls = isinstance(body, dict) and any(isinstance(body.get(key), list) and body[key] for key in _URLS)
     if has_urls and not has_tower:
-        raise _no_tower(route)
+        raise no_tower(route)
     remaining = [body]
     while remaining:
         value = remaining.pop()
-        if isinstance(value, str) and is_image_name(value):
+        if isinstance(value, str) and signer.is_identifier(value):
             raise ForbiddenError("callers cannot use names of the encoder service: send images")
         if isinstance(value, dict) and _is_medium(value, _allowed_kind(value)) and not has_tower:
-            raise _no_tower(route)
+            raise no_tower(route)
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if not _NESTED.isdisjoint(map(type, inner)):  # a prompt of tokens has a million numbers
             remaining += inner
 
 
-def _no_tower(route: str) -> InvalidRequestError:
+def no_tower(route: str) -> InvalidRequestError:
+    """Return the error of an image on a route whose images the engine's own tower encodes, if it has none."""
     return InvalidRequestError(
         f"images of {route} are not encoded by the encoder service, and this engine has no vision tower: "
         "send them to /v1/chat/completions"

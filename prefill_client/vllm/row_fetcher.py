@@ -7,7 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Literal
 
@@ -17,6 +18,7 @@ from encoder_contract.errors import (
     DeadlineError,
     EncoderError,
     InternalError,
+    ModelMismatchError,
     UnavailableError,
 )
 from encoder_contract.extents import Extent
@@ -35,8 +37,12 @@ from prefill_client.vllm.vllm_settings import VllmSettings
 
 _log = logging.getLogger("vllm.encoder_service")  # a child of vLLM's logger, so it has its configuration
 HOLD_S = 0.05  # how long a server holds rows that are copied, while others of the same call have not arrived
+NEW_WEIGHTS = "the engine's vision weights have changed since the request began; retry"
 _COPY_THREADS = 2
 JOIN_S = 1.0  # how often an engine that works without the service tries to join it
+
+# Estimates how soon rows of later steps are needed. The estimate only orders the service's work.
+_PREFILL_TOKENS_PER_S = 8000
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +56,8 @@ class FetchQuery:
     chunk: int = 0
     needed_in_ms: int = 0
     submitted_to: str = ""
+    fingerprint: bytes = b""
+    """The model fingerprint of the service whose rows it wants; empty: the one that is joined."""
     extents: tuple[Extent, ...] = ()
     staged: int = 0
     """The number of the copies that all workers have made of its rows; 0: the rows are in the extents."""
@@ -64,6 +72,12 @@ class FetchQuery:
             submitted_to=self.submitted_to,
             frames=self.name.frames,
         )
+
+
+def when_needed(tokens_ahead: int, window_tokens: int) -> tuple[int, int]:
+    """Return the chunk that needs an image, and in how many milliseconds, if so many tokens are prefilled before it."""
+    later = max(0, tokens_ahead - window_tokens)
+    return max(0, tokens_ahead) // window_tokens, 1000 * later // _PREFILL_TOKENS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +104,11 @@ class StepFetch:
     server has no memory for those that the call waits for.
     """
 
-    def __init__(self, waiting: dict[FetchQuery, None], *, on_device: bool) -> None:
+    def __init__(self, waiting: dict[FetchQuery, None], client: EncoderClient, *, on_device: bool) -> None:
         self.waiting = waiting
         """Queries whose rows have not arrived."""
+        self.client = client
+        """The service whose images these are. Another that is joined meanwhile may have other rows."""
         self.on_device = on_device
         self.began_s = monotonic()
         self.is_renewed = False
@@ -168,13 +184,19 @@ class RowFetcher:
         self._check = check
         self._staging = staging or Staging(0, 0)
         self._joining: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
         self._client: EncoderClient | None = None
+        self._description: Description | None = None
+        self._services = 0  # how often `rejoin` was called
+        self._joined: int | None = None  # the value of `_services` for which a service is joined
         self._memory = memory
         self._calls: dict[FetchQuery, StepFetch] = {}  # used only by the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies = ThreadPoolExecutor(_COPY_THREADS, "encoder-rows-copy")
         self._outcomes: deque[Outcome] = deque()
         self._any_outcome = threading.Event()
+        self.wake: Callable[[], None] = lambda: None
+        """Called on the fetcher's thread when there is an outcome."""
         self._loop = LoopThread("encoder-rows")
         try:
             self._loop.run(self._open())
@@ -184,8 +206,26 @@ class RowFetcher:
 
     @property
     def description(self) -> Description | None:
-        """The service's description; None while an engine with its own tower has not joined it."""
-        return self._client.description if self._client else None
+        """The service's description; None while an engine with its own tower has not joined it.
+
+        After `rejoin`, it has the demanded fingerprint even before such a service is joined.
+        """
+        return self._description
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether a service is joined. Only then may queries start."""
+        return self._joined == self._services
+
+    def rejoin(self, fingerprint: bytes, check: Callable[[Description], None]) -> None:
+        """Leave the service, and join one with another model fingerprint once it answers; none if it is empty.
+
+        Queries that run end with an error.
+        """
+        self._services += 1
+        if self._description is not None:
+            self._description = replace(self._description, model_fingerprint=fingerprint)
+        self._loop.call(self._rejoin, fingerprint, check, self._services)
 
     def start(self, queries: Sequence[FetchQuery]) -> None:
         """Begin queries, those of one request in one call. Their extents are in use until their outcomes."""
@@ -200,6 +240,11 @@ class RowFetcher:
         self._any_outcome.clear()
         while self._outcomes:
             yield self._outcomes.popleft()
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether there is an outcome that `outcomes` has not yielded."""
+        return self._any_outcome.is_set()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is an outcome that `outcomes` has not yielded, but at most `timeout_s`."""
@@ -216,9 +261,10 @@ class RowFetcher:
 
     async def _open(self) -> None:
         try:
-            self._client = await connect(
+            client = await connect(
                 self._settings, wait=not self._settings.has_own_tower, receivers=self._staging.receivers
             )
+            self._note_joined(client, 0)
         except (UnavailableError, DeadlineError) as error:
             if not self._settings.has_own_tower:
                 raise
@@ -226,9 +272,36 @@ class RowFetcher:
             self._joining = asyncio.create_task(retry_join(self._join, self._settings))
         await self._staging.open()
 
-    async def _join(self) -> None:
-        receivers = self._staging.receivers
-        self._client = await connect(self._settings, wait=False, receivers=receivers, check=self._check)
+    async def _join(
+        self, fingerprint: bytes = b"", check: Callable[[Description], None] | None = None, service: int = 0
+    ) -> None:
+        client = await connect(
+            self._settings,
+            wait=False,
+            receivers=self._staging.receivers,
+            check=check or self._check,
+            fingerprint=fingerprint,
+        )
+        self._note_joined(client, service)
+
+    def _note_joined(self, client: EncoderClient, service: int) -> None:
+        self._client, self._description, self._joined = client, client.description, service
+
+    def _rejoin(self, fingerprint: bytes, check: Callable[[Description], None], service: int) -> None:
+        leaving = asyncio.create_task(self._leave(self._joining, self._client))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        self._client = self._joining = None
+        if fingerprint:
+            join = partial(self._join, fingerprint, check, service)
+            self._joining = asyncio.create_task(retry_join(join, self._settings, first_s=0.0))
+
+    async def _leave(self, joining: asyncio.Task[None] | None, client: EncoderClient | None) -> None:
+        if joining is not None:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+        if client is not None:
+            await client.close()
 
     def _start(self, queries: Sequence[FetchQuery]) -> None:
         groups: defaultdict[tuple[bool, object], list[FetchQuery]] = defaultdict(list)
@@ -238,13 +311,19 @@ class RowFetcher:
             on_device = size <= room
             room -= size if on_device else 0
             info = query.info
-            caller = info.request_id, info.priority, info.traceparent, query.tenant_salt
+            caller = info.request_id, info.priority, info.traceparent, query.tenant_salt, query.fingerprint
             groups[on_device, (caller, bool(query.submitted_to))].append(query)
         for (on_device, _), group in groups.items():
             self._begin(group, on_device=on_device)
 
     def _begin(self, queries: Sequence[FetchQuery], *, on_device: bool) -> None:
-        call = StepFetch(dict.fromkeys(queries), on_device=on_device)
+        client = self._client
+        if client is None or queries[0].fingerprint not in (b"", client.description.model_fingerprint):
+            error = ModelMismatchError(NEW_WEIGHTS)
+            for query in queries:
+                self._report(Outcome(query, "failed", error))
+            return
+        call = StepFetch(dict.fromkeys(queries), client, on_device=on_device)
         self._calls.update(dict.fromkeys(queries, call))
         task = asyncio.create_task(self._run(call))
         self._tasks.add(task)
@@ -259,8 +338,12 @@ class RowFetcher:
 
     def _ended(self, outcome: Outcome) -> None:
         del self._calls[outcome.query]
+        self._report(outcome)
+
+    def _report(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._any_outcome.set()
+        self.wake()
 
     async def _run(self, call: "StepFetch") -> None:
         """Fetch the rows of a call's images. Every query ends in an outcome."""
@@ -283,12 +366,11 @@ class RowFetcher:
 
     async def _fetch(self, call: "StepFetch") -> None:
         """Fetch the rows of the images that a call waits for, or of those that arrive before it is renewed."""
-        assert self._client is not None, "images have names only after the service is joined"
         queries = list(call.waiting)
         info, salt = queries[0].info, queries[0].tenant_salt
         traceparent.set(info.traceparent)  # only in this task
         host = BY_DEFAULT if self._settings.shared_memory else [TCP]
-        async with self._client.for_tenant(salt.encode()).fetch(
+        async with call.client.for_tenant(salt.encode()).fetch(
             [query.request for query in queries],
             request_id=info.request_id,
             priority=info.priority,
@@ -352,20 +434,21 @@ class RowFetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._joining is not None:
-            self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
+        await self._leave(self._joining, self._client)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         await self._staging.close()
         self._copies.shutdown()
 
 
-async def retry_join(join: Callable[[], Awaitable[None]], settings: VllmSettings) -> None:
-    """Call `join` every second until it succeeds. Log each refusal once, since it may last until a restart."""
+async def retry_join(
+    join: Callable[[], Awaitable[None]], settings: VllmSettings, *, first_s: float = JOIN_S
+) -> None:
+    """Call `join` after `first_s` and then every second until it succeeds. Log each refusal once: it may last."""
     logged: set[tuple[type[Exception], str]] = set()
+    pause_s = first_s
     while True:
-        await asyncio.sleep(JOIN_S)
+        await asyncio.sleep(pause_s)
+        pause_s = JOIN_S
         try:
             await join()
         except (UnavailableError, DeadlineError):

@@ -1,6 +1,7 @@
 """The engine's model: its checkpoint, the kind of its rows, and whether the service makes the same rows."""
 
 import logging
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from prefill_client.vllm.videos import UnsupportedVideoError
 from prefill_client.vllm.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 _log = logging.getLogger("vllm.encoder_service")
 
@@ -37,14 +38,16 @@ def check_service(settings: VllmSettings, config: "VllmConfig") -> None:
     """
     check_configuration(config)
     required = not settings.has_own_tower
-    check = partial(check_description, settings, config)
+    check = partial(check_description, settings, config, engine_model(config))
     model_name = config.model_config.model
     check_at_start(settings, check, _log, model=model_name, wait=required, required=required)
 
 
-def check_description(settings: VllmSettings, config: "VllmConfig", description: Description) -> None:
+def check_description(
+    settings: VllmSettings, config: "VllmConfig", engine: EngineModel, description: Description
+) -> None:
     """Raise `ValueError` with both values of everything in which a service and this engine differ."""
-    model.check_description(settings, engine_model(config), description)
+    model.check_description(settings, engine, description)
     limits = config.model_config.multimodal_config
     if description.geometry is None and not limits.get_limit_per_prompt("image"):
         raise ValueError(
@@ -55,7 +58,7 @@ def check_description(settings: VllmSettings, config: "VllmConfig", description:
 
 def check_configuration(config: "VllmConfig") -> None:
     """Raise `ValueError` for settings of the engine with which our rows would be wrong or could not be read."""
-    if config.ec_transfer_config.is_ec_producer:
+    if config.ec_transfer_config is not None and config.ec_transfer_config.is_ec_producer:
         raise ValueError(
             "ec_role must be ec_consumer: the service encodes, and takes no rows of an engine's tower"
         )
@@ -64,14 +67,21 @@ def check_configuration(config: "VllmConfig") -> None:
         raise ValueError(f"{config.model_config.model} does not accept images")
     if config.lora_config is not None and getattr(config.lora_config, "enable_tower_connector_lora", False):
         raise ValueError(
-            "LoRA on the vision tower is not supported: the service encodes with the checkpoint's own weights"
+            "--enable-tower-connector-lora is not supported: the service encodes with the checkpoint's own weights; "
+            "without it, adapters apply to the language model"
         )
-    if config.parallel_config.pipeline_parallel_size > 1:
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
         raise ValueError(
             "--pipeline-parallel-size above 1 is not supported: the engine would never release the rows of images; "
             "use --tensor-parallel-size"
         )
-    if config.parallel_config.nnodes > 1:
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ValueError(
+            "--distributed-executor-backend external_launcher is not supported with several ranks: each has a "
+            "scheduler of its own, and the rows of an image do not arrive in all of them before the same step"
+        )
+    if parallel.nnodes > 1:
         raise ValueError(
             "an engine with workers on several hosts is not supported: they cannot map the same shared memory"
         )
@@ -89,6 +99,11 @@ def video_settings(config: "VllmConfig", description: Description) -> VideoSetti
     if config.model_config.multimodal_config.video_pruning_rate:
         raise UnsupportedVideoError(
             "videos cannot be served with --video-pruning-rate: the service prunes no rows"
+        )
+    if config.lora_config is not None and set(config.lora_config.default_mm_loras or ()) & {"image", "video"}:
+        raise UnsupportedVideoError(
+            "videos cannot be served with --default-mm-loras of images or videos: vLLM gets their frames as images, "
+            "and would choose another adapter"
         )
     try:
         settings = VideoSettings.from_folder(folder_of(config))
@@ -134,11 +149,15 @@ def row_kind(config: "VllmConfig") -> RowKind:
 def folder_of(config: "VllmConfig") -> Path:
     """Return the checkpoint's folder. A model of the Hugging Face Hub is looked up in, or fetched into, vLLM's cache.
 
-    Raises `ValueError` for weights that come from no checkpoint, and `OSError` if a model cannot be found or fetched.
+    An update of the weights from disk changes what `config` names. Raises `ValueError` for weights that come from no
+    checkpoint, and `OSError` if a model cannot be found or fetched.
     """
-    if config.load_config.load_format == "dummy":
+    return _folder(config.model_config, config.load_config)
+
+
+def _folder(model: "ModelConfig", load: "LoadConfig") -> Path:
+    if load.load_format == "dummy":
         raise ValueError("--load-format dummy makes random weights: no other process has the same")
-    model, load = config.model_config, config.load_config
     return checkpoint_folder(
         model.model,
         revision=model.revision,
@@ -148,14 +167,14 @@ def folder_of(config: "VllmConfig") -> Path:
 
 
 def engine_model(config: "VllmConfig") -> EngineModel:
-    """Return this engine's model, to compare the service's with."""
+    """Return this engine's model, to compare the service's with. Its checkpoint is the one that `config` names now."""
     from vllm.transformers_utils.processor import cached_image_processor_from_config
 
-    model = config.model_config
+    model, load = copy(config.model_config), config.load_config
     return EngineModel(
         config=model.hf_config,
         dtype=str(model.dtype).removeprefix("torch."),
         image_processor=lambda: cached_image_processor_from_config(model),
-        folder=lambda: folder_of(config),
+        folder=lambda: _folder(model, load),
         lays_out_images=True,
     )

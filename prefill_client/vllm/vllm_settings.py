@@ -35,6 +35,9 @@ class VllmSettings(ServiceSettings):
     name_key_file: str = ""
     """File with the key of image names; the API server and all its engines need the same. Empty: the variable
     `ENCODER_SERVICE_NAME_KEY`, else a file of this user on this host, which is created."""
+    scores_only: bool = False
+    """On a render server: name images without submitting them, for a router that renders requests only to score them.
+    """
     without_service: WithoutService = "refuse"
     """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded."""
 
@@ -47,4 +50,6 @@ class VllmSettings(ServiceSettings):
         for name, choices in (("gating", get_args(Gating)), ("without_service", get_args(WithoutService))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{self.location}: {name} must be one of {choices}")
+        if not isinstance(self.scores_only, bool):
+            raise ValueError(f"{self.location}: scores_only must be true or false")
         ServiceSettings._check(self)

@@ -21,7 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -46,6 +46,7 @@ SUBMIT, FETCH, DESCRIBE = (
 )
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 RETRY_S = 0.5  # before an attack whose calls the server has ended begins again
+DESCRIBE_S, REACH_S = 10.0, 60.0  # until an attacker asks again on a new connection, and until it gives up
 PIECE = bytes(1 << 20)
 
 
@@ -59,11 +60,17 @@ class Target:
     grpc: str
     http: str
     direct: str
+    rows_port: int = 0
 
     def stub(self) -> "EncoderServiceAsyncStub":
         """Return a stub on a new connection."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20)]
-        return EncoderServiceStub(grpc.aio.insecure_channel(self.grpc, options))
+        channel = grpc.aio.insecure_channel(self.grpc, options)
+        stub = EncoderServiceStub(channel)
+        vars(stub)["channel"] = (
+            channel  # which closes when nothing refers to it, and its calls then wait for ever
+        )
+        return stub
 
 
 Ready = Callable[[], Awaitable[None]]
@@ -335,7 +342,7 @@ async def digests(target: Target, ready: Ready) -> None:
 
 async def tickets(target: Target, ready: Ready) -> None:
     """Connections to the rows port that present nothing or garbage, and readers of rows that stop."""
-    stub, connect = target.stub(), await _rows_port(target)
+    stub, connect = target.stub(), _to_rows_port(target)
     photos, digests = [photo(512, 512, seed) for seed in range(16)], list[bytes]()
 
     async def idle() -> None:
@@ -369,7 +376,8 @@ async def connections(target: Target, ready: Ready) -> None:
     """Thousands of connections to the rows port that present nothing; a new one replaces the oldest all the time."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    connect, opened = await _rows_port(target), deque[asyncio.StreamWriter]()
+    connect = _to_rows_port(target)
+    opened = deque[asyncio.StreamWriter]()
     await ready()
     while True:
         with suppress(OSError):
@@ -378,17 +386,28 @@ async def connections(target: Target, ready: Ready) -> None:
             opened.popleft().transport.abort()
 
 
-async def _rows_port(
+def _to_rows_port(
     target: Target,
 ) -> Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
-    """Return a function that connects to the rows port, which is on this host, from another address of it."""
-    stub = target.stub()
-    while True:
-        with suppress(grpc.aio.AioRpcError):  # another attacker, or a restart, may have ended the call
-            port = (await stub.Describe(pb.DescribeRequest(), wait_for_ready=True)).rows_port
-            break
-        await asyncio.sleep(RETRY_S)
-    return lambda: asyncio.open_connection("127.0.0.1", port, limit=1, local_addr=(ANOTHER_HOST, 0))
+    """Return a function that connects to a server's rows port, from another address of this host."""
+    host = target.direct.rpartition(":")[0]
+    return lambda: asyncio.open_connection(host, target.rows_port, limit=1, local_addr=(ANOTHER_HOST, 0))
+
+
+async def _described(target: Target) -> pb.DescribeResponse:
+    """Return the server's description, an empty one if it requires a token.
+
+    Raises `TimeoutError` if no call reaches the server within `REACH_S`.
+    """
+    async with asyncio.timeout(REACH_S):
+        while True:
+            stub = target.stub()
+            try:
+                return await stub.Describe(pb.DescribeRequest(), timeout=DESCRIBE_S)
+            except grpc.aio.AioRpcError as error:  # the attack before may still use up the host's share
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    return pb.DescribeResponse()
+            await asyncio.sleep(RETRY_S)
 
 
 async def strangers(target: Target, ready: Ready) -> None:
@@ -497,7 +516,10 @@ async def _repeat_in_parallel(
 
 async def _attack(name: str, grpc_endpoint: str, http_endpoint: str) -> None:
     async with from_another_host(grpc_endpoint) as to_grpc, from_another_host(http_endpoint) as to_http:
-        await CALLERS[name](Target(to_grpc, to_http, grpc_endpoint), _wait_for_go)
+        target = Target(to_grpc, to_http, grpc_endpoint)
+        # An attack that did not reach the server would look like one that does no harm.
+        described = await _described(target)
+        await CALLERS[name](replace(target, rows_port=described.rows_port), _wait_for_go)
 
 
 async def _wait_for_go() -> None:

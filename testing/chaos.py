@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from testing.attacks import ATTACKS, attacking
@@ -39,7 +40,9 @@ class Chaos:
     async def attack(self, name: str) -> None:
         """Attack one of the replicas for a while."""
         victim = self.rng.choice(self.replicas) if self.is_warm else self.replicas[0]
-        with attacking(name, victim.process) as go:
+        with ExitStack() as stack:
+            # In a thread, as an attack may prepare itself for seconds, in which the clients go on.
+            go = await asyncio.to_thread(stack.enter_context, attacking(name, victim.process))
             go()
             await asyncio.sleep(ATTACK_S)
 

@@ -264,9 +264,9 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
 def byte_tokenizer(
     special: Sequence[str], *, bos: str | None, eos: str, pad: str, extra: Mapping[str, str] | None = None
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each byte and then these special tokens.
+    """Return a tokenizer with a token for each byte and then these special tokens, which it lists as special.
 
-    `extra` are further special tokens that it has as attributes, by name.
+    `extra` names those that it has as attributes instead of a list.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -276,7 +276,7 @@ def byte_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    named = {"extra_special_tokens": dict(extra)} if extra is not None else {}
+    listed = [token for token in special if token not in (bos, eos, pad)] if extra is None else dict(extra)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, **named
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, extra_special_tokens=listed
     )

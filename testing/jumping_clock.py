@@ -53,14 +53,16 @@ class WallClock:
         return 0 if caller.partition(".")[0] == _TRUE else self.off_s
 
 
-def main() -> int:
-    """Run the command line of the service under such a clock."""
+def main(patience: float = 1.0) -> int:
+    """Run the command line of the service under such a clock. For `patience`, see `Server`."""
     clock = WallClock()
     clock.install()
     signal.signal(FORWARD, partial(clock.jump, HOUR_S))
     signal.signal(BACK, partial(clock.jump, -HOUR_S))
+    from encoder_service import app
     from encoder_service.cli import main as serve
 
+    app.Server = partial(app.Server, patience=patience)  # type: ignore[assignment, misc]
     return serve()
 
 

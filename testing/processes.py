@@ -31,7 +31,8 @@ class LoggedProcess:
 
     Its environment is ours and `environment`, without our settings of a server.
 
-    With `own_session` the process does not get the Ctrl-C of our terminal; without, it ends with our session.
+    With `own_group` the process does not get the Ctrl-C of our terminal. In a session of its own, it would get a
+    share of the cores apart from that of others (sched_autogroup).
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class LoggedProcess:
         environment: Mapping[str, str],
         *,
         log: Path | None = None,
-        own_session: bool = False,
+        own_group: bool = False,
     ) -> None:
         if log is None:
             self._file = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - deleted with this object
@@ -53,7 +54,7 @@ class LoggedProcess:
                 self._command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                start_new_session=own_session,
+                process_group=0 if own_group else None,
                 env={**ours, **environment},
             )
 
@@ -94,10 +95,10 @@ class LoggedProcess:
 
 
 class EngineProcess(LoggedProcess):
-    """An LLM engine that serves HTTP at `url`, in its own session."""
+    """An LLM engine that serves HTTP at `url`, in its own process group."""
 
     def __init__(self, url: str, command: Sequence[str | Path], environment: Mapping[str, str]) -> None:
-        super().__init__(command, environment, own_session=True)
+        super().__init__(command, environment, own_group=True)
         self.url = url
 
     def wait_until_it_answers(self) -> None:

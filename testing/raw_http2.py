@@ -12,7 +12,7 @@ import h2.exceptions
 import h2.settings
 
 # A window may stay closed on purpose for a second. The window for a whole message opens, on any machine.
-PARTIAL_S, WHOLE_S = 1.0, 30.0
+PARTIAL_S, WHOLE_S = 1.0, 60.0
 
 
 class RawConnection:
@@ -93,6 +93,11 @@ class RawConnection:
             self._flush()
             await self._writer.drain()
         return sent
+
+    async def fill(self, stream: int, data: bytes, window: int, patience_s: float = PARTIAL_S) -> int:
+        """As `send`, but wait until `window` bytes are sent, on any machine; only then, for `patience_s`."""
+        sent = await self.send(stream, data[:window], patience_s=WHOLE_S)
+        return sent + await self.send(stream, data[sent:], patience_s=patience_s)
 
     async def answered(self) -> None:
         """Wait until an answer begins, or the connection is closed."""

@@ -28,7 +28,7 @@ class ServerProcess(LoggedProcess):
         model: Path,
         *,
         log: Path | None = None,
-        own_session: bool = False,
+        own_group: bool = False,
         executable: Path | None = None,
         threads: int = 0,
         **settings: Any,
@@ -42,7 +42,7 @@ class ServerProcess(LoggedProcess):
         for name, value in {"model": model, **free_ports, **settings}.items():
             command += [flag(name), str(value)]
         environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        super().__init__(command, environment, log=log, own_session=own_session)
+        super().__init__(command, environment, log=log, own_group=own_group)
         self.endpoint = self.metrics_url = ""
 
     def wait_until_it_listens(self, within_s: float = START_S) -> None:
@@ -57,7 +57,7 @@ class ServerProcess(LoggedProcess):
 
     def metrics(self) -> Scrape:
         """Read its metrics now."""
-        return scrape(self.metrics_url, timeout_s=20)
+        return scrape(self.metrics_url, timeout_s=60)
 
     def encodes(self) -> int:
         """Return how many images it has encoded and kept."""

@@ -1,6 +1,5 @@
 """Starts a real SGLang server on the CPU as a process, and sends it prompts."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,35 +9,13 @@ from typing import Any
 import httpx
 
 from testing.answers import Answer, Part, data_url
+from testing.engine_flags import CHUNK_TOKENS as CHUNK_TOKENS
+from testing.engine_flags import SGLANG_FLAGS, SGLANG_VARIABLES
+from testing.engine_flags import add_video_processor as add_video_processor
+from testing.engine_flags import package_variables as package_variables
 from testing.processes import EngineProcess, free_port
 
-CHUNK_TOKENS = 96
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_HOST_IP": "127.0.0.1",
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first image waits almost a minute for a compilation
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-FLAGS = [
-    *(
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--host",
-        "127.0.0.1",
-        "--random-seed",
-        "0",
-        "--enable-metrics",
-    ),
-    *("--attention-backend", "torch_native", "--mm-attention-backend", "sdpa"),
-    *("--disable-cuda-graph", "--chunked-prefill-size", str(CHUNK_TOKENS)),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--max-running-requests", "8"),
-]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-VIDEO = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcessor"}
 
 
 class SglangEngine(EngineProcess):
@@ -48,10 +25,10 @@ class SglangEngine(EngineProcess):
         port = free_port()
         command: list[str | Path] = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)),
-            *FLAGS,
+            *SGLANG_FLAGS,
             *flags,
         ]
-        super().__init__(f"http://127.0.0.1:{port}", command, {**ENVIRONMENT, **(environment or {})})
+        super().__init__(f"http://127.0.0.1:{port}", command, {**SGLANG_VARIABLES, **(environment or {})})
 
     def generate(self, parts: Sequence[Part], *, tokens: int = 8, **body: Any) -> httpx.Response:
         """Request a completion of text and images; return the response, whatever its status."""
@@ -86,7 +63,7 @@ class SglangEngine(EngineProcess):
 
     def metrics(self) -> dict[str, float]:
         """Return our counters among its metrics; a key is the name with its labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30, follow_redirects=True).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=600, follow_redirects=True).text.splitlines()
         ours = (line.rpartition(" ") for line in lines if line.startswith("sglang:encoder_service_"))
         return {name: float(value) for name, _, value in ours}
 
@@ -104,27 +81,6 @@ def answer_from(info: dict[str, Any]) -> Answer:
         tuple({token: value for value, token, _ in step} for step in info["output_top_logprobs"]),
         info["finish_reason"]["type"],
     )
-
-
-def package_variables(endpoint: str, **settings: object) -> dict[str, str]:
-    """Return the environment of an engine that loads our packages and encodes images with the service."""
-    from prefill_client.sglang.sglang_settings import VARIABLE
-    from prefill_client.sglang.start import MODELS, PROCESSORS
-
-    return {
-        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS,
-        VARIABLE: json.dumps({"endpoints": endpoint, **settings}),
-    }
-
-
-def add_video_processor(folder: Path, family: str) -> Path:
-    """Add the video settings, which SGLang reads at start, to a checkpoint; return its folder."""
-    images = json.loads((folder / "preprocessor_config.json").read_text())
-    videos = {**images, "video_processor_type": VIDEO[family]}
-    del videos["image_processor_type"]
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
-    return folder
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from encoder_contract.settings import flag
 from testing.processes import LoggedProcess
 
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 # Not the console script: where SGLang is installed, there may be none.
 COMMAND = "import sys; from prefill_client.sglang_gateway.cli import main; sys.exit(main())"
 

@@ -11,7 +11,8 @@ ANOTHER_HOST = "127.0.0.2"
 @contextlib.asynccontextmanager
 async def from_another_host(endpoint: str, host: str = ANOTHER_HOST) -> AsyncIterator[str]:
     """Yield an endpoint whose clients have the address `host` for the server at `endpoint`."""
-    proxy = await TcpProxy(int(endpoint.rpartition(":")[2]), from_host=host).start()
+    server_host, _, port = endpoint.rpartition(":")
+    proxy = await TcpProxy(int(port), to_host=server_host, from_host=host).start()
     try:
         yield f"127.0.0.1:{proxy.port}"
     finally:
@@ -19,10 +20,18 @@ async def from_another_host(endpoint: str, host: str = ANOTHER_HOST) -> AsyncIte
 
 
 class TcpProxy:
-    """A TCP proxy of a server on 127.0.0.1, with which one client can lose a server that others keep."""
+    """A TCP proxy of a server, with which one client can lose a server that others keep."""
 
-    def __init__(self, to_port: int, tls: ssl.SSLContext | None = None, from_host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        to_port: int,
+        tls: ssl.SSLContext | None = None,
+        *,
+        to_host: str = "127.0.0.1",
+        from_host: str = "127.0.0.1",
+    ) -> None:
         """With `tls` clients connect by TLS. The connection to the server is without TLS and comes from `from_host`."""
+        self._to_host = to_host
         self._to_port = to_port
         self._from_host = from_host
         self._tls = tls
@@ -85,7 +94,7 @@ class TcpProxy:
             return
         try:
             far_reader, far_writer = await asyncio.open_connection(
-                "127.0.0.1", self._to_port, local_addr=(self._from_host, 0)
+                self._to_host, self._to_port, local_addr=(self._from_host, 0)
             )
         except OSError:  # the server is gone
             writer.transport.abort()

@@ -10,24 +10,23 @@ import numpy as np
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, RowRequest, read_images
-from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, producer_of
 from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.request_images import blank_url, size_of
 from testing.answers import Answer as Answer
 from testing.answers import Part as Part
 from testing.answers import data_url as data_url
+from testing.engine_flags import CHUNK_TOKENS as CHUNK_TOKENS
+from testing.engine_flags import CONNECTOR as CONNECTOR
+from testing.engine_flags import MANAGER as MANAGER
 
-CHUNK_TOKENS = 96
-CONNECTOR = {
-    "ec_connector": "EncoderServiceConnector",
-    "ec_connector_module_path": "prefill_client.vllm.connector",
-    "ec_role": "ec_consumer",
-}
-MANAGER = {"encoder_cache_manager_cls": "prefill_client.vllm.cache_manager.EncoderServiceCacheManager"}
+# How long cancelled calls may hold rows, on a machine that does much else.
+HELD_S = 240.0
 
 
 class VllmEngine:
@@ -104,7 +103,7 @@ class VllmEngine:
         return image
 
     def named(self, data: bytes, **changes: Any) -> dict[str, Any]:
-        """Return the part with which the middleware replaces an image, with its `proof`, without submitting the image.
+        """Return the part with which the middleware replaces an image, with its `name`, without submitting the image.
 
         If only the server can count the rows, the image must have been submitted before.
         """
@@ -115,12 +114,11 @@ class VllmEngine:
         else:
             grid = grid_of(self.image(data))
             part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": list(grid)}}
-        return {**part, **self.proven(ImageName(digest, grid, self.producer)), **changes}
+        return {**part, **self.named_fields(ImageName(digest, grid, self.producer)), **changes}
 
-    def proven(self, name: ImageName) -> dict[str, str]:
-        """Return the `uuid` of a named part, and its proof, which `start` sends beside the part."""
-        identifier = identifier_of(name)
-        return {"uuid": identifier, "proof": self.signer.proof(identifier)}
+    def named_fields(self, name: ImageName) -> dict[str, str]:
+        """Return the `uuid` of a named part, and its name, which `start` sends beside the part."""
+        return {"uuid": self.signer.identifier(name), "name": name.hex()}
 
     def submit(self, *images: bytes) -> None:
         """Submit images."""
@@ -136,19 +134,26 @@ class VllmEngine:
         arrays = {outcome.index: outcome.array.copy() for outcome in outcomes}
         return [arrays[index] for index in range(len(images))]
 
-    def start(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> str:
+    def start(
+        self,
+        parts: Sequence[Part | dict[str, Any]],
+        *,
+        own: bool = False,
+        tokens: int = 8,
+        adapter: LoRARequest | None = None,
+    ) -> str:
         """Add a request to the engine, with named images (raw ones with `own`); return its id."""
         content = [self._part(part, own=own) for part in parts]
         images = [content_digest(part) for part in parts if isinstance(part, bytes) and not own]
         info = RequestInfo(
             stored=tuple(index for index, digest in enumerate(images) if digest in self._stored),
-            proofs=tuple(part.pop("proof") for part in content if "proof" in part),
+            images=tuple(part.pop("name") for part in content if "name" in part),
         )
         parameters = sampling(tokens)
         parameters.extra_args = {}
         info.write(parameters.extra_args)  # as the middleware does
         (request_id,) = self.llm.enqueue_chat(
-            [{"role": "user", "content": content}], parameters, use_tqdm=False
+            [{"role": "user", "content": content}], parameters, use_tqdm=False, lora_request=adapter
         )
         return str(request_id).partition("-")[0]  # the id in its outputs
 
@@ -201,7 +206,7 @@ class VllmEngine:
     def assert_nothing_is_held(self) -> None:
         """Check that no rows, reservations or requests are left."""
         side = self.side
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HELD_S
         staged = side._staging._staged
         while (
             len(side.table) or staged

@@ -61,15 +61,15 @@ def another_host() -> Iterator[Host]:
     try:
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+    except subprocess.CalledProcessError as error:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
+    try:
         _run("ip", "address", "add", f"{network}.1/24", "dev", here)
         _run("ip", "link", "set", here, "up")
         host.run("ip", "address", "add", f"{host.address}/24", "dev", there)
         for device in (there, "lo"):
             host.run("ip", "link", "set", device, "up")
-    except subprocess.CalledProcessError as error:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
-    try:
         yield host
     finally:
         _run("ip", "netns", "delete", name)

@@ -1,16 +1,18 @@
 """Calls to a real server: a Fetch read to its end, and raw messages."""
 
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
+from encoder_contract.errors import EncoderError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.transport.connection import Connection
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, soon
 
 
 async def collect(
@@ -35,6 +37,21 @@ async def connection(client: EncoderClient) -> Connection:
     """Return the client's connection, to send raw messages."""
     (endpoint,) = client._pool.router.endpoints
     return await client._pool.connection(endpoint)
+
+
+async def all_connect(client: EncoderClient) -> None:
+    """Wait until a client uses all of its servers. Those that connect late count as down at first."""
+    pool = client._pool
+
+    async def is_used(endpoint: str) -> bool:
+        try:
+            await pool.connection(endpoint)
+        except EncoderError:
+            return False
+        return pool.router.is_up(endpoint)
+
+    for endpoint in pool.router.endpoints:
+        await soon(partial(is_used, endpoint))
 
 
 async def stub(client: EncoderClient) -> Any:

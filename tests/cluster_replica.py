@@ -13,12 +13,12 @@ from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder, FileDecoder
+from encoder_service.image.decoder import FileDecoder
 from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.device_thread import DeviceThread
 from tests.gate import Gate
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, soon
 
 
 @dataclass
@@ -60,16 +60,43 @@ class Replica:
 
     def address(self, digest: bytes, **variant: int) -> bytes:
         """The store address of an image."""
-        return self.server._model.facts.recipe.key(digest, **variant).address
+        return self.server.model.facts.recipe.key(digest, **variant).address
 
     async def locates(self, digest: bytes, **variant: int) -> bool:
         """Whether it locates the image at a peer."""
         return bool(await self.index.locate([self.address(digest, **variant)]))
 
 
+async def through_peer(a: Replica, b: Replica, file: bytes) -> FetchedRows:
+    """Have `a` encode an image, and fetch it through `b`; check that `b` returns the rows of `a`."""
+    (image,) = await a.client.submit([file])
+    own = await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest))
+    fetched = await b.fetch(image.digest)
+    assert (fetched.error, fetched.source) == (None, "peer")
+    assert fetched.array.tobytes() == own.array.tobytes()
+    return fetched
+
+
+async def at_slow_peer(a: Replica, b: Replica, warm: bytes, file: bytes) -> bytes:
+    """Submit an image to both, and have `a` encode it; return its digest. For `b`, encoding it again would be faster.
+
+    `warm` is another image: with it, `b` measures how fast it encodes.
+    """
+    (warmed,) = await b.client.submit([warm])
+    await b.fetch(warmed.digest)
+    with a.gate.closed():
+        await a.client.submit([file])
+        (image,) = await b.client.submit([file])
+    await a.fetch(image.digest)
+    await soon(lambda: b.locates(image.digest))
+    b.cluster._peers.bytes_per_s = 1.0
+    return image.digest
+
+
 Start = Callable[..., Awaitable[Replica]]
 # Replicas that share a process and a busy machine stall together, for seconds. So the timeouts that detect a dead
-# replica are longer here. A test in which a replica dies starts the replicas that must notice it with `PROMPTLY`.
+# replica are longer here. A test starts the replica that is to die with `PROMPTLY`, which is how long its entry lives.
 PATIENCE = 15.0
 PROMPTLY = 1.0
 fleets = itertools.count()
@@ -95,10 +122,9 @@ async def starting(
                 **changes,
             }
             gate = Gate(served.decoder)
-            gated = replace(served, decoder=cast(Decoder, gate))
             changed = replace(config, **settings)  # type: ignore[arg-type]
             files = cast(FileDecoder, gate)
-            server = Server(changed, [DeviceThread(changed, gated)], files, patience=patience)
+            server = Server(changed, [DeviceThread(changed, gate.before(served))], files, patience=patience)
             await server.start()
             stack.push_async_callback(server.drain)
             client = await stack.enter_async_context(

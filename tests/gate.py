@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.header import Header
 from encoder_contract.video import Frames, VideoInfo
+from encoder_service.devices.model import Model
 from encoder_service.image.decoder import Decoder
 from encoder_service.image.pillow import Pixels
 from encoder_service.image.source import Source, VideoFile
@@ -29,6 +32,10 @@ class Gate:
         self.files = self
         self.frames: list[Frames] = []
         """The requested pairs of frames, in order."""
+
+    def before(self, model: Model) -> Model:
+        """Return the model with this gate in front of its decoder."""
+        return replace(model, decoder=cast(Decoder, self))
 
     def can_batch(self, source: Source) -> bool:
         """Forward to the decoder."""

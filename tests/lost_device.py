@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError
-from encoder_service import app, cli
+from encoder_service import app, cli, serving
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
 from encoder_service.devices import device_link, device_main, device_process, dispatcher, torch_device
@@ -194,10 +194,10 @@ def main(descriptors: list[int], *, parent: int) -> None:
     stages, _, folder = os.environ[LOSING].partition(":")
     load_model = loading.load_model
 
-    def load(config: Config, processes: int) -> Model:
+    def load(config: Config, *numbers: int) -> Model:
         if stages == LOAD_HANGS:
             threading.Event().wait()
-        model = replace(load_model(config, processes), device=LosableDevice("cpu"))
+        model = replace(load_model(config, *numbers), device=LosableDevice("cpu"))
         left = [stage for stage in stages.split(", ") if not folder or not Path(folder, stage).exists()]
         if not left:
             return model
@@ -225,11 +225,11 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     if what in DEATHS:
         setattr(*DEATHS[what], die)
     elif what == "drain hangs":
-        vars(app)["Server"]._stop_devices = _hang
+        vars(app)["Server"]._stop_serving = _hang
     elif what in TIERS:
         tensor_over = tensors.tensor_over
         vars(storing)["tensor_over"] = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
-        vars(app)["Device"] = LosableDevice
+        vars(serving)["Device"] = LosableDevice
     else:
         device_process._MODULE = "tests.lost_device"
         os.environ[LOSING] = f"{what}:{failed}"

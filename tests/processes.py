@@ -9,6 +9,7 @@ from typing import Any
 from testing import server_process
 from testing.server_process import ServerProcess
 from tests.small_store import STORE_GIB
+from tests.waiting import START_S
 
 SCRIPTS = Path(sys.executable).parent
 
@@ -18,7 +19,7 @@ def running(model: Path, **settings: Any) -> AbstractContextManager[ServerProces
     return server_process.running(model, **{"store_host_gib": STORE_GIB, **settings})
 
 
-def run(*command: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
     """Run one of the console commands and return what it printed."""
     return subprocess.run(
         [SCRIPTS / str(command[0]), *command[1:]],

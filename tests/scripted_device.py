@@ -77,12 +77,24 @@ class ScriptedDevice(DeviceProcess):
             pass
 
     async def next(self, kind: type[Message]) -> Message:
-        """Wait for the next message, which must be of this kind; skip `Begin`, and `LeaveGroup` unless it is wanted."""
+        """Wait for the next message, which must be of this kind.
+
+        Skip `Begin`. Skip `LeaveGroup` and form groups, unless the message is wanted.
+        """
         while True:
             _, message = await asyncio.to_thread(self.sent.get, timeout=PATIENCE_S)
-            if isinstance(message, kind) or not isinstance(message, messages.Begin | messages.LeaveGroup):
-                assert isinstance(message, kind), message
+            if isinstance(message, kind):
                 return message
+            if isinstance(message, messages.FormGroup):
+                self.tell(messages.LeftGroup(message.number, failed=False))
+            else:
+                assert isinstance(message, messages.Begin | messages.LeaveGroup), message
+
+    async def forms_group(self, *, failed: bool = False) -> int:
+        """Wait for the server to ask for a group, and report that it has formed, or failed; return its number."""
+        number = (await self.next(messages.FormGroup)).number
+        self.tell(messages.LeftGroup(number, failed))
+        return number
 
     def tell(self, message: object) -> None:
         """Send a message to the server."""
@@ -128,7 +140,9 @@ class Floor:
         sent = await self.devices[device].next(messages.Decode)
         assert [image.number for image in sent.images] == [job.number]
         self.devices[device].prepared(job.number)
-        await soon(lambda: job.number in self.links[device]._prepared or bool(self.links[device].batches))
+        await soon(
+            lambda: job.number in self.links[device]._prepared or bool(self.links[device].tower.batches)
+        )
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until the server has taken what the devices have sent."""
@@ -144,9 +158,13 @@ async def floor(
     ahead_patches: int = 10**9,
     decode_pixels: int = 50_000_000,
     device: type[ScriptedDevice] = ScriptedDevice,
+    forms_group: bool = True,
     **facts: Any,
 ) -> AsyncIterator[Floor]:
-    """Run a queue and scripted devices of the class `device`; `facts` are those of the devices."""
+    """Run a queue and scripted devices of the class `device`; `facts` are those of the devices.
+
+    If they work together, they have formed a group, unless the test does that.
+    """
     loop, metrics = asyncio.get_running_loop(), Metrics()
     tower = model.tower
     store = Store(width=tower.width, dtype=tower.dtype, host_bytes=store_bytes, wait_s=0.2)
@@ -171,6 +189,10 @@ async def floor(
     engine = Dispatcher(scripted, jobs, store, metrics, tower.geometry.tokens, decode_pixels=decode_pixels)
     engine.start()
     await soon(lambda: all(link.is_up for link in engine.links))
+    if forms_group and facts.get("group_patches"):
+        for each in scripted:
+            await each.forms_group()
+        await engine.formed()
     aborted: list[str] = []
     loop.set_exception_handler(lambda _, context: aborted.append(repr(context)))
     try:

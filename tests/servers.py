@@ -22,16 +22,18 @@ async def server_of(
     devices: Sequence[DeviceProcess] = (),
     *,
     limits: Mapping[str, Any] = NONE,
+    patience: float = 1.0,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     """Yield a server with `config`, changed by `settings`, and drain it at the end.
 
     Without devices, it has one on a thread of this process, with `model`. `limits` are fields of `Budgets` that no
-    setting changes.
+    setting changes; `patience` is that of `Server`.
     """
     config = replace(config, **settings)
     devices = devices or [DeviceThread(config, model)]
-    server = Server(config, devices, model.decoder.files, budgets=replace(Budgets.of(config), **limits))
+    budgets = replace(Budgets.of(config), **limits)
+    server = Server(config, devices, model.decoder.files, budgets=budgets, patience=patience)
     await server.start()
     try:
         yield server

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from encoder_contract.errors import OverloadedError, StaleHandleError
+from tests.waiting import PATIENCE_S
 
 WIDTH = 128  # float32: 512 bytes a row, 128 rows a page
 ADDRESSES = 60
@@ -66,7 +67,8 @@ def own(folder: Path) -> None:
             if rng.random() < 0.2:
                 store.evict(bytes([rng.randrange(ADDRESSES)]))
 
-    reach = {True: store.moves.to_device, False: Pin.to_host}
+    # Another thread may be moving the rows: on a busy machine, that takes seconds.
+    reach = {True: store.moves.to_device, False: partial(Pin.to_host, wait_s=PATIENCE_S)}
 
     def serve(reader: Connection) -> None:
         with suppress(EOFError, OSError):

@@ -32,7 +32,7 @@ def test_seeded_calls_pass_and_leave_nothing_on_a_server() -> None:
         "--cases",
         "480",
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert '"cases": 480' in ran.stdout
 

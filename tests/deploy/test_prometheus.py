@@ -25,6 +25,7 @@ from encoder_service.metrics import Scrape, scrape
 from prefill_client import TRANSPORTS, Credentials, EncoderClient, RowRequest
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
+from prefill_client.vllm.counts import answers, renders
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
 from testing.redis_servers import redis_server
@@ -106,7 +107,7 @@ async def _serve_some(server: Server, ca: str) -> Series:
         await client.submit([image])
         requests = [RowRequest(content_digest(image))]
         for transport in TRANSPORTS:
-            async with client.fetch(requests, transports=[transport], timeout_s=30) as stream:
+            async with client.fetch(requests, transports=[transport], timeout_s=PATIENCE_S) as stream:
                 async for _ in stream:
                     pass
         now: Scrape = await asyncio.to_thread(scrape, server.watch.url, PATIENCE_S, ca=ca)
@@ -116,6 +117,11 @@ async def _serve_some(server: Server, ca: str) -> Series:
             series.setdefault(sample.name, []).append(sample.labels)
     series |= {name: [dict.fromkeys(labels, "")] for name, labels in OF_PROMETHEUS.items()}
     series |= {name: [{label: ""} if label else {}] for name, label, _ in METRICS_OF_ENGINES.values()}
+    answers().labels("410", "not_found")
+    renders().labels("named")
+    for counter in (answers(), renders()):
+        for sample in next(iter(counter.collect())).samples:
+            series.setdefault(sample.name, []).append(sample.labels)
     for rule in rules("record"):
         series[rule["record"]] = [dict.fromkeys(_labels_of_recorded(rule["expr"]), "")]
     return series

@@ -5,14 +5,16 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
+from deploy import charts
 from encoder_service.config import Config
 from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.certificates import Authority
 from tests.deploy.test_deploy import COMPOSE as OTHER
 from tests.deployed_engine import DEPLOY
-from tests.deployed_vllm import VLLM, command_lines
+from tests.deployed_vllm import VLLM, command_lines, render_arguments
 
 
 def endpoints(arguments: list[str]) -> str:
@@ -68,6 +70,51 @@ def test_compose_and_pods_differ_only_in_endpoints_and_machine_settings() -> Non
     assert ours == theirs
 
 
+RENDER = {"render": {"replicas": 1}, "nameKeySecret": "vllm-name-key"}
+ONLY_ENGINES = {
+    *("ec-manager-config", "gpu-memory-utilization", "enable-scale-out", "no-enable-scale-out"),
+    "limit-mm-per-prompt",  # with no image, a render server has no processor of images, and ends
+}
+
+
+def test_render_servers_have_the_arguments_and_the_key_of_the_engines_and_no_gpu() -> None:
+    compose = VLLM.services["render"]
+    assert "deploy" not in compose
+    assert compose["environment"]["ENCODER_SERVICE_NAME_KEY"] == "${NAME_KEY:-}"
+    assert VLLM.services["vllm"]["environment"]["ENCODER_SERVICE_NAME_KEY"] == "${NAME_KEY:-}"
+    assert compose["volumes"] == VLLM.services["vllm"]["volumes"]
+    assert render_arguments()[:3] == ["launch", "render", "/model"]
+    engine = flags(command_lines()["docker-compose.yml"])
+    assert flags(render_arguments()) == {name: engine[name] for name in engine.keys() - ONLY_ENGINES}
+    values = {"servedName": "chat", **RENDER}
+    rendered = charts.render("vllm", values)
+    (pod,) = rendered["Deployment", "vllm-render"]["spec"]["template"]["spec"]["containers"]
+    (serving,) = VLLM.containers(values).values()
+    engine = flags(serving["args"])
+    assert flags(pod["args"]) == {name: engine[name] for name in engine.keys() - ONLY_ENGINES}
+    assert "enable-scale-out" in engine
+    assert pod["env"] == serving["env"]
+    assert "nvidia.com/gpu" not in pod["resources"]["limits"]
+    selector = rendered["Service", "vllm"]["spec"]["selector"]
+    labels = rendered["Deployment", "vllm-render"]["spec"]["template"]["metadata"]["labels"]
+    assert not selector.items() <= labels.items(), "requests for engines must not go to render servers"
+
+
+def test_only_scores_is_a_setting_of_render_servers_alone() -> None:
+    rendered = charts.render(
+        "vllm", {"servedName": "chat", **RENDER, "render": {"replicas": 1, "scoresOnly": True}}
+    )
+    for name, expected in (("vllm", False), ("vllm-render", True)):
+        (pod,) = rendered["Deployment", name]["spec"]["template"]["spec"]["containers"]
+        extra = json.loads(flags(pod["args"])["ec-transfer-config"])["ec_connector_extra_config"]
+        assert VllmSettings.read(extra).scores_only is expected
+
+
+def test_a_render_server_without_the_key_of_its_engines_is_refused() -> None:
+    with pytest.raises(charts.ChartError, match="need one key"):
+        charts.render("vllm", {"servedName": "chat", "render": {"replicas": 1}})
+
+
 def test_a_pod_with_tls_gives_the_connector_settings_that_it_knows(tmp_path: Path) -> None:
     authority = Authority()
     authority.write(tmp_path / "ca.crt")
@@ -94,3 +141,32 @@ def test_the_images_vllm_is_in_the_range_of_the_extra() -> None:
         return [int(each) for each in text.split(".")]
 
     assert numbers(lowest) <= numbers(release) < numbers(highest)
+
+
+def test_the_values_for_llm_d_start_our_render_server() -> None:
+    values = yaml.safe_load((DEPLOY / "llm-d/router-values.yaml").read_text())["router"]
+    sidecar, scores = values["tokenizer"], {"replicas": 1, "scoresOnly": True}
+    model = "Qwen3-VL-8B-Instruct"
+    rendered = charts.render("vllm", {"servedName": model, **RENDER, "render": scores})
+    pod = rendered["Deployment", "vllm-render"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert flags(sidecar["extraArgs"]) == flags(container["args"])
+    assert sidecar["modelName"] == container["args"][2]
+    assert container["image"].endswith(f"{sidecar['image']['repository']}:{sidecar['image']['tag']}")
+    assert [each for each in container["env"] if "valueFrom" in each] == sidecar["env"]
+    assert sidecar["volumeMounts"][0] in container["volumeMounts"]
+    assert sidecar["volumes"][0] in pod["volumes"]
+    plugins = yaml.safe_load(values["epp"]["pluginsCustomConfig"][values["epp"]["pluginsConfigFile"]])
+    (producer,) = (each for each in plugins["plugins"] if each["type"] == "token-producer")
+    assert producer["parameters"]["modelName"] == model, "the picker stamps it into what it renders"
+
+
+def test_the_coordinators_pipeline_calls_our_render_server_and_no_encoder_of_vllm() -> None:
+    pipeline = yaml.safe_load((DEPLOY / "llm-d/coordinator.yaml").read_text())["pipeline"]
+    rendered = charts.render("vllm", {"servedName": "chat", **RENDER})
+    service = rendered["Service", "vllm-render"]
+    namespace, (port,) = service["metadata"]["namespace"], service["spec"]["ports"]
+    by_type = {step["type"]: step.get("params", {}) for step in pipeline["steps"]}
+    assert list(by_type) == ["replace-media-urls", "render", "prefill", "decode"]
+    assert by_type["render"]["address"] == f"http://vllm-render.{namespace}.svc:{port['port']}"
+    assert pipeline["use_openai_format"] is True

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmarks
-from bench.harness.results import DIRTY, Result, stored
+from bench.harness.results import DIRTY, ROOT, Result, stored
 from docs import benchmarks as program
 from docs.benchmarks import (
     PAGES,
     SUMMARY_ROWS,
     caption,
     differing,
+    gain,
     looked_up,
     machines,
     main,
@@ -112,7 +113,7 @@ def test_a_missing_figure_is_a_dash() -> None:
 
 
 def test_the_summary_has_the_newest_figures_and_at_most_seven() -> None:
-    newer = replace(GOOD, hardware="another, AMX", measured_on="2026-01-03", figures={"hit_ms": 2.5})
+    newer = replace(GOOD, hardware="another, AMX", measured_at="2026-01-03", figures={"hit_ms": 2.5})
     *_, row = summary([STORE], [newer, GOOD]).splitlines()
     assert row == (
         "| a quoted hit | 2.50 ms, **missed** | ≤ 2 | another, AMX; 2026-01-03, commit 0123abc; "
@@ -128,6 +129,27 @@ def test_every_benchmark_has_its_table_on_the_page() -> None:
     assert sorted(re.findall(r"<!-- bench:(\w+) -->", page)) == sorted(
         ["machines", *(each.name for each in benchmarks())]
     )
+    assert re.findall(r"<!-- bench:(\w+) -->", (ROOT / "docs/gain.md").read_text()) == ["gain"]
+    assert gain([]) == "Not measured yet."
+
+
+def load(requests_per_s: float, p99_ms: float) -> dict[str, object]:
+    return {"loads": {"c32": {"requests_per_s": requests_per_s, "ttft_p99_ms": p99_ms}}}
+
+
+def test_the_cells_where_the_engine_alone_is_better_come_first() -> None:
+    better = {"sides": {"own": load(2.0, 400.0), "ours": load(5.0, 100.0), "encoder": load(1.0, 900.0)}}
+    worse = {"sides": {"own": load(4.0, 100.0), "ours": load(3.0, 200.0)}}
+    alone = {"sides": {"own": load(4.0, 100.0)}}
+    made = {"measured_at": "2026-01-02T03:04:05+00:00", "commit": f"0123abc{DIRTY}"}
+    cells = {name: {**cell, **made} for name, cell in {"a": better, "b": worse, "c": alone}.items()}
+    older = replace(GOOD, benchmark="engines", measured_at="2025-01-01", figures={"cells": {}})
+    newest = replace(older, measured_at="2026-01-02", figures={"cells": cells})
+    rows = [line for line in gain([newest, older, GOOD]).splitlines() if line.startswith("|")][2:]
+    assert rows == [
+        "| b | c32 | 4.00/s | – | 3.00/s | 0.75 | 0.50 | 2026-01-02, 0123abc |",
+        "| a | c32 | 2.00/s | 1.00/s | 5.00/s | 2.50 | 4.00 | 2026-01-02, 0123abc |",
+    ]
 
 
 def test_every_stored_result_has_figures_of_its_benchmark() -> None:

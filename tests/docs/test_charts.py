@@ -47,6 +47,35 @@ def test_the_chart_of_eviction_is_of_the_newest_result() -> None:
     assert charts.source(results.newest("eviction")) in drawn, "make pictures"
 
 
+def engines_result(measured_at: str) -> results.Result:
+    """Return a result in which each side has as many requests a second as callers, times its number."""
+    sides = {
+        side: {"loads": {f"c{callers}": {"requests_per_s": callers * (1 + number)} for callers in (8, 32)}}
+        for number, side in enumerate(charts.SIDES)
+    }
+    return results.Result(
+        *("engines", "a machine", "ok", "python -m bench.engines --json", measured_at),
+        figures={"cells": {"vllm-new": {"sides": sides}, "sglang-new": {"sides": sides}}},
+        versions={"commit": "0123abc"},
+    )
+
+
+def test_the_chart_of_engines_has_a_line_for_each_side() -> None:
+    drawn = charts.engines(engines_result("2026-01-02"))
+    text = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+    assert [each for each in text if each in charts.SIDES.values()] == [*charts.SIDES.values()]
+    assert {"8", "32", "callers", "requests/s", "vLLM, new images"} <= set(text)
+    assert "vLLM, 80 % repeated" not in text, "it was not measured"
+
+
+def test_the_chart_of_engines_is_of_the_newest_result() -> None:
+    picture = ROOT / "docs/img/engines.svg"
+    measured = [each for each in results.stored() if each.benchmark == "engines"]
+    assert picture.exists() == bool(measured)
+    if measured:
+        assert charts.source(measured[-1]) in picture.read_text(), "make pictures"
+
+
 def test_a_benchmark_without_a_result_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="make bench ONLY=eviction"):
         results.newest("eviction", tmp_path)

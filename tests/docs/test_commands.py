@@ -27,10 +27,10 @@ VLLM = {
     *("--middleware", "--ec-transfer-config", "--ec-manager-config", "--limit-mm-per-prompt"),
     *("--allowed-media-domains", "--mm-processor-kwargs", "--media-io-kwargs", "--served-model-name"),
     *("--max-model-len", "--port", "--pipeline-parallel-size", "--download-dir", "--revision"),
-    *("--load-format", "--kv-transfer-config", "--trust-request-mm-kwargs"),
-    *("--chat-template-content-format", "--video-pruning-rate", "--grpc"),
+    *("--load-format", "--kv-transfer-config", "--kv-events-config", "--trust-request-mm-kwargs"),
+    *("--chat-template-content-format", "--video-pruning-rate", "--default-mm-loras", "--grpc"),
     *("--allowed-local-media-path", "--headless", "--gpu-memory-utilization"),
-    *("--disable-chunked-mm-input", "--max-num-batched-tokens"),
+    *("--disable-chunked-mm-input", "--max-num-batched-tokens", "--enable-scale-out"),
 }
 # Flags of SGLang on the page about it. tests/sglang starts it with them.
 SGLANG = {

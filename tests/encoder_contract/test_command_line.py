@@ -59,6 +59,7 @@ def parser() -> CommandLine:
         ),
         (["serve", "--metrics", "a:1"], "unknown argument --metrics"),
         (["--quiet", "serve"], "program: unknown argument --quiet;"),
+        (["--hope", "serve"], "program: unknown argument --hope;"),  # like --help in its dashes only
         (["serve", "--metrics-listen", "nowhere"], "nowhere must be host:port"),
         (["serve", "--timeout-s", "0"], "must be positive"),
         (["serve", "--timeout-s", "nan"], "must be positive"),

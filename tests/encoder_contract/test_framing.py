@@ -1,7 +1,9 @@
 """Hand-framed rows: byte-identical with the generated class, and no message can confuse the parser."""
 
 import os
+import sys
 import threading
+import time
 
 import pytest
 import xxhash
@@ -10,7 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from encoder_contract.errors import InternalError
-from encoder_contract.framing import MESSAGE_BYTES, checksum, frame, frame_rows, parse_fetch_response
+from encoder_contract.framing import (
+    MESSAGE_BYTES,
+    checksum,
+    frame,
+    frame_piece,
+    frame_rows,
+    parse_fetch_response,
+)
 from encoder_contract.v1 import encoder_pb2 as pb
 
 indices = st.integers(0, 2**32 - 1)
@@ -31,6 +40,20 @@ def test_a_frame_is_what_the_generated_class_writes(index, parts):
     parsed = parse_fetch_response(message)
     assert isinstance(parsed, tuple)
     assert (parsed[0], bytes(parsed[1])) == (index, data)
+
+
+@given(pieces=st.lists(st.tuples(indices, payloads, st.booleans()), max_size=4), is_last=st.booleans())
+@example(pieces=[(0, b"", True), (300, b"x" * 70_000, False)], is_last=True)
+def test_framed_pieces_are_what_the_generated_class_writes(pieces, is_last):
+    head = pb.SubmitRequest(open=pb.Caller(request_id="a request"), names=pb.ImageNames(kept=True))
+    request = pb.SubmitRequest(last=is_last)
+    request.MergeFrom(head)
+    parts = [head.SerializeToString()]
+    for index, data, last in pieces:
+        request.bytes.add(index=index, data=data, last=last)
+        parts += frame_piece(index, memoryview(data), last=last)
+    parts.append(pb.SubmitRequest(last=is_last).SerializeToString())
+    assert b"".join(parts) == request.SerializeToString()
 
 
 @given(extents=st.lists(payloads, max_size=6), message_bytes=st.integers(1, 100), index=indices)
@@ -112,11 +135,32 @@ def test_the_checksum_does_not_depend_on_how_the_bytes_are_cut(views):
     assert checksum(map(memoryview, views)) == xxhash.xxh3_64_intdigest(b"".join(views))
 
 
+@pytest.fixture
+def unasked():
+    """Let a thread keep Python's lock until it gives the lock up of its own accord."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(3600.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("unasked")
 def test_the_checksum_lets_other_threads_run():
-    view = memoryview(bytes(256 << 20))
-    thread = threading.Thread(target=checksum, args=([view],))
+    view, at_work = memoryview(bytes(16 << 20)), False
+    seen, began = threading.Event(), time.monotonic()
+
+    def work():
+        nonlocal at_work
+        at_work = True
+        while not seen.is_set() and time.monotonic() < began + 60:
+            checksum([view])
+        at_work = False
+
+    thread = threading.Thread(target=work)
     thread.start()
-    turns = 0
-    while thread.is_alive():
-        turns += 1
-    assert turns > 100  # holding the lock it would be one or two
+    while thread.is_alive() and not at_work:
+        time.sleep(0.001)
+    if at_work:  # it would be over if the checksum kept the lock
+        seen.set()
+    thread.join()
+    assert seen.is_set()

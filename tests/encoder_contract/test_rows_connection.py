@@ -11,7 +11,7 @@ import pytest
 
 from encoder_contract.errors import StaleHandleError
 from encoder_contract.framing import checksum
-from encoder_contract.rows_connection import SIZE, TICKET_BYTES, RowsConnections
+from encoder_contract.rows_connection import PIECE_BYTES, SIZE, TICKET_BYTES, RowsConnections
 from tests.waiting import PATIENCE_S
 
 SIZE_BYTES = 16 << 20
@@ -19,10 +19,16 @@ TICKET = bytes(TICKET_BYTES)
 
 
 class Flood:
-    """A rows port that answers each ticket with `size` announced bytes, and sends ones until the client is gone."""
+    """A rows port that answers each ticket with `size` announced bytes, and sends ones until the client is gone.
 
-    def __init__(self, size: int, sent: int = 1 << 40) -> None:
-        self.size, self.sent = size, sent
+    With `before`, it sends so many of them, and more once `go_on` is set.
+    """
+
+    def __init__(self, size: int, sent: int = 1 << 40, before: int = 0) -> None:
+        self.size, self.sent, self.before = size, sent, before
+        self.go_on = threading.Event()
+        if not before:
+            self.go_on.set()
         self.gone = threading.Semaphore(0)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -49,6 +55,7 @@ class Flood:
                 connection.sendall(SIZE.pack(self.size))
                 ones = b"\1" * (1 << 16)
                 for begin in range(0, self.sent, len(ones)):
+                    assert begin < self.before or self.go_on.wait(PATIENCE_S)
                     connection.sendall(ones[: self.sent - begin])
             except OSError:
                 self.gone.release()
@@ -56,7 +63,8 @@ class Flood:
 
 @pytest.fixture
 def flood() -> Iterator[Flood]:
-    flood = Flood(SIZE_BYTES)
+    # No transfer is complete before it is cancelled, even if a busy machine delays that.
+    flood = Flood(SIZE_BYTES, before=SIZE_BYTES - PIECE_BYTES)
     yield flood
     flood.close()
 
@@ -65,11 +73,13 @@ def flood() -> Iterator[Flood]:
 async def test_a_cancelled_transfer_has_ended_when_it_raises(flood: Flood) -> None:
     connections = RowsConnections("127.0.0.1", flood.port)
     for number in range(4):
+        flood.go_on.clear()
         memory = memoryview(bytearray(SIZE_BYTES))
         receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
         while not memory[number << 20]:  # in its middle
             await asyncio.sleep(0)
         receiving.cancel()
+        flood.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await receiving
         found = checksum([memory])
@@ -112,6 +122,7 @@ async def test_a_transfer_cancelled_twice_has_ended_too(flood: Flood) -> None:
     while not memory[0]:
         await asyncio.sleep(0)
     receiving.cancel()
+    flood.go_on.set()
     await asyncio.sleep(0)
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -133,7 +133,7 @@ async def test_a_hold_counts_if_its_time_ends_as_it_gets_room() -> None:
     waiting = asyncio.create_task(budget.hold_within(caller("b"), 10, 0.01))
     await asyncio.sleep(0)
     loop.call_later(0.02, first.release)
-    loop.call_soon(time.sleep, 0.1)  # so that both are due in one pass of the loop
+    time.sleep(0.1)  # so that both are due in the next pass of the loop
     hold = await waiting
     assert budget.held == hold.amount == 10
     hold.release()

@@ -33,6 +33,7 @@ from tests.waiting import PATIENCE_S, START_S, within_some_limit
 
 # Not /dev/shm, where a server tells which files of dead servers it removes.
 IN_TMP = ("--store-segment-dir", tempfile.gettempdir())
+TAKEN = "the address is taken: choose another one, or stop the process that listens there"
 CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
 
 
@@ -99,6 +100,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
         (["--drain-s", "nan"], "--drain-s"),
         (["--call-window-kib", "2097152"], "--call-window-kib must be less than 2 GiB"),
+        (["--decode-threads", "100000"], "--decode-threads must be at most 256"),
         (["--attention", "flash"], "--attention"),
         (["--index", "reddis://:secret@host"], "reddis://***@host"),
         (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),
@@ -135,7 +137,7 @@ async def test_a_wrong_option_of_the_index_url_is_reported(
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, "is not a Hugging Face checkpoint folder"),
+        ({}, "is not a Hugging Face checkpoint folder (to download one: hf download NAME"),
         ({"config.json": '{"model_type": "llama"}'}, "model_type 'llama' has no vision part"),
         ({"config.json": "{"}, "config.json"),
     ],
@@ -165,7 +167,7 @@ def test_a_taken_port_is_reported_before_reading_the_model(tmp_path: Path, taken
     said = refused(
         *("encoder-service", "serve", "--model", tmp_path, setting, taken, other, "127.0.0.1:0"), code=2
     )
-    assert said == f"encoder-service: {setting} {taken}: the address is taken\n"
+    assert said == f"encoder-service: {setting} {taken}: {TAKEN}\n"
 
 
 def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
@@ -174,14 +176,14 @@ def test_a_socket_file_of_a_running_server_is_not_replaced(checkpoint: Path, tmp
         listener.bind(str(path))
         listener.listen()
         said = refused("encoder-service", "serve", "--model", checkpoint, "--listen", f"unix:{path}", code=2)
-        assert "the address is taken" in said
+        assert TAKEN in said
 
 
 def test_a_refused_connection_is_reported_in_one_line(free: str, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     for command in (
         ("prefill-client", "encode", tmp_path / "photo.jpg", "--server", free),
-        ("encoder-service", "stats", "--server", free),
+        ("encoder-service", "flush", "--server", free),
     ):
         assert f"{free}: no server answers (Connection refused)" in refused(*command, code=1)
 
@@ -199,7 +201,7 @@ def test_a_port_of_another_kind_is_reported_in_one_line(tmp_path: Path) -> None:
 
 def test_an_invalid_address_is_refused_without_a_lookup() -> None:
     assert "64 hexadecimal" in refused("encoder-service", "evict", "abcd", code=1)
-    assert "unix:/path" in refused("encoder-service", "stats", "--server", "http://127.0.0.1:1", code=2)
+    assert "unix:/path" in refused("encoder-service", "flush", "--server", "http://127.0.0.1:1", code=2)
     assert "unix:/path" in refused("prefill-client", "encode", "x.jpg", "--server", "nowhere", code=2)
 
 
@@ -225,7 +227,7 @@ def test_the_prefill_service_reports_a_taken_port_before_importing_torch(
     said = refused(
         *("prefill-reference", "--model", checkpoint, "--listen", taken, "--encoder", free), code=2
     )
-    assert said == f"prefill-reference: --listen {taken}: the address is taken\n"
+    assert said == f"prefill-reference: --listen {taken}: {TAKEN}\n"
 
 
 @pytest.mark.parametrize("damage", ["cut off", "a pointer of Git LFS", "missing"])
@@ -271,7 +273,7 @@ async def test_a_port_of_another_protocol_is_told_with_what_to_change(
         ):
             for command in (
                 ["prefill-client", "encode", tmp_path / "photo.jpg"],
-                ["encoder-service", "stats"],
+                ["encoder-service", "flush"],
             ):
                 said = await asyncio.to_thread(refused, *command, "--server", address, *flags, code=1)
                 assert f"{address}: no server answers (" in said
@@ -348,7 +350,7 @@ async def test_closed_and_full_outputs_print_no_traceback(server: Server, tmp_pa
 
     def lose_outputs() -> None:
         for words in (
-            ["encoder-service", "stats", "--server", server.endpoint],
+            ["encoder-service", "flush", "--server", server.endpoint],
             ["prefill-client", "encode", tmp_path / "photo.jpg", "--server", server.endpoint],
         ):
             command = [SCRIPTS / str(words[0]), *words[1:]]

@@ -55,6 +55,8 @@ async def test_rows_that_left_memory_are_read_back(config: Config, model: Model,
         rows = await encode(server, client)
         hits = 0
         for digest, before in rows.items():
+            # Rows whose next use is unlikely may leave memory without a file, but not once there is room.
+            await soon(lambda: not server.store.moves.is_host_low)
             is_held, count = server.store.contains(before.address), await encoded(server)
             again = await fetched(client, digest)
             assert np.array_equal(again.float32(), before.float32())

@@ -11,6 +11,7 @@ from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.full_folder import in_full_folder
 from tests.processes import SCRIPTS
+from tests.waiting import START_S
 
 
 def serve(checkpoint: Path, folder: Path, listen: str, store_gib: float) -> list[str]:
@@ -45,7 +46,7 @@ async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(command, stdout=full, stderr=full)
     try:
-        async with await EncoderClient.connect(listen, timeout_s=110) as client:
+        async with await EncoderClient.connect(listen, timeout_s=START_S) as client:
             _fill(process, folder)
             assert shutil.disk_usage(_seen(process, folder)).free == 0
             for seed in range(3):

@@ -45,7 +45,7 @@ def test_a_stuck_event_loop_is_not_healthy() -> None:
     http = HttpPort(
         "127.0.0.1:0",
         title="t",
-        facts={"<b>": "&"},
+        facts=lambda: {"<b>": "&"},
         metrics=Metrics().exposition,
         last_tick=lambda: time.monotonic() - STUCK_S - 1,
         not_ready=lambda: "",
@@ -66,7 +66,7 @@ def serving(metrics: Callable[[], bytes] | None = None) -> Iterator[HttpPort]:
     http = HttpPort(
         "127.0.0.1:0",
         title="t",
-        facts={},
+        facts=dict,
         metrics=metrics or Metrics().exposition,
         last_tick=time.monotonic,
         not_ready=lambda: "",
@@ -84,7 +84,9 @@ class Drips:
     def __init__(self, endpoint: str, number: int) -> None:
         host, _, port = endpoint.rpartition(":")
         self._address = host, int(port)
-        self._connections = [socket.create_connection(self._address, timeout=30) for _ in range(number)]
+        self._connections = [
+            socket.create_connection(self._address, timeout=PATIENCE_S) for _ in range(number)
+        ]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._drip)
         self.reopened = 0
@@ -100,7 +102,7 @@ class Drips:
                     connection.sendall(b"G")
                 except OSError:
                     connection.close()
-                    self._connections[index] = socket.create_connection(self._address, timeout=30)
+                    self._connections[index] = socket.create_connection(self._address, timeout=PATIENCE_S)
                     self.reopened += 1
 
     def __exit__(self, *_: object) -> None:

@@ -10,12 +10,14 @@ import pytest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import ImageLimitError, OverloadedError, StaleHandleError
+from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.metrics import PREFIX, STAGES, reason
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
+from tests.calls import stub
 from tests.closed_port import closed_port
 from tests.operator_view import get, numbers, settled, use
 from tests.servers import server_of
@@ -43,7 +45,7 @@ async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None
         assert count == {"hash": 3, "upload": 3, "decode": 3}.get(stage, 2), stage
     assert now.total("queue_wait_seconds_count") == 3
     assert now.total("batch_images_sum") == 2
-    grids = [server._model.geometry.grid(*size) for size in ((320, 200), (200, 331))]
+    grids = [server.model.geometry.grid(*size) for size in ((320, 200), (200, 331))]
     assert now.total("batch_patches_sum") == sum(grid.patches for grid in grids)
     assert now.total("device_busy_seconds_total") == pytest.approx(
         now.total("stage_seconds_sum", stage="vit") / now.total("batch_images_sum") * 2, rel=0.6
@@ -53,17 +55,30 @@ async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None
     assert (now.total("store_pins"), now.total("calls_in_progress"), now.total("upload_bytes")) == (0, 0, 0)
 
 
-async def test_every_metric_that_is_read_at_a_scrape_has_a_value(server: Server) -> None:
-    async def device_has_reported() -> bool:
-        return "device_memory_bytes" in (await numbers(server)).samples
+async def test_a_call_counts_one_miss_for_an_image_however_often_it_looks(server: Server) -> None:
+    async with await EncoderClient.connect(server.endpoint) as client:
+        before = server.store.stats().misses
+        (image,) = await client.submit([photo(64, 64, 77)])
+        assert image.error is None
+        assert server.store.stats().misses == before + 1, "it looks again once it has the lease"
+        unknown = pb.FetchRequest(images=[pb.FetchImage(digest=content_digest(b"unknown"))])
+        [message] = [message async for message in (await stub(client)).Fetch(unknown)]
+        assert message.errors
+        assert server.store.stats().misses == before + 2, "it looks again before it waits"
 
-    await soon(device_has_reported)
+
+async def device_has_reported(server: Server) -> bool:
+    return "device_memory_bytes" in (await numbers(server)).samples
+
+
+async def test_every_metric_that_is_read_at_a_scrape_has_a_value(server: Server) -> None:
+    await soon(lambda: device_has_reported(server))
     now = await numbers(server)
     for reading in server.readings():
         name = reading.name.removeprefix(f"{PREFIX}_")
         assert (f"{name}_total" if reading.type == "counter" else name) in now.samples, name
     assert now.text("model_info", "model_type") == "qwen3_vl"
-    assert now.text("model_info", "fingerprint") == server._model.facts.recipe.model.hex()[:12]
+    assert now.text("model_info", "fingerprint") == server.model.facts.recipe.model.hex()[:12]
     assert now.total("device_peak_flops") == 1.5e12
 
 
@@ -82,6 +97,7 @@ async def test_the_number_of_series_does_not_depend_on_callers(server: Server) -
     async with await EncoderClient.connect(server.endpoint) as client:
         await use(client)
         await settled(server, "calls_total", 3)
+        await soon(lambda: device_has_reported(server))
         before = sum(map(len, (await numbers(server)).samples.values()))
         for each in range(4):
             image = photo(64 + 32 * each, 64, 90 + each)
@@ -109,10 +125,10 @@ async def test_the_export_is_what_prometheus_asks_for(server: Server) -> None:
 
 async def test_a_blocked_event_loop_shows_in_the_lag_metric(server: Server) -> None:
     async def late() -> float:
+        """Return the number of measurements above 0.2 s."""
         now = await numbers(server)
-        return now.total("event_loop_lag_seconds_count") - now.total(
-            "event_loop_lag_seconds_bucket", le="0.2"
-        )
+        count = now.total("event_loop_lag_seconds_count")
+        return count - now.total("event_loop_lag_seconds_bucket", le="0.2")
 
     before = await late()
     time.sleep(0.5)  # blocks the event loop, as no code of ours may
@@ -120,7 +136,7 @@ async def test_a_blocked_event_loop_shows_in_the_lag_metric(server: Server) -> N
     async def one_more() -> bool:
         return await late() > before
 
-    await soon(one_more)
+    await soon(one_more)  # a measurement from just before the block may be the first that a scrape shows
 
 
 async def test_a_server_without_its_index_at_start_encodes_alone(

@@ -5,8 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +23,6 @@ from encoder_service.api import inbound, submit
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
 from encoder_service.limits import REFUSAL_S
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.photos import photo
@@ -228,7 +226,7 @@ async def test_the_operators_calls_are_refused_without_the_proof(server: Server)
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         stub = AdminServiceStub(channel)
         for call, request in (
-            (stub.Stats, admin_pb2.StatsRequest()),
+            (stub.Flush, admin_pb2.FlushRequest()),
             (stub.Evict, admin_pb2.EvictRequest(proof=bytes(16), address=bytes(32))),
             (stub.Flush, admin_pb2.FlushRequest(proof=b"guess")),
         ):
@@ -264,7 +262,7 @@ async def test_a_full_queue_refuses_a_name_before_its_bytes_are_sent(
     config: Config, model: Model, gate: Gate
 ) -> None:
     images = [photo(300 + n, 300, 800 + n) for n in range(3)]
-    async with server_of(config, replace(model, decoder=cast(Decoder, gate)), max_queued_images=2) as server:
+    async with server_of(config, gate.before(model), max_queued_images=2) as server:
         with gate.closed():
             for n in range(2):  # two hosts, so that none is over its share
                 async with (

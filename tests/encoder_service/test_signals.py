@@ -45,9 +45,15 @@ async def test_sighup_reads_a_changed_file_of_tenants(checkpoint: Path, tmp_path
     key.write_text("of a fleet that exists only in this test\n")
     tenants.write_text(f'[chat]\ntokens = ["{"a" * 64}"]\nrights = ["submit"]\n')
     with running(checkpoint, tenants_file=tenants, fleet_key_file=key) as server:
+
+        def says(what: str) -> bool:
+            return any(what in line for line in server.lines)
+
+        assert not says("tenants.toml reloaded")
         tenants.write_text(f'[chat]\ntokens = ["{"b" * 64}"]\nrights = ["submit"]\n')
         server.process.send_signal(signal.SIGHUP)
-        await soon(lambda: any("tenants.toml reloaded" in line for line in server.lines))
+        await soon(lambda: says("certificates and tenants are checked"))
+        assert says("tenants.toml reloaded"), "without a call, which would read the file too"
 
 
 def test_a_device_process_gets_neither_the_password_of_redis_nor_other_secrets(

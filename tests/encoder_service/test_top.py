@@ -1,6 +1,7 @@
 """`top`: what it scrapes and how it shows it."""
 
 import io
+from functools import partial
 from math import inf
 
 import pytest
@@ -12,6 +13,13 @@ from encoder_service.metrics import ScrapeError, quantile, scrape
 from prefill_client import EncoderClient
 from tests.closed_port import closed_port
 from tests.operator_view import settled, use
+from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server on a busy machine is not gone."""
+    monkeypatch.setattr(top, "scrape", partial(scrape, timeout_s=PATIENCE_S))
 
 
 def test_a_quantile_is_interpolated_as_prometheus_does() -> None:

@@ -23,7 +23,7 @@ from tests.another_host import Host, another_host
 from tests.calls import collect, stub
 from tests.waiting import PATIENCE_S, soon
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 PHOTOS = [photo(1024, 768, seed) for seed in range(8)]
 INSTALLED = Path(sys.executable).with_name("encoder-service")
@@ -47,7 +47,7 @@ rows_connection.move_all = receive
 async def main():
     async with await EncoderClient.connect(sys.argv[1]) as client:
         request = RowRequest(bytes.fromhex(sys.argv[2]))
-        async with client.fetch([request], transports=["tcp"], timeout_s=60) as stream:
+        async with client.fetch([request], transports=["tcp"], timeout_s=600) as stream:
             async for rows in stream:
                 print(rows.error or hashlib.sha256(rows.array.tobytes()).hexdigest())
 

@@ -25,6 +25,7 @@ NOT_PROVOKED = {
     "EncoderSharedMemoryLow": BY_CASES + "needs a full /dev/shm beside a store that is reserved",
     "EncoderFilesLow": BY_CASES + "needs thousands of connections",
     "EncoderCertificateExpires": BY_CASES + "needs a certificate that ends soon",
+    "EncoderRendersLost": BY_CASES + "needs a render server, engines and a service that forgets",
     "EncoderDrainingLong": BY_CASES + "needs a drain of five minutes",
     "EncoderLostToGateway": BY_CASES + "this stack has no gateway",
 }

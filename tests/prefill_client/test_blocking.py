@@ -101,7 +101,7 @@ async def test_a_tenant_cannot_fetch_another_tenants_images(process: ServerProce
         assert one.for_tenant(b"one") is one
         (submitted,) = await one.submit([image])
         for client, expected in ((one, type(None)), (two, UnknownImageError)):
-            async with client.fetch([RowRequest(submitted.digest)], grace_ms=0, timeout_s=30) as outcomes:
+            async with client.fetch([RowRequest(submitted.digest)], grace_ms=0, timeout_s=60) as outcomes:
                 assert [type(outcome.error) async for outcome in outcomes] == [expected]
 
 

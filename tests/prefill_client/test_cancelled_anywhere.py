@@ -73,17 +73,22 @@ def is_unused(server: Server) -> bool:
     return in_use(server).keys() <= {"health_calls"} and not server.jobs and not server.store.stats().pins
 
 
+def open_tasks() -> int:
+    """Count the tasks. Those that close a replaced connection stay for minutes: a machine that stalls loses some."""
+    return sum(not task.get_name().startswith("retire ") for task in asyncio.all_tasks())
+
+
 @pytest.mark.parametrize("operation", [submit, fetch, keep])
 async def test_a_call_cancelled_at_any_await_leaves_nothing(server: Server, operation: Operation) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         await operation(client, with_comment(BASE, next(numbers)))  # connections and tasks that stay
         await soon(lambda: is_unused(server))
-        tasks = len(asyncio.all_tasks())
+        tasks = open_tasks()
         for suspension in itertools.count(1):
             task = asyncio.create_task(run(operation(client, with_comment(BASE, next(numbers))), suspension))
             await asyncio.wait([task], timeout=PATIENCE_S)
             assert task.done(), f"it hangs, cancelled at suspension {suspension}"
-            await soon(lambda: is_unused(server) and len(asyncio.all_tasks()) <= tasks)
+            await soon(lambda: is_unused(server) and open_tasks() <= tasks)
             if not task.cancelled():
                 await task
                 break

@@ -16,7 +16,7 @@ from prefill_client.vllm.counts import IMAGES, Counts
 from prefill_client.vllm.features import TowerInput
 from prefill_client.vllm.gate import PrefillGate
 from prefill_client.vllm.host_memory import HostMemory
-from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, producer_of
 from prefill_client.vllm.row_fetcher import RowFetcher
 from prefill_client.vllm.row_table import RowTable
 from prefill_client.vllm.vllm_settings import VllmSettings
@@ -81,6 +81,7 @@ class Prefill:
             self.signer,
             self.counts,
             description=lambda: fetcher.description,
+            may_fetch=lambda: fetcher.is_joined,
             tenant_salt="",
             window_tokens=WINDOW,
             capacity_rows=ROOM_ROWS,
@@ -90,18 +91,20 @@ class Prefill:
 
     def request(self, request_id: str, layout: str, images: Sequence[Submitted]) -> tuple[FakeRequest, int]:
         """Return a request of this layout, and its number of tokens."""
-        request, tokens, left, proofs = FakeRequest(request_id), 0, iter(images), []
+        request, tokens, left, names = FakeRequest(request_id), 0, iter(images), []
         producer = producer_of(self._fetcher.description, "")
         for part in layout:
             if part == "I":
                 image = next(left)
                 assert image.grid
-                name = identifier_of(ImageName(image.digest, image.grid, producer))
-                proofs.append(self.signer.proof(name))
+                name = ImageName(image.digest, image.grid, producer)
+                names.append(name.hex())
                 grid = SimpleNamespace(data=torch.tensor(image.grid))
-                request.mm_features.append(FakeFeature(name, {"image_grid_thw": grid}, FakePosition(tokens)))
+                request.mm_features.append(
+                    FakeFeature(self.signer.identifier(name), {"image_grid_thw": grid}, FakePosition(tokens))
+                )
             tokens += TEXT.get(part, ROWS)
-        request.ec_transfer_params = {RequestInfo.KEY: {"proofs": proofs}}
+        request.ec_transfer_params = {RequestInfo.KEY: {"images": names}}
         request.num_prompt_tokens = tokens
         return request, tokens
 
@@ -109,10 +112,10 @@ class Prefill:
         """Prefill from token `begin` to `end`, each step as soon as the gate lets it."""
         for computed in range(begin, end, STEP):
             while not self.gate.may_prefill(request, computed):
-                assert not self.gate.failed()
                 self.table.fetch()  # as each step does
                 assert self.table.has_running, f"parked at token {computed}, and no query runs"
                 await asyncio.to_thread(self._fetcher.wait, PATIENCE_S)
+                assert not self.gate.failed()
             for index, image in enumerate(request.mm_features):
                 if image.mm_position.offset + ROWS <= min(computed + STEP, end):
                     self.gate.prefilled(request.request_id, index)

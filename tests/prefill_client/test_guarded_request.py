@@ -8,10 +8,23 @@ from typing import Any
 import pytest
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import InvalidImageError, UnavailableError, UnknownImageError
+from encoder_contract.errors import (
+    EncoderError,
+    InvalidImageError,
+    LostImageError,
+    UnavailableError,
+    UnknownImageError,
+)
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Submitted
-from prefill_client.vllm.guarded_request import FindFailed, GuardedRequest, Receive, Send, failed_image
+from prefill_client.vllm.guarded_request import (
+    FindFailed,
+    GuardedRequest,
+    Receive,
+    Send,
+    failed_image,
+    first_encoded,
+)
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
@@ -65,13 +78,15 @@ async def test_lost_images_end_a_request_before_its_answer_begins(server: Server
         running = asyncio.create_task(exchange.run(never_answer, {}))
         await asyncio.sleep(0)
         await lose(server)
-        assert isinstance(await running, UnavailableError)
+        assert await running is await kept.lost()
     assert not caller.received
 
 
-def finding(client: EncoderClient, answers: Sequence[Submitted]) -> FindFailed:
+def finding(client: EncoderClient, answers: Sequence[Submitted], *, continues: bool = False) -> FindFailed:
     names = [f"image {index}" for index in range(len(answers))]
-    return partial(failed_image, client, answers, names, request_id="x", timeout_s=PATIENCE_S)
+    return partial(
+        failed_image, client, answers, names, request_id="x", timeout_s=PATIENCE_S, continues=continues
+    )
 
 
 async def fails(_: object, __: Receive, send: Send) -> None:
@@ -99,9 +114,10 @@ async def test_an_error_for_a_broken_image_names_the_image(server: Server, broke
     assert len(caller.received) == (0 if broken else 2)
 
 
-@pytest.mark.parametrize("sent", [True, False])
-async def test_a_lost_image_of_an_earlier_response_is_an_error_with_advice(
-    server: Server, sent: bool
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("continues", [True, False])
+async def test_a_lost_image_that_was_not_submitted_is_an_error_with_advice(
+    server: Server, sent: bool, continues: bool
 ) -> None:
     caller, other = Caller(), photo(90, 90, 45)
     async with (
@@ -111,10 +127,19 @@ async def test_a_lost_image_of_an_earlier_response_is_an_error_with_advice(
         if sent:
             await client.submit([other])
         answers = [Submitted(content_digest(other)), *kept.answers]
-        find = finding(client, answers)
+        find = finding(client, answers, continues=continues)
         error = await GuardedRequest(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
-    assert error is None if sent else isinstance(error, UnknownImageError)
-    assert sent or "image 0, of an earlier response, is no longer kept: send" in error.message
+    if sent:
+        assert error is None
+        return
+    assert isinstance(error, UnknownImageError)
+    assert isinstance(error, LostImageError) is not continues
+    advice = (
+        "image 0, of an earlier response, is no longer kept: send"
+        if continues
+        else "render the request again"
+    )
+    assert advice in error.message
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -156,3 +181,87 @@ async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: 
         may_continue.set()
         assert await running is None
     assert caller.received == ANSWER
+
+
+async def unreached(_: object, __: Receive, ___: Send) -> None:
+    raise AssertionError("vLLM has nothing to do before the first image")
+
+
+async def forever() -> EncoderError | None:
+    """Wait for an image that is never encoded."""
+    await asyncio.Event().wait()
+    return None
+
+
+async def test_lost_images_end_a_request_that_waits_for_its_first_image(server: Server) -> None:
+    caller = Caller()
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep([PHOTO], again_s=0.2) as kept,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        exchange = GuardedRequest(
+            b"the body", kept, never, caller.receive, caller.send, first_encoded=forever
+        )
+        running = asyncio.create_task(exchange.run(unreached, {}))
+        await asyncio.sleep(0)
+        await lose(server)
+        assert await running is await kept.lost()
+    assert not caller.received
+
+
+async def test_a_caller_who_leaves_while_the_first_image_is_encoded_ends_the_request(server: Server) -> None:
+    caller, left = Caller(), asyncio.Event()
+
+    async def receive() -> MutableMapping[str, Any]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep([PHOTO]) as kept,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        exchange = GuardedRequest(b"the body", kept, never, receive, caller.send, first_encoded=forever)
+        running = asyncio.create_task(exchange.run(unreached, {}))
+        await asyncio.sleep(0)
+        left.set()
+        assert await running is None
+    assert not caller.received
+
+
+@pytest.mark.parametrize("broken", [[], [0], [1]])
+async def test_vllm_gets_a_request_when_its_first_image_is_encoded(server: Server, broken: list[int]) -> None:
+    caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (46, 47)]
+    for index in broken:
+        files[index] = files[index][: len(files[index]) // 2]  # its header is valid
+    bodies = []
+
+    async def answer(_: object, receive: Receive, send: Send) -> None:
+        bodies.append((await receive())["body"])
+        for message in ANSWER:
+            await send(message)
+
+    async with (
+        await EncoderClient.connect(server.endpoint) as client,
+        await client.keep(files) as kept,
+    ):
+        first = partial(
+            first_encoded,
+            *(client, kept.answers, "image 0", 64),
+            request_id="x",
+            priority=0,
+            timeout_s=PATIENCE_S,
+        )
+        exchange = GuardedRequest(b"the body", kept, never, caller.receive, caller.send, first_encoded=first)
+        error = await exchange.run(answer, {})
+        state = (await client.submit(files[:1]))[0]
+    if broken == [0]:
+        assert isinstance(error, InvalidImageError)
+        assert error.message.startswith("image 0: "), error.message
+        assert not bodies
+    else:
+        assert error is None
+        assert bodies == [b"the body"]
+        assert state.cached
+        assert caller.received == ANSWER

@@ -27,7 +27,7 @@ from prefill_client import (
 from testing.photos import photo
 from tests.calls import collect
 from tests.servers import server_of
-from tests.waiting import soon, within_some_limit
+from tests.waiting import PATIENCE_S, soon, within_some_limit
 
 # The store has room for seven of these embeddings. Eight others evict every embedding that is not held.
 SIDE, ROOM, OTHERS = 256, 7, 8
@@ -157,7 +157,7 @@ async def test_lost_rows_are_fetched_again_for_every_reader(small: Server) -> No
         def use(rows: Sequence[FetchedRows]) -> np.ndarray:
             found.append(rows[0].transport)
             if len(found) == 1:
-                asyncio.run_coroutine_threadsafe(away(), loop).result(60)
+                asyncio.run_coroutine_threadsafe(away(), loop).result(PATIENCE_S)
             return rows[0].array.copy()
 
         async with client.fetch([request]) as stream:
@@ -224,10 +224,10 @@ async def test_a_process_suspended_past_the_keepalive_reads_no_wrong_rows(small:
             assert stopped.stdout
             assert await stopped.stdout.readline() == b"shm\n"
             stopped.send_signal(signal.SIGSTOP)
-            await soon(lambda: small.store.stats().pins == 0, 60)  # keepalive: ten seconds
+            await soon(lambda: small.store.stats().pins == 0)  # keepalive: ten seconds
             await written_over(client)
             stopped.send_signal(signal.SIGCONT)
-            printed, _ = await asyncio.wait_for(stopped.communicate(b"go on\n"), 60)
+            printed, _ = await asyncio.wait_for(stopped.communicate(b"go on\n"), PATIENCE_S)
         finally:
             if stopped.returncode is None:
                 stopped.kill()

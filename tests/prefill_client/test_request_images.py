@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from encoder_contract.errors import ForbiddenError, InvalidRequestError
-from prefill_client.vllm.image_name import RequestInfo
+from encoder_contract.geometry import Grid
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo
 from prefill_client.vllm.parts import template_text
 from prefill_client.vllm.request_images import (
     BATCH,
@@ -65,7 +66,7 @@ def test_null_fields_change_no_part(form: ApiShape, kind: str, role: str) -> Non
     text = {**NULLS, "type": kind, "text": "x"}
     body = {form.messages: [{"role": role, "content": [text]}]}
     assert len(RequestImages(body, form)) == 0
-    check_other_route(body, "/tokenize", has_tower=False)
+    check_other_route(body, "/tokenize", SIGNER, has_tower=False)
     parts = [text, {**NULLS, **image("a")}, {**NULLS, **image("b"), "uuid": "u"}]
     assert RequestImages(request(form, "content", *parts), form).references() == [("a", ""), ("b", "u")]
     if form is CHAT:
@@ -227,31 +228,32 @@ def test_an_image_that_was_sent_with_a_uuid_needs_no_url(url: object) -> None:
 
 ANTHROPIC = {"type": "image", "source": {"type": "base64", "data": "AA"}}
 SCHEMA = {"type": "object", "properties": {"image": {"type": "string"}, "image_url": {"type": "string"}}}
-NAME = "encsvc1-" + "0" * 64 + "-4x4-" + "0" * 32
+SIGNER = NameSigner(bytes(32))
+IDENTIFIER = SIGNER.identifier(ImageName(bytes(32), Grid(1, 4, 4), bytes(16)))
 
 
 @pytest.mark.parametrize("part", [image("data:x"), ANTHROPIC, {"image_url": "x"}, video("data:x")])
 def test_images_of_other_routes_need_the_engines_own_tower(part: dict[str, Any]) -> None:
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
     for body in (chat, {"state": "a decision", "images": ["data:x"]}, {"videos": ["data:x"]}):
-        check_other_route(body, "/v1/messages", has_tower=True)
+        check_other_route(body, "/v1/messages", SIGNER, has_tower=True)
         with pytest.raises(InvalidRequestError, match=r"images of /v1/messages .* no vision tower"):
-            check_other_route(body, "/v1/messages", has_tower=False)
+            check_other_route(body, "/v1/messages", SIGNER, has_tower=False)
 
 
 def test_other_routes_take_no_embeddings_and_no_names_of_ours() -> None:
-    """A name that anybody can compute must not stand for another image in the caches of the API server."""
+    """An identifier that a caller has seen must not stand for another image in the caches of the API server."""
     refused: list[Any] = [
-        {"messages": [{"content": [{**image("data:x"), "uuid": NAME}]}]},
-        {"features": {"mm_hashes": {"image": [NAME]}}},
+        {"messages": [{"content": [{**image("data:x"), "uuid": IDENTIFIER}]}]},
+        {"features": {"mm_hashes": {"image": [IDENTIFIER]}}},
         [[{"image_embeds": {}}]],
     ]
     for body in refused:
         with pytest.raises(ForbiddenError):
-            check_other_route(body, "/pooling", has_tower=True)
-    text = {"input": "an image in words", "type": "image_is_no_type"}
+            check_other_route(body, "/pooling", SIGNER, has_tower=True)
+    text = {"input": "an image in words", "type": "image_is_no_type", "hash": "0" * 64, "odd": "\ud800" * 64}
     for body in (None, 3, "x", text, {"type": ["image"]}, SCHEMA):
-        check_other_route(body, "/pooling", has_tower=False)
+        check_other_route(body, "/pooling", SIGNER, has_tower=False)
 
 
 def test_the_check_of_a_prompt_of_tokens_costs_less_than_its_json() -> None:
@@ -263,7 +265,7 @@ def test_the_check_of_a_prompt_of_tokens_costs_less_than_its_json() -> None:
         work()
         return time.thread_time() - began_s
 
-    check = partial(check_other_route, body, "/v1/embeddings", has_tower=False)
+    check = partial(check_other_route, body, "/v1/embeddings", SIGNER, has_tower=False)
     costs = [(cpu_s(check), cpu_s(partial(json.loads, text))) for _ in range(5)]
     assert min(ours for ours, _ in costs) < min(parsing for _, parsing in costs) / 2
 

@@ -97,11 +97,11 @@ class Engine:
 
     async def ready(self, image: Submitted) -> None:
         """Fetch until the workers are connected and have opened the probe."""
-        for _ in range(200):
-            if await self.transport(image) == "device":
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("no rows come from the device")
+
+        async def comes_from_device() -> bool:
+            return await self.transport(image) == "device"
+
+        await soon(comes_from_device)
 
     def copies(self) -> list[int]:
         """Return the number of copies of each worker."""
@@ -181,6 +181,8 @@ async def test_a_worker_that_cannot_open_the_probe_is_never_sent_a_handle(
         engine.join()
         (image,) = await engine.submit(1)
         await soon(lambda: engine.staging.is_complete)
+        assert await engine.transport(image) == "shm"
+        await soon(lambda: "rows arrive by shared memory" in caplog.text)  # the worker has tried the probe
         assert [await engine.transport(image) for _ in range(5)] == ["shm"] * 5
         assert caplog.text.count("rows arrive by shared memory") == 1
         assert not server.store.stats().promotions
@@ -195,9 +197,12 @@ async def test_an_image_in_memory_that_cannot_be_opened_comes_through_host_memor
         assert server.store.device is not None
         right, server.store.device.shared_as = server.store.device.shared_as, UNREACHABLE
         engine.join()
-        for _ in range(20):
+
+        async def is_tried() -> bool:
             assert await engine.transport(image) == "shm"
-        assert "could not copy" in caplog.text
+            return "could not copy" in caplog.text
+
+        await soon(is_tried)
         server.store.device.shared_as = right
         assert await engine.transport(image) == "device"
 
@@ -248,11 +253,12 @@ async def test_an_image_whose_worker_ends_comes_through_host_memory(server: Serv
             writer.close()
 
         ending = asyncio.create_task(end_at_the_first_copy())
-        for _ in range(200):
+
+        async def has_ended() -> bool:
             assert await engine.transport(image) == "shm"
-            if ending.done():
-                break
-            await asyncio.sleep(0.02)
+            return ending.done()
+
+        await soon(has_ended)
         await ending
         await soon(lambda: not engine.staging.is_complete and engine.copies() == [0])
         assert await engine.transport(image) == "shm"

@@ -82,7 +82,10 @@ async def serving(
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
-        yield Service(listener.getsockname()[1])
+        service = Service(listener.getsockname()[1])
+        # Its client, left open, would close itself in the loop of whichever test runs when it is collected, and fail.
+        async with service.openai:
+            yield service
         server.should_exit = True
         await running
     chat.close()

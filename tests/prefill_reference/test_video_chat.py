@@ -1,7 +1,8 @@
 """Chats about videos, end to end: prompts, positions and answers are those of `transformers` on the same file."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 
 from encoder_contract.errors import InvalidImageError, InvalidRequestError
 from encoder_contract.video import VideoSettings
+from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import load_model
 from prefill_client import EncoderClient, Trace
@@ -21,6 +23,8 @@ from prefill_reference.engine import Engine
 from prefill_reference.language_model import load_language_model
 from prefill_reference.prefix import PrefixCache
 from testing.clips import clip, true_frames
+from tests.gate import Gate
+from tests.operator_view import fetches_wait_for
 from tests.servers import server_of
 
 pytestmark = pytest.mark.slow
@@ -28,6 +32,7 @@ pytestmark = pytest.mark.slow
 MODEL_TYPES = ["qwen3_vl", "qwen2_5_vl", "qwen3_5"]
 MAX_ERROR = 5e-5  # as in `test_chat.py`
 VIDEO = clip("mp4", frames=70, fps=12.5, seed=40)
+PAIRS = 6  # of a clip of six seconds: two frames of each
 
 
 @asynccontextmanager
@@ -35,23 +40,28 @@ async def chat_of(config: Config, folder: Path) -> AsyncIterator[Chat]:
     """A chat with its own model and server."""
     config = replace(config, model=folder)
     model = load_model(config)
-    language_model = load_language_model(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     async with (
         server_of(config, model) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        chat = Chat(
-            client,
-            Engine(language_model, row_width=language_model.width),
-            tokenizer,
-            chunk_tokens=50,
-            prefixes=PrefixCache(10_000),
-            videos=VideoSettings.from_folder(folder),
-        )
-        yield chat
-        chat.close()
+        with chat_by(client, folder) as chat:
+            yield chat
     model.decoder.close()
+
+
+@contextmanager
+def chat_by(client: EncoderClient, folder: Path) -> Iterator[Chat]:
+    language_model = load_language_model(folder, dtype=torch.float32)
+    chat = Chat(
+        client,
+        Engine(language_model, row_width=language_model.width),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        chunk_tokens=50,
+        prefixes=PrefixCache(10_000),
+        videos=VideoSettings.from_folder(folder),
+    )
+    yield chat
+    chat.close()
 
 
 def user(text: str, *videos: bytes) -> dict[str, Any]:
@@ -108,8 +118,8 @@ async def test_a_chat_about_a_video_ends_in_the_logits_of_transformers(
 
 
 @pytest.fixture
-async def chat(config: Config, checkpoint: Path) -> AsyncIterator[Chat]:
-    async with chat_of(config, checkpoint) as chat:
+def chat(client: EncoderClient, checkpoint: Path) -> Iterator[Chat]:
+    with chat_by(client, checkpoint) as chat:
         yield chat
 
 
@@ -117,9 +127,15 @@ def pairs_of(prefilled: Prefilled) -> list[tuple[int, int]]:
     return [(image.frames.first, image.frames.second) for image in prefilled.images if image.frames]
 
 
-async def test_the_second_question_about_a_video_uploads_and_encodes_nothing(chat: Chat) -> None:
-    data = clip("mp4", frames=60, fps=10.0, seed=41)
-    first = await chat.prefill([user("What happens?", data)], trace=(trace := Trace("first")))
+async def test_the_second_question_about_a_video_uploads_and_encodes_nothing(
+    chat: Chat, server: Server, gate: Gate
+) -> None:
+    data, trace = clip("mp4", frames=60, fps=10.0, seed=41), Trace("first")
+    with gate.closed(frames_only=True):  # no pair is encoded before it is asked for
+        prefilling = asyncio.create_task(chat.prefill([user("What happens?", data)], trace=trace))
+        await fetches_wait_for(server, PAIRS)
+    first = await prefilling
+    assert len(first.images) == PAIRS
     assert {name for run in first.runs for name in run.sources} == {"encoded"}
     second = await chat.prefill([user("Who is it?", data)])
     assert pairs_of(second) == pairs_of(first)

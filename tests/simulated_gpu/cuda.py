@@ -98,6 +98,10 @@ def _torch_cuda(gpu: SimulatedGpu) -> dict[str, Any]:
         index = _index(gpu, device)
         return host.stream if host.stream.device_index == index else gpu.default_streams[index]
 
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        gpu.leaves_device(_index(gpu, device))
+        return 70 * GIB, 80 * GIB
+
     def synchronize(_device: Any = None) -> None:
         for stream in gpu.streams:
             gpu.waits("torch.cuda.synchronize", stream.clock)
@@ -111,7 +115,7 @@ def _torch_cuda(gpu: SimulatedGpu) -> dict[str, Any]:
         "device": device,
         "get_device_capability": lambda _device=None: (9, 0),
         "get_device_name": lambda _device=None: "simulated",
-        "mem_get_info": lambda _device=None: (70 * GIB, 80 * GIB),
+        "mem_get_info": mem_get_info,
         "memory_reserved": lambda _device=None: GIB,
         "memory_allocated": lambda _device=None: GIB,
         "max_memory_allocated": lambda _device=None: GIB,

@@ -302,10 +302,7 @@ class SimulatedGpu:
 
     @contextmanager
     def using(self, stream: Stream | None) -> Iterator[None]:
-        """Stand in for `torch.cuda.stream`.
-
-        On leaving, torch makes the thread's previous device current, which creates a context there if it has none.
-        """
+        """Stand in for `torch.cuda.stream`."""
         if stream is None:
             yield
             return
@@ -315,10 +312,14 @@ class SimulatedGpu:
             yield
         finally:
             host.stream = previous
-            if host.device != stream.device_index:
-                self.finds(
-                    f"context: {host.name} makes one on device {host.device}, beside device {stream.device_index}"
-                )
+            self.leaves_device(stream.device_index)
+
+    def leaves_device(self, index: int) -> None:
+        """Make this thread's own device current after work on another: that creates a context there."""
+        if self.host.device != index:
+            self.finds(
+                f"context: {self.host.name} makes one on device {self.host.device}, beside device {index}"
+            )
 
 
 def _key(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
 from tests.servers import server_of
 from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def as_tenant(guard: Server, tmp_path: Path) -> As:
         path.write_text(f"{token}\n")
         credentials = Credentials(token_file=str(path))
         async with await EncoderClient.connect(
-            guard.endpoint, credentials=credentials, timeout_s=20, wait=False, **options
+            guard.endpoint, credentials=credentials, timeout_s=PATIENCE_S, wait=False, **options
         ) as client:
             yield client
 

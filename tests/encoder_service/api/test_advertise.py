@@ -37,7 +37,7 @@ def test_the_http_port_on_all_interfaces_serves_both_families() -> None:
     port = HttpPort(
         "[::]:0",
         title="",
-        facts={},
+        facts=dict,
         metrics=lambda: b"",
         last_tick=lambda: float("inf"),
         not_ready=lambda: "",

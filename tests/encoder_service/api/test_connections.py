@@ -27,17 +27,18 @@ async def test_a_connection_without_a_call_is_closed_and_one_with_a_call_stays(
     options = dict(listener.OPTIONS)
     assert options[IDLE] == 60_000
     # Shorter here: the test waits for the closing itself, not for a time.
-    monkeypatch.setattr(listener, "OPTIONS", tuple({**options, IDLE: 1000}.items()))
+    monkeypatch.setattr(listener, "OPTIONS", tuple({**options, IDLE: 2000}.items()))
     async with (
         server_of(config, model) as server,
         grpc.aio.insecure_channel(server.endpoint) as channel,
         await RawConnection.open(server.endpoint) as watching,
-        await RawConnection.open(server.endpoint) as idle,
     ):
+        # At once, before the connection counts as idle.
+        await watching.call(WATCH, HealthCheckRequest().SerializeToString())
         describe = EncoderServiceStub(channel).Describe
         await describe(pb.DescribeRequest(), timeout=PATIENCE_S)
-        await watching.call(WATCH, HealthCheckRequest().SerializeToString())
-        await soon(idle.closed.is_set)
+        async with await RawConnection.open(server.endpoint) as idle:
+            await soon(idle.closed.is_set)
         assert not watching.closed.is_set()
         await soon(lambda: channel.get_state() is grpc.ChannelConnectivity.IDLE)  # the server closed it, too
         await describe(pb.DescribeRequest(), timeout=PATIENCE_S)

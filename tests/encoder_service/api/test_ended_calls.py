@@ -118,7 +118,7 @@ async def test_an_ended_call_is_freed_without_a_garbage_collection(
 
 
 async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
-    server: Server, no_collections: None
+    server: Server, no_collections: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, places = held(), server._listener._submit_gate._budget
     async with await RawConnection.open(server.endpoint) as connection:
@@ -130,6 +130,7 @@ async def test_a_call_whose_caller_leaves_is_freed_without_a_garbage_collection(
             await soon(lambda: places.held == 0)
         await soon(lambda: not more_than_one(before))
     await soon(lambda: not in_use(server))
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("path", [SUBMIT, FETCH])

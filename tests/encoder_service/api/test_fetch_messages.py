@@ -152,7 +152,7 @@ async def test_errors_of_windows_come_with_the_rows_of_others(client: EncoderCli
 
 async def test_an_unread_fetch_of_small_rows_keeps_two_messages(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, limits={"reader_idle_s": 0.5}, drain_s=1) as server,
+        server_of(config, model, limits={"reader_idle_s": 2.0}, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
         await RawConnection.open(server.endpoint, window=0) as reader,
     ):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import gzip
+import time
 from time import thread_time
 from typing import Any
 
@@ -18,10 +19,12 @@ from encoder_contract.errors import InvalidRequestError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import inbound, messages
+from encoder_service.api.caller import caller_of
 from encoder_service.api.server import PENDING_CALLS
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
+from encoder_service.limits import Caller
 from testing.device_thread import DeviceThread
 from testing.raw_http2 import RawConnection, framed
 from tests.servers import server_of
@@ -66,7 +69,7 @@ async def test_a_gzip_client_is_refused_with_the_reason(server: Server) -> None:
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await EncoderServiceStub(channel).Describe(
-                pb.DescribeRequest(), compression=grpc.Compression.Gzip, timeout=20
+                pb.DescribeRequest(), compression=grpc.Compression.Gzip, timeout=PATIENCE_S
             )
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
@@ -75,7 +78,7 @@ async def test_a_gzip_client_is_refused_with_the_reason(server: Server) -> None:
     ("path", "message"),
     [
         (OURS + "Describe", b"\xfa\x01\x80\x20" + bytes(4096)),
-        (ADMIN + "Stats", b"\xfa\x01\x80\x20" + bytes(4096)),
+        (ADMIN + "Flush", b"\xfa\x01\x80\x20" + bytes(4096)),
         ("/grpc.health.v1.Health/Check", b"\x0a\x80\x20" + b"a" * 4096),
         (OURS + "Fetch", EMPTY_NAMES[:200_000]),
         (OURS + "Submit", b"\x12\x80\x80\x08" + (b"\x0a\x00" * 65536)),
@@ -201,7 +204,15 @@ async def test_calls_over_the_limit_are_refused_unread_and_health_still_answers(
         await other.close()
 
 
-async def test_a_burst_of_calls_of_one_method_delays_no_call_of_another(server: Server) -> None:
+async def test_a_burst_of_calls_of_one_method_delays_no_call_of_another(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(context: messages.Context) -> Caller:
+        """Take longer than a stall of a busy machine for the whole burst."""
+        time.sleep(0.005)
+        return caller_of(context)
+
+    monkeypatch.setattr(inbound, "caller_of", slowly)
     raw = await RawConnection.open(server.endpoint)
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         stub = EncoderServiceStub(channel)
@@ -270,11 +281,12 @@ async def test_what_a_call_sends_after_its_last_read_message_is_bounded(
                 await raw.send(stream, framed(b""))
             await soon(lambda: server.budgets.refused.held == calls)
             before = memory.memory_info().rss
-            sent = [await raw.send(stream, framed(flood)) for stream in streams]
+            least = window - len(framed(b""))
+            sent = [await raw.fill(stream, framed(flood), least) for stream in streams]
             grown = memory.memory_info().rss - before
             # A window holds one piece of a file and more, so that an upload from afar takes few round trips.
             # After a message was read, gRPC may open the window a second time.
-            assert all(window - len(framed(b"")) <= each <= 2 * window for each in sent)
+            assert all(least <= each <= 2 * window for each in sent)
             assert grown < calls * 2 * window + messages.PIECE_BYTES
         await soon(lambda: not server.budgets.submits.held)
 
@@ -293,6 +305,9 @@ async def test_a_failing_drain_step_does_not_stop_the_others(
     monkeypatch.setattr(server.dispatcher, "stop", fails)
     await server.drain()
     assert not segment.exists()
-    host, _, port = server.endpoint.rpartition(":")
-    with pytest.raises(OSError):
-        await asyncio.open_connection(host, int(port))
+    # Another process may listen there by now.
+    port = int(server.endpoint.rpartition(":")[2])
+    listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert (psutil.Process().pid, port) not in {(each.pid, each.laddr.port) for each in listening}
+    monkeypatch.undo()
+    await server.dispatcher.stop()

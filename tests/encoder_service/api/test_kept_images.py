@@ -54,7 +54,7 @@ def lose(server: Server) -> None:
     """Drop all rows and files, as if others had filled the store and the source cache."""
     server.store.flush()
     server._sources.clear()
-    assert not server.store.contains(server._model.facts.recipe.key(content_digest(PHOTO)).address)
+    assert not server.store.contains(server.model.facts.recipe.key(content_digest(PHOTO)).address)
 
 
 async def test_a_lost_kept_image_is_requested_again_when_a_fetch_waits(

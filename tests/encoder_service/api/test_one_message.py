@@ -1,8 +1,7 @@
 """One message each way: a Submit with names and files, and a Fetch of rows that are held."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +11,6 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import collect, named, next_states, refused, stub
@@ -147,7 +145,7 @@ async def test_files_for_which_there_is_no_space_are_not_parsed(config: Config, 
 async def test_a_half_closed_call_keeps_complete_images_only_after_its_last_name(
     config: Config, model: Model, gate: Gate, last: bool
 ) -> None:
-    async with server_of(config, replace(model, decoder=cast(Decoder, gate))) as server:
+    async with server_of(config, gate.before(model)) as server:
         with gate.closed():
             async with await EncoderClient.connect(server.endpoint) as client:
                 call: Any = (await stub(client)).Submit(timeout=60)

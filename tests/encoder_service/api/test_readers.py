@@ -23,6 +23,7 @@ from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
 MIB = 1 << 20
+GRACE_MS = 600_000  # longer than a test
 PHOTOS = [photo(1024, 800, n) for n in range(12)]
 
 
@@ -78,7 +79,7 @@ async def test_one_host_that_holds_all_it_can_leaves_room_for_others(small: Serv
         transports: set[str] = set()
 
         async def hold_all() -> None:
-            async with greedy.fetch(requests, timeout_s=60) as stream:
+            async with greedy.fetch(requests, timeout_s=PATIENCE_S) as stream:
                 async for outcome in stream:
                     assert outcome.error is None
                     held.append(outcome.index)
@@ -101,7 +102,7 @@ async def test_one_host_that_holds_all_it_can_leaves_room_for_others(small: Serv
 
 async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, client: EncoderClient) -> None:
     requests = await submitted(client, PHOTOS[:2])
-    async with client.fetch(requests, timeout_s=30) as stream:
+    async with client.fetch(requests, timeout_s=PATIENCE_S) as stream:
         async for outcome in stream:
             assert outcome.error is None
         gc.collect()
@@ -111,7 +112,7 @@ async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, clien
 @pytest.mark.attack("a caller that fetches and does not read")
 async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, limits={"reader_idle_s": 0.5}, drain_s=1) as server,
+        server_of(config, model, limits={"reader_idle_s": 2.0}, drain_s=1) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
         requests = await submitted(client, PHOTOS[:8])
@@ -129,7 +130,9 @@ async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config
 
 async def test_a_fetch_over_the_callers_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, max_queued_images=64, drain_s=1) as server,
+        server_of(
+            config, model, limits={"max_grace_ms": GRACE_MS}, max_queued_images=64, drain_s=1
+        ) as server,
         await EncoderClient.connect(server.endpoint) as client,
         from_another_host(server.endpoint) as elsewhere,
         await EncoderClient.connect(elsewhere) as other,
@@ -137,7 +140,7 @@ async def test_a_fetch_over_the_callers_share_is_refused_as_a_whole(config: Conf
         digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
         request = pb.FetchRequest(
             images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
-            grace_ms=120_000,  # longer than the test
+            grace_ms=GRACE_MS,
         )
         service = await stub(client)
         waiting = service.Fetch(

@@ -45,6 +45,12 @@ class Certified:
         return settings | ({"tls_client_ca": self.ca} if clients else {})
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake that a busy machine delays is no fault of the port, after which rows would come inline."""
+    monkeypatch.setattr("encoder_contract.rows_connection.CONNECT_S", PATIENCE_S)
+
+
 @pytest.fixture
 def certified(tmp_path: Path) -> Certified:
     return Certified(tmp_path)
@@ -66,7 +72,7 @@ def present(server: Server, ticket: bytes, context: ssl.SSLContext) -> bytes:
         ):
             connection.sendall(ticket)
             return received(connection, SIZE.size)
-    except ssl.SSLError:
+    except (ssl.SSLError, ConnectionError):  # the latter if it sends after it was refused
         return b""
 
 

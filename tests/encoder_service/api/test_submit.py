@@ -5,8 +5,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
-from typing import cast
 
 import pytest
 
@@ -16,7 +14,6 @@ from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
 from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.tcp_proxy import from_another_host
@@ -200,7 +197,7 @@ async def test_a_killed_caller_withdraws_its_images_and_is_logged(server: Server
 
 
 async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model: Model, gate: Gate) -> None:
-    async with server_of(config, replace(model, decoder=cast(Decoder, gate))) as server:
+    async with server_of(config, gate.before(model)) as server:
         rounds = 150
         with gate.closed():
             async with await EncoderClient.connect(server.endpoint) as client:

@@ -72,7 +72,9 @@ async def encoded(client: EncoderClient, seed: int, transport: str = "inline") -
 async def refused(server: Server, credentials: Credentials) -> str:
     """Return the error of a client that cannot connect."""
     with pytest.raises(UnavailableError) as refusal:
-        await EncoderClient.connect(server.endpoint, credentials=credentials, timeout_s=20, wait=False)
+        await EncoderClient.connect(
+            server.endpoint, credentials=credentials, timeout_s=PATIENCE_S, wait=False
+        )
     return str(refusal.value)
 
 
@@ -126,9 +128,9 @@ async def test_certificates_of_both_sides_are_replaced_without_a_restart(
     async with serving(tls_client_ca=ca) as server:
         async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca, *ours)) as client:
             before = await connection(client)
-            async with client.fetch([RowRequest(b"\1" * 32)], grace_ms=20_000) as stream:
+            async with client.fetch([RowRequest(b"\1" * 32)], grace_ms=30_000) as stream:
                 waiting = asyncio.ensure_future(anext(aiter(stream)))
-                await asyncio.sleep(0)
+                await soon(lambda: server.budgets.fetched_messages.held == 1)
                 new = Authority("new")
                 for name, hosts in (("server", HOSTS), ("client", ())):
                     new.issue(tmp_path, name, hosts)
@@ -172,7 +174,7 @@ async def test_the_http_port_speaks_tls_and_follows_the_files(
             await asyncio.to_thread(ask, ca)
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             await asyncio.to_thread(
-                urllib.request.urlopen, f"http://{server.watch.endpoint}/healthz", timeout=20
+                urllib.request.urlopen, f"http://{server.watch.endpoint}/healthz", timeout=PATIENCE_S
             )
 
 
@@ -230,10 +232,10 @@ async def test_top_and_admin_calls_work_over_tls(serving: Serving, ca: str, caps
     from encoder_service.cli import main
 
     async with serving() as server:
-        stats = ["stats", "--server", server.endpoint]
-        assert await asyncio.to_thread(main, [*stats, "--tls-ca", ca]) == 0
-        assert "hit rate" in capsys.readouterr().out
-        assert await asyncio.to_thread(main, stats) == 1
+        flush = ["flush", "--server", server.endpoint]
+        assert await asyncio.to_thread(main, [*flush, "--tls-ca", ca]) == 0
+        assert "entries dropped" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, flush) == 1
         top = partial(run, "encoder-service", "top", "--once", "--tls-ca", ca)
         shown = await asyncio.to_thread(top, server.watch.url)
         assert (shown.returncode, "serving" in shown.stdout) == (0, True)

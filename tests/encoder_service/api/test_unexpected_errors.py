@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from encoder_contract.v1 import encoder_pb2 as pb
-from encoder_contract.v1.admin_pb2 import EvictRequest, FlushRequest, StatsRequest
+from encoder_contract.v1.admin_pb2 import EvictRequest, FlushRequest
 from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import messages
@@ -39,10 +39,6 @@ async def fetch(channel: grpc.aio.Channel, _: Server) -> object:
     return await EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images)).read()
 
 
-async def stats(channel: grpc.aio.Channel, server: Server) -> object:
-    return await AdminServiceStub(channel).Stats(StatsRequest(proof=server.store.segment.segment_id))
-
-
 async def evict(channel: grpc.aio.Channel, server: Server) -> object:
     return await AdminServiceStub(channel).Evict(EvictRequest(proof=server.store.segment.segment_id))
 
@@ -54,7 +50,7 @@ async def flush(channel: grpc.aio.Channel, server: Server) -> object:
 @pytest.mark.parametrize(
     ("make", "place"),
     [(make, (messages, "image_key")) for make in (submit, fetch)]
-    + [(make, (Identity, "require")) for make in (describe, submit_nothing, fetch, stats, evict, flush)],
+    + [(make, (Identity, "require")) for make in (describe, submit_nothing, fetch, evict, flush)],
     ids=lambda each: each[1] if isinstance(each, tuple) else each.__name__,
 )
 async def test_an_unexpected_exception_ends_its_call_with_a_logged_id(

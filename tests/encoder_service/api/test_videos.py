@@ -19,7 +19,7 @@ from encoder_contract.errors import (
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import Frames, VideoInfo, VideoSettings
-from encoder_service import app
+from encoder_service import serving
 from encoder_service.app import Server
 from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
@@ -234,7 +234,7 @@ async def test_video_errors_name_the_limit(
     message: str,
 ) -> None:
     if isinstance(limits, VideoLimits):
-        monkeypatch.setattr(app, "VIDEO_LIMITS", limits)
+        monkeypatch.setattr(serving, "VIDEO_LIMITS", limits)
         limits = {}
     async with (
         server_of(config, model, **limits) as server,

@@ -19,29 +19,30 @@ from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
 from tests.calls import collect, naming, next_state, stub
 from tests.cluster_load import alone, encodes, joined, traffic
+from tests.cluster_replica import PATIENCE
 from tests.pages import ROOT
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
-pytestmark = pytest.mark.timeout(240)
 # One hour forward and back, then one hour back and forward.
 JUMPS = (FORWARD, BACK, BACK, FORWARD)
+# By so much the client's estimate of the server's clock may be off on a busy machine. A jump is an hour.
+OFF_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def replicas(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ReplicaProcess, ReplicaProcess]]:
-    """A replica whose clock jumps, and one with a correct clock."""
+    """A replica whose clock jumps, and one with a correct clock. A stall of a busy machine ends no lease of theirs."""
     command = tmp_path_factory.mktemp("clock") / "encoder-service"
     command.write_text(
         f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'proto')]}\n"
-        "from testing.jumping_clock import main\nsys.exit(main())\n"
+        f"from testing.jumping_clock import main\nsys.exit(main(patience={PATIENCE}))\n"
     )
     command.chmod(0o755)
     with redis_server() as redis:
-        settings = {"index": redis.url, "log_format": "json"}
-        jumping = ReplicaProcess(checkpoint, 0, executable=command, **settings)
-        with fleet_of([jumping, ReplicaProcess(checkpoint, 1, **settings)]) as (jumper, steady):
+        settings = {"index": redis.url, "log_format": "json", "executable": command}
+        with fleet_of([ReplicaProcess(checkpoint, n, **settings) for n in range(2)]) as (jumper, steady):
             yield jumper, steady
 
 
@@ -98,7 +99,7 @@ async def test_clock_jumps_change_no_duration_and_no_stage_time(
             (rows,) = (await collect(client, [RowRequest(new.digest)])).values()
             assert rows.error is None
             for began_s in rows.stage_began_s.values():
-                assert asked_s - 1 < began_s < time.monotonic() + 1
+                assert asked_s - OFF_S < began_s < time.monotonic() + OFF_S
 
 
 async def test_a_replica_whose_clock_jumped_drains_normally(
@@ -106,7 +107,7 @@ async def test_a_replica_whose_clock_jumped_drains_normally(
 ) -> None:
     jumper, steady = replicas
     jumper.process.process.send_signal(FORWARD)
-    assert await asyncio.to_thread(jumper.process.terminate) == 0
+    assert await asyncio.to_thread(jumper.process.terminate, PATIENCE_S) == 0
 
     async def has_left() -> bool:
         found = await asyncio.to_thread(steady.metrics)

@@ -13,7 +13,7 @@ from encoder_service.cluster import peers
 from encoder_service.cluster.cluster import Acquired
 from encoder_service.images import LEASE_WAIT_S
 from testing.photos import photo
-from tests.cluster_replica import Start
+from tests.cluster_replica import Start, at_slow_peer
 from tests.index_replicas import grids
 from tests.waiting import PATIENCE_S, soon
 
@@ -48,27 +48,20 @@ async def test_waiting_beside_a_failed_peer_makes_few_index_calls(
     monkeypatch.setattr(ours.cluster._peers, "fetch", fails)
     began = asyncio.get_running_loop().time()
     fetching = asyncio.create_task(ours.fetch(digest))
+    await soon(lambda: calls > 0)
     await asyncio.sleep(2 * LEASE_WAIT_S)
     assert not fetching.done()
-    assert 0 < calls <= 3 + (asyncio.get_running_loop().time() - began) / LEASE_WAIT_S
+    assert calls <= 3 + (asyncio.get_running_loop().time() - began) / LEASE_WAIT_S
     await encoder.index.release([address])
     assert (await asyncio.wait_for(fetching, PATIENCE_S)).source == "encoded"
 
 
 async def test_a_full_queue_refuses_no_image_that_a_peer_holds(start: Start) -> None:
     a, b = await start(), await start(max_queued_images=1)
-    (warm,) = await b.client.submit([new_photo()])
-    await b.fetch(warm.digest)  # so that B has measured how fast it encodes
-    file = new_photo()
-    with a.gate.closed():
-        await a.client.submit([file])
-        (image,) = await b.client.submit([file])
-    await a.fetch(image.digest)
-    await soon(lambda: b.locates(image.digest))
-    b.cluster._peers.bytes_per_s = 1.0  # encoding would be faster
+    digest = await at_slow_peer(a, b, new_photo(), new_photo())
     with b.gate.closed():
         await b.client.submit([new_photo()])
-        assert (await b.fetch(image.digest)).source == "peer"
+        assert (await b.fetch(digest)).source == "peer"
 
 
 async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(

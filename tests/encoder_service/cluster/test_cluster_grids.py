@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from typing import cast
 
-import numpy as np
 import pytest
 
 from encoder_contract.errors import Status
@@ -15,9 +14,9 @@ from encoder_service.vision import Tower
 from prefill_client import EncoderClient, read_images
 from testing.photos import photo
 from tests.calls import named, naming, next_states, raw_submit, stub
-from tests.cluster_replica import Replica, Start, starting
+from tests.cluster_replica import Replica, Start, starting, through_peer
 from tests.device_bench import Changed
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 numbers = itertools.count(70_000)
 IMPOSSIBLE = {
@@ -49,7 +48,7 @@ async def held_by(replica: Replica, seen_by: Replica) -> bytes:
 
 async def first_answers(client: EncoderClient, *names: pb.ImageName) -> dict[int, pb.ImageState]:
     """Name images, read one answer each, and leave."""
-    call = (await stub(client)).Submit(timeout=30)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(*names))
     states = await next_states(call, len(names))
@@ -106,10 +105,5 @@ async def test_a_peers_thinnest_image_is_accepted(config: Config, model: Model, 
     thin = replace(model, tower=cast(Tower, Changed(model.tower, geometry=small)))
     async with starting(config, thin, redis_url) as start:
         a, b = await start(), await start()
-        (image,) = await a.client.submit([new_photo(2000, 10)])
-        made = await a.fetch(image.digest)
-        assert image.tokens > small.max_pixels // small.factor**2 + 1
-        await soon(lambda: b.locates(image.digest))
-        brought = await b.fetch(image.digest)
-        assert (brought.error, brought.source) == (None, "peer")
-        assert np.array_equal(brought.array, made.array)
+        fetched = await through_peer(a, b, new_photo(2000, 10))
+        assert len(fetched.array) > small.max_pixels // small.factor**2 + 1

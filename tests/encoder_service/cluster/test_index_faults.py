@@ -14,6 +14,7 @@ from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import (
     CALL_TIMEOUT_S,
     NAMESPACE,
+    PATIENT_S,
     SHORT_TTL_MS,
     JoinWatched,
     Watched,
@@ -94,7 +95,7 @@ async def test_replicas_publish_again_after_redis_restarts_empty(
 async def test_a_silent_redis_costs_three_timeouts_and_then_nothing(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
+    a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b", timeout_s=CALL_TIMEOUT_S)
     held = new_addresses(40)
     await a.hold(held)
     redis.pause()
@@ -106,7 +107,8 @@ async def test_a_silent_redis_costs_three_timeouts_and_then_nothing(
     for replica in (a, b):
         await replica.until(IndexState.JOINED)
     await soon(lambda: b.locates(held, "a"))
-    # Late replies must not be taken for the replies of later calls.
+    # Late replies must not be taken for the replies of later calls, which have time here.
+    b.index._session.calls = b.index._session.calls._replace(timeout_s=PATIENT_S)
     for address in held:
         assert list(await b.index.locate([address])) == [address]
 
@@ -114,7 +116,7 @@ async def test_a_silent_redis_costs_three_timeouts_and_then_nothing(
 async def test_one_short_stall_does_not_disconnect_a_busy_replica(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a = await join_watched(redis.url, "a")
+    a = await join_watched(redis.url, "a", timeout_s=CALL_TIMEOUT_S)
     for _ in range(10):
         a.state_changes.clear()
         paused = time.monotonic()
@@ -133,7 +135,7 @@ async def test_one_short_stall_does_not_disconnect_a_busy_replica(
 async def test_a_failed_publication_is_repeated_before_its_lease_ends(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    a, b = await join_watched(redis.url, "a"), await join_watched(redis.url, "b")
+    a, b = await join_watched(redis.url, "a", timeout_s=CALL_TIMEOUT_S), await join_watched(redis.url, "b")
     (address,) = new_addresses(1)
     await a.cluster.acquire([address])
     waiting = asyncio.create_task(b.cluster.wait_published(address, PATIENCE_S))
@@ -246,7 +248,7 @@ async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
     join_watched: JoinWatched,
 ) -> None:
     with redis_cluster(masters=3, replicas=3) as cluster:
-        a, b = [await join_watched(cluster.url, name, timeout_s=10.0) for name in "ab"]
+        a, b = [await join_watched(cluster.url, name) for name in "ab"]
         held = new_addresses(200)
         await a.hold(held)
         assert len(await b.index.locate(held)) == 200
@@ -266,8 +268,7 @@ async def test_a_cluster_that_loses_a_master_is_joined_again_after_its_failover(
 async def test_two_hundred_calls_at_once_are_served_without_a_failure(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    # All calls wait for one thread, which a busy machine may delay.
-    a = await join_watched(redis.url, "a", timeout_s=20.0)
+    a = await join_watched(redis.url, "a")
     batches = [new_addresses(8) for _ in range(200)]
     answers = await asyncio.gather(*(a.cluster.acquire(batch) for batch in batches))
     assert all(answer.granted == set(batch) for answer, batch in zip(answers, batches, strict=True))

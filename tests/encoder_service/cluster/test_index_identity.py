@@ -26,7 +26,8 @@ async def test_a_namespace_taken_during_an_outage_keeps_the_replica_alone(
     proxy.cut()
     await a.until(IndexState.ALONE)
     await asyncio.sleep(1.5 * SHORT_TTL_MS / 1000)  # until the entry of a has expired
-    await join_watched(redis.url, "b", model=b"other" * 6 + b"xx")
+    b = await join_watched(redis.url, "b", model=b"other" * 6 + b"xx")
+    assert b.index.state is IndexState.JOINED
     proxy.mend()
     await soon(lambda: "another model" in a.state_changes[-1][1])
     assert a.index.state is IndexState.ALONE

@@ -16,8 +16,7 @@ from tests.waiting import PATIENCE_S, soon
 async def test_replicas_publish_again_after_redis_is_flushed(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    patient_s = 20.0  # a stall of a busy machine is not an outage
-    a, b = [await join_watched(redis.url, name, timeout_s=patient_s) for name in "ab"]
+    a, b = [await join_watched(redis.url, name) for name in "ab"]
     held, working = new_addresses(150), new_addresses(2)
     await a.hold(held)
     await a.cluster.acquire(working)
@@ -37,9 +36,10 @@ async def test_replicas_publish_again_after_redis_is_flushed(
 async def test_a_slow_redis_costs_three_timeouts_and_is_rejoined_when_fast(
     redis: RedisServer, join_watched: JoinWatched
 ) -> None:
-    # Heartbeats and probes always succeed: their timeout is two seconds.
+    # Heartbeats and probes always succeed: their timeout is longer.
     proxy = await TcpProxy(redis.port).start()
-    a, b = await join_watched(redis.url, "a"), await join_watched(f"redis://127.0.0.1:{proxy.port}", "b")
+    url = f"redis://127.0.0.1:{proxy.port}"
+    a, b = await join_watched(redis.url, "a"), await join_watched(url, "b", timeout_s=CALL_TIMEOUT_S)
     held = new_addresses(40)
     await a.hold(held)
     await soon(lambda: b.locates(held, "a"))

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 
+from encoder_contract import rows_connection
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from prefill_client import Credentials
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.cluster_replica import Replica, Start, starting
-from tests.waiting import soon
+from tests.cluster_replica import Replica, Start, starting, through_peer
+from tests.waiting import PATIENCE_S
 
 ROWS: dict[str, Any] = {"rows_listen": "0.0.0.0:0", "listen_unprotected": "yes"}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a handshake on a busy machine its time. A port that refuses does so at once."""
+    monkeypatch.setattr(rows_connection, "CONNECT_S", PATIENCE_S)
 
 
 async def sent(replica: Replica, transport: str) -> int:
@@ -27,14 +34,8 @@ async def sent(replica: Replica, transport: str) -> int:
 
 
 async def brought(a: Replica, b: Replica, seed: int) -> int:
-    """Encode an image at `a`, and fetch it through `b`; return its bytes."""
-    (image,) = await a.client.submit([photo(64, 64, seed)])
-    made = await a.fetch(image.digest)
-    await soon(lambda: b.locates(image.digest))
-    fetched = await b.fetch(image.digest)
-    assert (fetched.error, fetched.source) == (None, "peer")
-    assert fetched.array.tobytes() == made.array.tobytes()
-    return made.array.nbytes
+    """Encode an image at `a`, and fetch it through `b`; return the bytes of its rows."""
+    return (await through_peer(a, b, photo(64, 64, seed))).array.nbytes
 
 
 async def test_replicas_take_rows_of_each_other_over_the_rows_port(start: Start) -> None:

@@ -163,7 +163,7 @@ async def test_a_transfer_without_progress_fails_in_time(answer: Answer) -> None
 
 def transfers_from(store: Store, fetch: Callable[..., Awaitable[int]] | None = None) -> Transfers:
     """Return transfers from peers, whose rows `fetch` writes if it is given; their index was never joined."""
-    peers = Peers(*OURS)
+    peers = Peers(*OURS, silence_s=PATIENCE_S)
     if fetch is not None:
         peers.fetch = fetch  # type: ignore[method-assign, assignment]
     index = cluster_of(redis_settings("redis://127.0.0.1:1", "none")).index

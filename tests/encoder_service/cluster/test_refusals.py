@@ -13,10 +13,17 @@ import psutil
 import pytest
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
+from encoder_service.cluster.redis import connection
 from encoder_service.cluster.redis.connection import FAULTS, REFUSALS, RedisConnection, RedisUrl
 from testing.redis_servers import RedisServer, redis_server
 from tests.processes import running
 from tests.waiting import PATIENCE_S, soon
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a Redis on a busy machine take its time to say why it refuses a connection."""
+    monkeypatch.setattr(connection, "FIRST_WORDS_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -28,10 +35,10 @@ def redis() -> Iterator[RedisServer]:
 async def refusal(url: str) -> BaseException:
     """Return why Redis refuses a connection."""
     try:
-        connection = await RedisConnection.open(RedisUrl(url), PATIENCE_S)
+        opened = await RedisConnection.open(RedisUrl(url), PATIENCE_S)
     except FAULTS as fault:
         return fault
-    await connection.close()
+    await opened.close()
     raise AssertionError(f"{url} is accepted")
 
 

@@ -64,7 +64,8 @@ async def test_client_server_stages_and_peer_form_one_trace(start: Start, ended)
     await soon(
         lambda: len(named(ended, "encoder.fetch")) == 3 and len(named(ended, "encoder.client.fetch")) == 2
     )
-    await soon(lambda: len(named(ended, "encoder.submit")) == 1)
+    for name in ("encoder.submit", "encoder.client.submit", "encoder.peer_fetch"):
+        await soon(lambda name=name: len(named(ended, name)) == 1)
     by_id = {span.context.span_id: span for span in ended()}
     assert {f"{span.context.trace_id:032x}" for span in ended()} == {TRACE}
 
@@ -240,12 +241,12 @@ def test_opentelemetry_is_imported_for_sampled_calls_only() -> None:
         "import sys\n"
         "from encoder_contract.spans import CallSpan, SpanName\n"
         "import prefill_client, prefill_client.client, encoder_service.api.service\n"
-        f"assert CallSpan.begin(SpanName.FETCH, {UNSAMPLED!r}) is None\n"
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
-        f"assert CallSpan.begin(SpanName.FETCH, {SAMPLED!r}) is None, 'this process has no provider'\n"
-        "assert 'opentelemetry' in sys.modules\n"
+        f"for context in ({UNSAMPLED!r}, {SAMPLED!r}):\n"
+        "    span = CallSpan.begin(SpanName.FETCH, context)\n"
+        "    print(span, any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.PIPE)
+    assert done.stdout.split() == [b"None", b"False", b"None", b"True"], "this process exports no spans"
 
 
 def test_without_the_package_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.config import GIB, Config, ConfigError
-from encoder_service.devices import device_link, workers
+from encoder_service.devices import tower_credit, workers
 from encoder_service.devices.model import (
     BATCHES_UNDER_WAY,
     CONTEXT_BYTES,
@@ -165,8 +165,8 @@ async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch:
 
     async with running(model, encode, batch_patches=64) as bench:
         # Once the rate is known, several batches are sent ahead, here as many as the server ever sends.
-        monkeypatch.setattr(device_link, "CREDIT_S", 1e9)
-        monkeypatch.setattr(device_link, "LONG_S", 1e9)
+        monkeypatch.setattr(tower_credit, "CREDIT_S", 1e9)
+        monkeypatch.setattr(tower_credit, "LONG_S", 1e9)
         (await bench.rows(photo(128, 128, 99), demanded())).release()
         rows.clear()
 

@@ -85,20 +85,26 @@ async def test_a_killed_process_costs_no_image_and_no_row(config: Config) -> Non
         await soon(lambda: not device.is_up)
         assert await fetched(client, known) == before, "rows that are held need no device"
         await asyncio.gather(*loading)
-        assert device.restarts["killed"] == 1
+        await soon(lambda: device.restarts["killed"] == 1)
         assert server.store.stats().tiers[-1].entries == len(known) + 32
         await soon(lambda: server.store.stats().pins == 0)
         assert server.store.flush() == len(known) + 32
         assert server.store.stats().tiers[-1].used_bytes == 0, "no pages are lost"
 
 
-async def test_one_of_two_processes_continues_when_the_other_is_killed(config: Config) -> None:
+async def test_one_of_two_processes_continues_when_the_other_is_killed(config: Config, model: Model) -> None:
+    images = [photo(192, 192, n) for n in range(4)]
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+        expected = await fetched(client, images)
     async with serving(config, "cpu,cpu") as (_, client, [first, second]):
+        continues = second.process.pid
         os.kill(first.process.pid, signal.SIGKILL)
         await soon(lambda: not first.is_up)
-        await fetched(client, [photo(192, 192, n) for n in range(4)])
+        assert await fetched(client, images) == expected
         await soon(lambda: second.counts["eager_batches"] > 0)
         await soon(lambda: first.is_up, START_S)
+        assert second.process.pid == continues
+        assert (first.restarts["killed"], sum(second.restarts.values())) == (1, 0)
 
 
 async def test_a_process_restarted_during_shutdown_is_ended_before_it_loads(config: Config) -> None:
@@ -151,6 +157,11 @@ def test_too_little_memory_is_reported_before_weights_are_read(
     monkeypatch.setattr(loading, "load_family", None)
     with pytest.raises(ConfigError, match=r"--devices cpu: the tower's weights take .* 0.00 GiB are free"):
         load_model(config)
+    monkeypatch.setattr(loading, "unused_memory_bytes", lambda: 1 << 30)  # enough for the weights
+    with pytest.raises(
+        ConfigError, match=r"weights take 2.0. GiB with what it needs for images, and 1.00 GiB"
+    ):
+        load_model(config, beside_bytes=2 << 30)
 
 
 @pytest.mark.parametrize(

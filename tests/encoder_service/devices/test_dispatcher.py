@@ -12,7 +12,7 @@ from encoder_contract.errors import InternalError, OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.devices import device_link as linking
-from encoder_service.devices import messages
+from encoder_service.devices import messages, tower_credit
 from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.job_queue import Job
 from encoder_service.devices.model import Model
@@ -48,13 +48,19 @@ async def measured(at: Floor, seconds: float, grid: Grid = GRID) -> None:
     await soon(lambda: job not in at.jobs._jobs.values())
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """Have the server's end of the devices read the time from `clock`."""
+    for module in (linking, tower_credit):
+        monkeypatch.setattr(module, "monotonic", clock)
+
+
 # Credit
 
 
 async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_milliseconds_of_work(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linking, "monotonic", lambda: 100.0)  # however busy the machine is
+    set_clock(monkeypatch, lambda: 100.0)  # however busy the machine is
     async with floor(model, batch_patches=GRID.patches) as at:
         [device], [link] = at.devices, at.links
         await measured(at, 0.010)
@@ -66,7 +72,7 @@ async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_
                 device.prepared(*(image.number for image in message.images))
             else:
                 batches.append(message)
-        assert len(link.batches) == 3
+        assert len(link.tower.batches) == 3
         device.encoded(batches[0], 1000.0)  # now a batch takes long
         [_, *more] = [await device.next(messages.Decode)] if not device.sent.empty() else [None]
         assert not more
@@ -290,7 +296,7 @@ async def test_other_holders_and_a_large_batch_take_turns_of_equal_time(
 ) -> None:
     """An image of another holder waits as long as that holder's last one took, not for the rest of the batch."""
     now = [100.0]
-    monkeypatch.setattr(linking, "monotonic", lambda: now[0])
+    set_clock(monkeypatch, lambda: now[0])
     eighth = Grid(1, 16, 32)  # 512 patches
     async with floor(model) as at:
         [device] = at.devices
@@ -324,12 +330,12 @@ async def test_nothing_is_sent_behind_a_long_batch_that_can_be_overtaken(
 ) -> None:
     """A small image that had been sent behind it would wait for all of it, however wrong the predicted time is."""
     now = [100.0]
-    monkeypatch.setattr(linking, "monotonic", lambda: now[0])
+    set_clock(monkeypatch, lambda: now[0])
     async with floor(model, batch_patches=LARGE.patches) as at:
         [device] = at.devices
         await measured(at, predicted_s, LARGE)
         _, first = await a_batch(at, b"large", LARGE)
-        now[0] += max(predicted_s, linking.LONG_S) + linking.CREDIT_S  # it should have ended
+        now[0] += max(predicted_s, tower_credit.LONG_S) + tower_credit.CREDIT_S  # it should have ended
         job = at.submit(b"another", demanded("another"), grid=LARGE)
         await at.prepare(job)
         await soon(lambda: job.number in at.links[0]._prepared)
@@ -341,14 +347,14 @@ async def test_nothing_is_sent_behind_a_long_batch_that_can_be_overtaken(
         assert (await device.next(messages.Encode)).images == [job.number]
 
 
-async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_waiting_batches(
+async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_long_waiting_batches(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linking, "CREDIT_S", 1e9)
-    monkeypatch.setattr(linking, "MOST_BATCHES", 2)
+    monkeypatch.setattr(tower_credit, "CREDIT_S", 1e9)
+    monkeypatch.setattr(tower_credit, "MOST_GPU_BATCHES", 2)
     async with floor(model, overtakes=False, batch_patches=LARGE.patches) as at:
         [device] = at.devices
-        await measured(at, 0.015, LARGE)
+        await measured(at, 0.03, LARGE)
         _, first = await a_batch(at, b"a", LARGE)
         _, second = await a_batch(at, b"b", LARGE)
         assert not first.urgent
@@ -361,7 +367,70 @@ async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_wa
         await soon(lambda: len(at.ended) == 4)
 
 
+async def test_short_waiting_batches_of_a_tower_that_cannot_be_interrupted_are_not_overtaken(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image that overtakes has a forward of its own, which takes a GPU as long as several images in a batch."""
+    monkeypatch.setattr(tower_credit, "CREDIT_S", 1e9)
+    monkeypatch.setattr(tower_credit, "MOST_GPU_BATCHES", 2)
+    async with floor(model, overtakes=False, batch_patches=LARGE.patches) as at:
+        [device] = at.devices
+        await measured(at, 0.015, LARGE)
+        _, first = await a_batch(at, b"a", LARGE)
+        _, second = await a_batch(at, b"b", LARGE)
+        jobs = [at.submit(name, demanded(name.decode())) for name in (b"c", b"d")]
+        for job in jobs:
+            await at.prepare(job)
+        await soon(lambda: {job.number for job in jobs} <= at.links[0]._prepared)
+        assert nothing_sent(at)()
+        device.encoded(first)
+        third = await device.next(messages.Encode)
+        assert (third.images, third.urgent) == ([job.number for job in jobs], False), "they share a batch"
+        device.encoded(second)
+        device.encoded(third)
+        await soon(lambda: len(at.ended) == 5)
+
+
 # Groups
+
+
+async def test_an_image_waits_until_the_devices_have_formed_their_group(model: Model) -> None:
+    async with floor(model, devices=2, forms_group=False, group_patches=3072) as at:
+        first, second = at.devices
+        formed = asyncio.create_task(at.engine.formed())
+        large = at.submit(b"large", demanded("large"), grid=LARGE)
+        assert await second.forms_group() == 0
+        await soon(lambda: at.links[1].tower.forming is None)
+        assert await first.next(messages.FormGroup) == messages.FormGroup(0)
+        await at.prepare(large)
+        assert not at.links[0].tower.batches
+        assert not formed.done()
+        first.tell(messages.LeftGroup(0, failed=False))
+        assert (await first.next(messages.Encode)).group == messages.Group(0, 0, 2, LARGE)
+        await formed
+
+
+async def test_a_group_that_does_not_form_is_formed_by_the_next_image_or_after_a_restart(
+    model: Model,
+) -> None:
+    async with floor(model, devices=2, forms_group=False, group_patches=3072) as at:
+        first, second = at.devices
+        await first.forms_group(failed=True)
+        await second.next(messages.FormGroup)
+        assert (await second.next(messages.LeaveGroup)).number == 0
+        second.tell(messages.LeftGroup(0, failed=True))
+        await at.engine.formed()
+        large = at.submit(b"large", demanded("large"), grid=LARGE)
+        await at.prepare(large)
+        batch = await first.next(messages.Encode)
+        assert batch.group == messages.Group(1, 0, 2, LARGE), "nothing was sent before it"
+        await second.next(messages.JoinGroup)
+        second.tell(messages.LeftGroup(1, failed=False))
+        first.encoded(batch)
+        second.kill()
+        numbers = {await first.forms_group(), await second.forms_group()}
+        assert numbers == {at.engine._group_number}
+        assert min(numbers) > 1
 
 
 async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> None:
@@ -389,7 +458,7 @@ async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> No
         second.encoded(between)
         second.tell(messages.LeftGroup(0, failed=False))
         first.encoded(batch)
-        await soon(lambda: all(link.is_idle for link in at.links))
+        await soon(lambda: all(link.tower.is_idle for link in at.links))
 
 
 @pytest.mark.parametrize(("kind", "least"), [("cuda:0", 4096), ("cpu", 3072)])
@@ -426,9 +495,11 @@ async def test_all_devices_leave_a_group_that_one_of_them_has_left(model: Model,
         assert (await first.next(messages.LeaveGroup)).number == 0
         first.tell(messages.LeftGroup(0, failed=True))
         first.encoded(batch)  # alone
-        await soon(lambda: len(at.ended) == 1 and all(link.is_up and link.is_idle for link in at.links))
         if how == "fails":
             await second.next(messages.LeaveGroup)
+        else:
+            assert await first.forms_group() == await second.forms_group()
+        await soon(lambda: len(at.ended) == 1 and all(link.is_up and link.tower.is_idle for link in at.links))
         number = at.engine._group_number
         assert number > 0
         another = at.submit(b"another", demanded("another"), grid=LARGE)
@@ -484,9 +555,9 @@ async def test_an_image_without_space_fails_in_time_and_later_ones_at_once(model
         taken = at.store.reserve(b"rows of a peer", 1, Grid(1, 2, 2))
         assert isinstance(taken, Entry)
         jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(2)]
-        for _ in jobs:
-            [image] = (await device.next(messages.Decode)).images
-            device.prepared(image.number)
+        numbers = [(await device.next(messages.Decode)).images[0].number for _ in jobs]
+        for number in numbers:  # at one moment: the first waits for space
+            device.prepared(number)
         await soon(lambda: len(at.ended) == 2)
         assert all(isinstance(outcome, OverloadedError) for _, outcome in at.ended)
         assert sorted((await device.next(messages.Gone)).images) == sorted(job.number for job in jobs)
@@ -655,7 +726,7 @@ async def test_a_silent_device_is_not_ready_and_then_killed(
         device.tell(messages.Report(None))
         await soon(lambda: not at.engine.answers)
         assert link.is_up, "it is not killed yet"
-        await soon(lambda: device.restarts["stuck"] == 1)
+        await soon(lambda: device.restarts["stuck"] == 1 and link.is_up)
         for _ in range(3 * linking.SILENT_TICKS):
             device.tell(messages.Report(None))
             await asyncio.sleep(0.02)
@@ -667,6 +738,7 @@ async def test_a_device_that_does_not_return_an_image_is_killed(
 ) -> None:
     monkeypatch.setattr(linking, "CREDIT_TICKS", 3)
     monkeypatch.setattr(linking, "DECODE_S", 0.0)
+    monkeypatch.setattr("encoder_service.devices.dispatcher.TICK_S", 3600.0)  # only this test ticks
     async with floor(model) as at:
         [device], [link] = at.devices, at.links
         assert link.tick() == ""
@@ -677,19 +749,26 @@ async def test_a_device_that_does_not_return_an_image_is_killed(
         link.silent_ticks = 0
 
 
-async def test_time_with_an_empty_queue_does_not_count_as_starved(model: Model) -> None:
+async def test_time_with_an_empty_queue_does_not_count_as_starved(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    set_clock(monkeypatch, lambda: now[0])
     async with floor(model) as at:
-        [device] = at.devices
+        [device], [link] = at.devices, at.links
         await measured(at, 0.1)
         before = at.metrics._starved._value.get()
         at.jobs.poke()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.05)
+        now[0] += 10.0
         job = at.submit(b"a", demanded())
-        await at.prepare(job)
+        [image] = (await device.next(messages.Decode)).images
+        await soon(lambda: link.idle_since is not None)
+        now[0] += 0.1
+        device.prepared(image.number)
         device.encoded(await device.next(messages.Encode))
-        await soon(lambda: len(at.ended) == 2)
-        starved_s = at.metrics._starved._value.get() - before
-        assert 0 < starved_s < 0.3
+        await soon(lambda: job in [ended for ended, _ in at.ended])
+        assert at.metrics._starved._value.get() - before == pytest.approx(0.1)
 
 
 async def test_an_error_of_ours_while_pushing_ends_the_server(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from encoder_contract.processor import ProcessorSettings
+from encoder_service.config import Config
 from encoder_service.devices import workers
 from encoder_service.devices.device_inbox import Inbox
-from encoder_service.devices.model import Model
+from encoder_service.devices.model import Model, load_model
 from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
@@ -89,7 +90,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
 
 
 def model_on(folder: Path, device: str, **options: Any) -> Model:
-    """Return the model on a device."""
+    """Return the model on a device, which is the current one of this thread, as in a device's process."""
+    Device(device).make_current()
     processor = ProcessorSettings.from_folder(folder)
     tower = load_tower(folder, device=device, dtype="bfloat16", processor=processor, **options)
     jpegs = SimulatedJpegs() if device != "cpu" else None
@@ -196,3 +198,37 @@ async def test_a_missing_wait_or_record_is_found(
     async with running(model, batch_patches=512) as bench:
         await encode(bench, 4)
     assert kind in {finding.partition(":")[0] for finding in gpu.findings}
+
+
+@pytest.mark.parametrize("records", [True, False])
+async def test_rows_stay_in_memory_until_they_are_copied_whichever_thread_drops_them_last(
+    gpu: SimulatedGpu, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, records: bool
+) -> None:
+    put, receive = workers.CopyOut.put, CudaStream.receive
+    held: list[workers.Batch | None] = []
+
+    def put_and_hold(copy_out: workers.CopyOut, batch: workers.Batch | None) -> None:
+        held.append(batch)
+        put(copy_out, batch)
+
+    def receive_before_the_copy_out(stream: CudaStream, event: Any, tensors: Any) -> None:
+        if threading.current_thread().name != "copy-out":
+            receive(stream, event, tensors)
+
+    monkeypatch.setattr(workers.CopyOut, "put", put_and_hold)
+    if not records:
+        monkeypatch.setattr(CudaStream, "receive", receive_before_the_copy_out)
+    model = model_on(checkpoint, GPU, graphs=False, batch_patches=512)
+    async with running(model, batch_patches=512) as bench:
+        await encode(bench, 1)
+    assert not gpu.findings
+    held.clear()  # on this thread, which has waited for nothing
+    assert any(finding.startswith("freed") for finding in gpu.findings) != records
+
+
+def test_a_model_loads_without_a_context_on_another_gpu(gpu: SimulatedGpu, checkpoint: Path) -> None:
+    config = Config(
+        model=checkpoint, devices=GPU, decoder="pillow", decoder_process="no", video="no", cuda_graphs="no"
+    )
+    assert load_model(config).device.name == GPU
+    assert not gpu.findings

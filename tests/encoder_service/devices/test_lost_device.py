@@ -32,27 +32,27 @@ from encoder_service.store import registration
 from encoder_service.store.tensors import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
-from testing.processes import free_port
 from testing.redis_servers import redis_server
 from tests.device_bench import demanded, running
 from tests.lost_device import DEADLY, DEATHS_THERE, FORKS, STAGES, TIERS, serve
 from tests.waiting import PATIENCE_S, START_S, soon
 
 IMAGES = [photo(256, 256, n) for n in range(4)]
+METRICS = ("--metrics-listen", "127.0.0.1:0")
 # Of 64 KiB a page: four images take two each.
 DEVICE_PAGES = {"to host": 1000, "mover": 8, "tier-migrator dies": 8}
 
 
+def told(what: str, log: Path) -> str:
+    """Return an address that the server has told: `listening` comes last."""
+    text = log.read_text() if log.exists() else ""
+    return "".join(re.findall(rf"^ +{what} +(\S+)\n", text, re.MULTILINE))
+
+
 async def listening(log: Path) -> str:
     """Wait until the server listens; return its endpoint."""
-    found: list[str] = []
-
-    def says() -> bool:
-        found[:] = re.findall(r"^ +listening +(\S+)\n", log.read_text() if log.exists() else "", re.MULTILINE)
-        return bool(found)
-
-    await soon(says, START_S)
-    return found[0]
+    await soon(lambda: bool(told("listening", log)), START_S)
+    return told("listening", log)
 
 
 async def outcomes(endpoint: str, images: Sequence[bytes] = IMAGES) -> list[str]:
@@ -119,13 +119,13 @@ async def test_a_lost_device_costs_no_image(
     pair: Sequence[str | None], checkpoint: Path, tmp_path: Path
 ) -> None:
     stages = [stage for stage in pair if stage]
-    log, metrics = tmp_path / "server.log", f"127.0.0.1:{free_port()}"
+    log = tmp_path / "server.log"
     (failed := tmp_path / "failed").mkdir()
     images = [photo(64, 64, n, kind) for n, kind in enumerate(["JPEG", "PNG", "JPEG"])]
-    with started(", ".join(stages), checkpoint, tmp_path, "--metrics-listen", metrics, failed=str(failed)):
+    with started(", ".join(stages), checkpoint, tmp_path, *METRICS, failed=str(failed)):
         endpoint = await listening(log)
         assert await outcomes(endpoint, images) == ["rows"] * len(images), log.read_text()
-        found = await asyncio.to_thread(scrape, metrics, PATIENCE_S)
+        found = await asyncio.to_thread(scrape, told("metrics", log), PATIENCE_S)
     for why, times in Counter(ENDS.get(stage, "lost") for stage in stages).items():
         assert found.total("device_restarts_total", reason=why) == times, log.read_text()
     assert found.total("device_up") == 1
@@ -134,14 +134,14 @@ async def test_a_lost_device_costs_no_image(
 async def test_an_image_that_kills_each_process_that_decodes_it_fails_alone_and_is_remembered(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    log, metrics = tmp_path / "server.log", f"127.0.0.1:{free_port()}"
+    log = tmp_path / "server.log"
     deadly, others = photo(*DEADLY, 1, "PNG"), [photo(64, 64, n, "PNG") for n in range(3)]
-    with started("deadly image", checkpoint, tmp_path, "--metrics-listen", metrics):
+    with started("deadly image", checkpoint, tmp_path, *METRICS):
         endpoint = await listening(log)
         said = await outcomes(endpoint, [deadly, *others])
         assert Counter(said) == {"rows": 3, InternalError.status.value: 1}, log.read_text()
         assert await outcomes(endpoint, [deadly]) == [InternalError.status.value]
-        found = await asyncio.to_thread(scrape, metrics, PATIENCE_S)
+        found = await asyncio.to_thread(scrape, told("metrics", log), PATIENCE_S)
     assert found.total("device_restarts_total", reason="killed") == 3, log.read_text()
     assert found.total("device_up") == 1
 

@@ -22,14 +22,16 @@ def shared(server):
 
 async def all_free(server):
     """Wait until all devices are idle."""
-    await soon(lambda: all(link.is_up and link.is_idle for link in server.dispatcher.links), START_S)
+    await soon(lambda: all(link.is_up and link.tower.is_idle for link in server.dispatcher.links), START_S)
 
 
 async def taken(server):
     """Wait for a group encode; return the number of a device that joins, and its group."""
     links = server.dispatcher.links
-    await soon(lambda: any(link.share for link in links), START_S)
-    [(number, group)] = [(number, link.share.group) for number, link in enumerate(links) if link.share]
+    await soon(lambda: any(link.tower.share for link in links), START_S)
+    [(number, group)] = [
+        (number, link.tower.share.group) for number, link in enumerate(links) if link.tower.share
+    ]
     return number, group
 
 
@@ -38,9 +40,10 @@ async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it
     async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
         expected = await fetched(client, images)
     async with serving(config, "cpu,cpu") as (server, client, devices):
+        assert server.dispatcher._group_formed.is_set(), "the server was started"
         await all_free(server)
         large = asyncio.create_task(fetched(client, images[:1]))
-        await taken(server)
+        assert (await taken(server))[1].number == 0, "the group of the start"
         assert await fetched(client, images[1:]) == expected[1:]
         assert await large == expected[:1]
         assert shared(server) == 1

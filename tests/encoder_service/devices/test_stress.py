@@ -40,7 +40,7 @@ class RandomDevice:
         self._dice = dice
         self._seen = seen
         self._connection = device.theirs
-        self._has: list[messages.Decode | messages.Encode | messages.JoinGroup] = []
+        self._has: list[messages.Decode | messages.ForTower] = []
         self._left = FIRST_DEATH
         self.dies = True
 
@@ -59,7 +59,7 @@ class RandomDevice:
                     self._seen[type(sent).__name__] += 1
                     if isinstance(sent, messages.Begin):
                         self._has.clear()  # another process
-                    elif isinstance(sent, messages.Decode | messages.Encode | messages.JoinGroup):
+                    elif isinstance(sent, messages.Decode | messages.ForTower):
                         self._has.append(sent)
             if self._has and self._connection is self._device.theirs:
                 with suppress(OSError):
@@ -70,10 +70,12 @@ class RandomDevice:
                 self._left -= 1  # once, even if the next process is sent nothing
                 self._device.kill()
 
-    def _answer(self, sent: messages.Decode | messages.Encode | messages.JoinGroup) -> None:
+    def _answer(self, sent: messages.Decode | messages.ForTower) -> None:
         self._device.tell(messages.Report(None))
         dice = self._dice.random()
-        if isinstance(sent, messages.JoinGroup):
+        if isinstance(sent, messages.FormGroup):
+            self._device.tell(messages.LeftGroup(sent.number, failed=dice < 0.2))
+        elif isinstance(sent, messages.JoinGroup):
             self._device.tell(messages.LeftGroup(sent.group.number, failed=dice < 0.2))
         elif isinstance(sent, messages.Encode):
             if dice < 0.1:
@@ -141,12 +143,14 @@ async def run(model: Model, events: int, seed: int) -> Counter[str]:
         for player in players:
             player.dies = False
         await soon(lambda: not at.jobs, 120)
-        await soon(lambda: all(link.is_up and not link._jobs and link.is_idle for link in at.links), 120)
+        await soon(
+            lambda: all(link.is_up and not link._jobs and link.tower.is_idle for link in at.links), 120
+        )
         for task in playing:
             task.cancel()
         for link in at.links:
             left_over: list[object] = [link._decoding, link._decode_batches, link._singles, link._prepared]
-            left_over += [link.batches, link._unwanted, link._files, link.patches]
+            left_over += [link.tower.batches, link._unwanted, link._files, link.patches]
             assert not any(left_over), left_over
         counts = at.jobs.scheduler.snapshot()
         assert (counts.claims, counts.requests, counts.clients, counts.source_bytes) == (0, 0, 0, 0)

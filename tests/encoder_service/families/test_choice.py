@@ -88,16 +88,23 @@ def test_weights_of_the_language_model_may_be_missing(folder):
     assert load_family(folder, OPTIONS).recipe == whole.recipe
 
 
-@pytest.mark.parametrize("lost", ["model.safetensors", "tokenizer.json", "processor_config.json"])
-def test_a_file_that_is_missing_is_refused(config, folder, lost):
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("model.safetensors", "neither model.safetensors.index.json nor model.safetensors"),
+        ("tokenizer.json", "tokenizer"),
+        ("processor_config.json", "processor"),
+    ],
+)
+def test_a_file_that_is_missing_is_refused(config, folder, lost, said):
     (folder / lost).unlink()
-    refusal(config, folder)
+    assert said in refusal(config, folder)
 
 
 def test_a_weight_file_that_ends_early_is_refused(config, folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    refusal(config, folder)
+    assert "is cut off" in refusal(config, folder)
 
 
 def test_a_quantised_language_model_beside_a_full_vision_part_is_served(folder):

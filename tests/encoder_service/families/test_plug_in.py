@@ -1,7 +1,7 @@
-"""The plug-in in docs/models.md, installed beside the server as a third party would do it."""
+"""The plug-in in examples/plug_in, installed beside the server as a third party would do it."""
 
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,13 +17,8 @@ from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo, pixels
 from testing.server_process import running
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PLUG_IN = Path(__file__).parents[3] / "examples" / "plug_in"
 MAX_LINES = 60
-
-
-def block(language: str, number: int = 0) -> str:
-    """Return a code block of the page."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[number]
 
 
 @pytest.fixture
@@ -32,9 +27,11 @@ def installed(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     information = folder / "plain_vl-1.dist-info"
     information.mkdir(parents=True)
-    (folder / "plain_vl.py").write_text(block("python"))
+    shutil.copy(PLUG_IN / "plain_vl.py", folder)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-vl\nVersion: 1\n")
-    ((group, points),) = tomllib.loads(block("toml"))["project"]["entry-points"].items()
+    ((group, points),) = tomllib.loads((PLUG_IN / "pyproject.toml").read_text())["project"][
+        "entry-points"
+    ].items()
     lines = [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
     (information / "entry_points.txt").write_text("\n".join(lines))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -44,17 +41,17 @@ def installed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def plain(tmp_path):
-    """Run the page's code that writes a checkpoint; return the folder, and the weights."""
-    subprocess.run([sys.executable, "-c", block("python", 1)], cwd=tmp_path, check=True)
+    """Write the checkpoint of the example; return the folder, and the weights."""
+    subprocess.run([sys.executable, PLUG_IN / "checkpoint.py"], cwd=tmp_path, check=True)
     folder = tmp_path / "model"
     return folder, load_file(folder / "model.safetensors")["projector.weight"]
 
 
-def test_the_page_shows_a_plug_in_of_one_short_file():
-    assert len(block("python").splitlines()) <= MAX_LINES
+def test_a_plug_in_is_one_short_file():
+    assert len((PLUG_IN / "plain_vl.py").read_text().splitlines()) <= MAX_LINES
 
 
-def test_the_plug_in_of_the_page_serves_rows(installed, plain):
+def test_the_plug_in_serves_rows(installed, plain):
     folder, weight = plain
     with (
         running(folder, devices="cpu", store_host_gib=0.05) as server,

@@ -1,9 +1,8 @@
 """A server of a model without a tower of ours: the client names images without grids and gets their rows."""
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from encoder_contract.errors import InvalidImageError
 from encoder_contract.geometry import Grid
 from encoder_service.app import Server
 from encoder_service.config import Config
-from encoder_service.devices.model import Model, load_model
+from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, Image, RowRequest, read_images
 from testing.decoding import decode_files
 from testing.photos import photo
@@ -20,14 +19,6 @@ from tests.calls import collect
 from tests.servers import server_of
 
 SIZES = [(640, 480), (300, 900), (97, 161), (640, 480)]
-
-
-@pytest.fixture(scope="module")
-def generic(config: Config, kept_family: Callable[..., Path]) -> Iterator[Model]:
-    """Qwen2-VL, whose processor refuses strips."""
-    model = load_model(replace(config, model=kept_family("qwen2_vl"), dtype="float32"))
-    yield model
-    model.decoder.close()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from encoder_service.store import disk as disk_module
 from encoder_service.store.disk import HEADER_BYTES, Disk, DiskFile
 from encoder_service.store.moves import SAMPLED, WRITE_CHANCE
 from testing.stored import write as write_rows
+from tests.waiting import PATIENCE_S
 
 ROW_BYTES = 512
 GRID = Grid(1, 4, 4)
@@ -472,7 +473,7 @@ def store(folder: Path, tmp_path: Path) -> Iterator[Store]:
 
 def small_store(folder: Path, tmp_path: Path, **changes: object) -> Store:
     return Store(
-        host_bytes=4 * MIB, width=WIDTH, dtype=torch.bfloat16, segment_dir=str(tmp_path), wait_s=5.0,
+        host_bytes=4 * MIB, width=WIDTH, dtype=torch.bfloat16, segment_dir=str(tmp_path), wait_s=PATIENCE_S,
         disk_folder=folder, disk_bytes=64 * MIB, **changes,
     )  # fmt: skip
 
@@ -554,18 +555,21 @@ def test_concurrent_readers_of_one_file_share_one_read(store: Store) -> None:
 
 
 def test_writers_of_rows_do_not_wait_for_the_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_free = threading.Event()
+    is_stuck, is_free = threading.Event(), threading.Event()
 
     def stuck(*_: object) -> None:
-        is_free.wait()
+        is_stuck.set()
+        is_free.wait(PATIENCE_S)
 
     monkeypatch.setattr(disk_module, "_move_piece", stuck)
-    for number in range(15):
+    for number in range(16):  # the host is full
         put(store, number)
     moving = threading.Thread(target=store.moves.move_once)
     moving.start()
-    for number in range(15, 60):
+    assert is_stuck.wait(PATIENCE_S)
+    for number in range(16, 60):
         put(store, number)
+    assert moving.is_alive(), "the disk is still stuck"
     is_free.set()
     moving.join()
 

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.store import Pin
@@ -189,6 +196,6 @@ class TieredStoreMachine(StoreMachine):
 @pytest.mark.parametrize("machine", [StoreMachine, TieredStoreMachine])
 def test_the_store_matches_its_model_in_any_order_of_steps(machine, tmp_path):
     machine.folder = tmp_path
-    case = machine.TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-    case("runTest").runTest()
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )

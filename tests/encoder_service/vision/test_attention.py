@@ -52,7 +52,7 @@ def test_a_long_segment_in_parts_has_the_bits_of_one_call(length, dtype):
 class Backend:
     """A correct backend, in which a subclass makes one mistake."""
 
-    name, graphs = "foreign", True
+    name, graphs, persistent = "foreign", True, False
 
     def __call__(self, query, key, value, segments, scale):
         return SegmentAttention()(query, key, value, segments, scale)

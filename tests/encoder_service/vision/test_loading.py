@@ -234,3 +234,15 @@ def test_a_packed_product_is_as_exact_as_float32():
             (product.plus(residual.clone(), x), exact + residual),
         ):
             assert (found - wanted).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_weights_that_are_overwritten_later_do_not_change_the_tower(folder):
+    tower, grid = load(folder), Grid(1, 8, 8)
+    patches = random_patches([grid], tower.spec.patch_values)
+    before = [rows.clone() for rows in tower.encode(patches, [grid])]
+    path = folder / "model.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(bytes(size - size // 2))
+    assert all(map(torch.equal, tower.encode(patches, [grid]), before))

@@ -3,10 +3,12 @@
 import asyncio
 import math
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 
+from bench.gpu_parts.predicted import eager_launches, graph_launches
 from encoder_contract.geometry import Grid
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.devices.torch_device import CudaStream
@@ -69,7 +71,7 @@ def test_graphs_replay_the_bits_of_eager_forwards_without_a_finding(folders, gpu
     exact = load(folders[model_type], "cpu")
     assert tower.attention == "flash3"
     assert tower._pointwise.name == tower._resize.name == "triton"
-    assert len(tower._graphs._captured) == 3
+    assert len(tower._graphs._captured) == 2
     patches = random_patches(GRIDS, tower.spec.patch_values)
     kept = []
     for batch in BATCHES:
@@ -90,6 +92,34 @@ def test_graphs_replay_the_bits_of_eager_forwards_without_a_finding(folders, gpu
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+def test_several_images_run_in_one_graph_however_long_they_are(folders, gpu, model_type):
+    """The first is longer than a graph may take whose attention launches work for the longest image in each slot."""
+    _, eager = loaded(folders[model_type], graphs=False)
+    tower, graphs = loaded(folders[model_type], batch_patches=1536)
+    grids = [Grid(1, 30, 40), Grid(1, 16, 16)]
+    patches = random_patches(grids, tower.spec.patch_values)
+    replayed = graphs(patches, grids)
+    assert (tower.graph_batches, tower.padding_patches) == (1, 80)
+    for ours, other in zip(replayed, eager(patches, grids), strict=True):
+        assert torch.equal(ours.view(torch.uint8), other.view(torch.uint8))
+    assert not gpu.findings
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_a_forward_launches_as_many_kernels_as_predicted(folders, gpu, images):
+    grids = [GRIDS[0]] * images
+    for graphs in (False, True):
+        tower = load(folders["qwen3_vl"], batch_patches=512, graphs=graphs)
+        patches = [each.pin_memory().to("cuda:1") for each in random_patches(grids, tower.spec.patch_values)]
+        with CudaStream("cuda:1").use():
+            tower.encode(patches, grids)  # makes the tables of the grid
+            before = gpu.launches.total()
+            tower.encode(patches, grids)
+        predicted = graph_launches(images) if graphs else eager_launches(tower.spec, images)
+        assert gpu.launches.total() - before == predicted
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_group_of_one_has_the_rows_of_an_eager_forward(folders, gpu, model_type):
     tower, eager = loaded(folders[model_type], graphs=False)
     patches = random_patches([GRIDS[3]], tower.spec.patch_values)
@@ -100,6 +130,23 @@ def test_a_group_of_one_has_the_rows_of_an_eager_forward(folders, gpu, model_typ
         [rows] = tower.encode_in_group(group, 0, 0, GRIDS[3], patches[0].pin_memory().to("cuda:1"))
         [alone] = eager(patches, [GRIDS[3]])
         assert torch.equal(rows.cpu().view(torch.uint8), alone.view(torch.uint8))
+    assert not gpu.findings
+
+
+def test_a_group_that_has_formed_connects_no_more_for_an_image(folders, gpu):
+    tower, _ = loaded(folders["qwen3_vl"], graphs=False)
+    [patches] = random_patches([GRIDS[3]], tower.spec.patch_values)
+    rendezvous = start_rendezvous()
+    group = UlyssesGroup(torch.device("cuda:1"), rendezvous.port, 0, 1)
+    torch.cuda.set_device("cuda:1")
+    with torch.inference_mode(), CudaStream("cuda:1").use():
+        group.form(0)
+        del rendezvous
+        [rows] = tower.encode_in_group(group, 0, 0, GRIDS[3], patches.pin_memory().to("cuda:1"))
+        assert rows.is_cuda
+        group._limit = timedelta(seconds=1)
+        with pytest.raises(RuntimeError):
+            group.form(1)  # another group has to connect
     assert not gpu.findings
 
 

@@ -1,17 +1,15 @@
 """A client of real servers gives them images by the rates that they measure."""
 
 from collections import Counter
-from dataclasses import replace
-from typing import cast
 
 from encoder_contract.errors import OverloadedError
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler.admission import RECENT_S
 from prefill_client import EncoderClient, Submitted
 from testing.photos import photo
+from tests.calls import all_connect
 from tests.gate import Gate
 from tests.servers import server_of
 
@@ -32,12 +30,13 @@ def placed(answers: list[Submitted]) -> Counter[str]:
 
 
 async def test_images_follow_the_rates_that_servers_publish(config: Config, model: Model, gate: Gate) -> None:
-    gated = replace(model, decoder=cast(Decoder, gate))
+    gated = gate.before(model)
     async with server_of(config, gated) as first, server_of(config, gated) as second:
         measured(first, 9e6, 10.0)
         measured(second, 1e6, 10.0)
         client = await EncoderClient.connect([first.endpoint, second.endpoint])
         async with client:
+            await all_connect(client)
             with gate.closed():  # no image is measured
                 by_describe = placed(await client.submit(PHOTOS[:32]))
                 assert by_describe[first.endpoint] == 29, "nine tenths, rounded up"

@@ -22,8 +22,7 @@ from prefill_client.fleet.routing import EQUAL_RATES, FIRST_BACKOFF_S, IDLE_IMAG
 from prefill_client.images import Image
 from prefill_client.transport.connection import Connection
 from testing.photos import photo, with_comment
-from tests.calls import collect
-from tests.waiting import soon
+from tests.calls import all_connect, collect
 
 ENDPOINTS = [f"encoder-{n}.encoders:50051" for n in range(5)]
 DIGESTS = [content_digest(b"%d" % n) for n in range(5000)]
@@ -280,7 +279,7 @@ async def three_names(server: Server) -> AsyncIterator[tuple[EncoderClient, list
     port = server.endpoint.rpartition(":")[2]
     names = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "ipv4:127.0.0.1")]
     async with await EncoderClient.connect(names) as client:
-        await soon(lambda: all(map(client._pool.router.is_up, names)))
+        await all_connect(client)
         yield client, names
 
 
@@ -314,6 +313,7 @@ async def test_a_large_submit_and_fetch_respect_the_bound_of_every_server(
     assert max(placed.values()) <= 1.25 * 60 / 3
     assert router.bound() == IDLE_IMAGES  # no image is in progress now
     accepted_by = {digest: servers[-1] for digest, servers in submits.items()}
+    await all_connect(client)
     await collect(client, [RowRequest(image.digest) for image in submitted])
     assert {digest: servers[0] for digest, servers in fetches.items()} == accepted_by
     assert router.bound() == IDLE_IMAGES

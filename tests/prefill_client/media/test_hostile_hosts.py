@@ -14,8 +14,8 @@ from encoder_contract.errors import EncoderError, InvalidImageError
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import THREADS
 from prefill_client.media.image_loader import ImageLoader
-from tests.flooding_host import flooding_host
 from tests.image_host import BODY, Host, image_host
+from tests.raw_hosts import flooding_host
 from tests.waiting import PATIENCE_S, soon
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -14,6 +14,7 @@ from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from tests.image_host import BODY, Host, image_host
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ async def test_a_download_without_waiters_ends(host: Host) -> None:
     while not host.requests:
         await asyncio.sleep(0.01)
     asking.cancel()
-    await asyncio.wait_for(host.ended.wait(), 30)
+    await asyncio.wait_for(host.ended.wait(), PATIENCE_S)
     host.answering.set()
     assert await loader.load(f"http://{host.name}/a") == BODY
 

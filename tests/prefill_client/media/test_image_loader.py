@@ -6,11 +6,12 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ from prefill_client.media.image_loader import MAX_REDIRECTS, ImageLoader
 from prefill_client.plugin.service import WatchedClient
 from prefill_reference.http_service import Limits
 from testing.photos import data_url, photo
-from tests.dripping_host import HEAD, dripping_host
 from tests.image_host import BODY, image_host
 from tests.prefill_reference.test_http_service import serving, user
+from tests.raw_hosts import HEAD, dripping_host
 from tests.waiting import PATIENCE_S, within_some_limit
 
 FIRST = photo(300, 220, 1)
@@ -196,17 +197,22 @@ async def test_a_dead_first_address_delays_an_image_by_a_part_of_a_second() -> N
         port = int(host.name.rpartition(":")[2])
         with dead_address(port) as dead:
 
-            async def resolve(_host: str, _port: int) -> list[str]:
-                return [dead, "127.0.0.1"]
+            def loading(*addresses: str, limit_s: float) -> Coroutine[Any, Any, bytes]:
+                async def resolve(_host: str, _port: int) -> list[str]:
+                    return [*addresses]
 
-            async def loaded(limit_s: float) -> bool:
                 rules = Destinations(["two.example", "127.0.0.0/8"])
                 loader = ImageLoader(rules, max_bytes=1 << 20, timeout_s=limit_s, resolve=resolve)
+                return loader.load(f"http://two.example:{port}/a")
+
+            async def loaded(limit_s: float) -> bool:
                 try:
-                    return await loader.load(f"http://two.example:{port}/a") == BODY
+                    return await loading(dead, "127.0.0.1", limit_s=limit_s) == BODY
                 except ImageHostError:
                     return False
 
+            with pytest.raises(ImageHostError, match=r"took more than 0\.2 s"):
+                await loading(dead, limit_s=0.2)
             await within_some_limit(loaded)
 
 

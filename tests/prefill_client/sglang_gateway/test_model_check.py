@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,15 +31,8 @@ GATEWAY = ("encoder-sglang-gateway", "--listen", "127.0.0.1:0", "--encoder")
 
 @pytest.fixture(scope="module")
 def folder(kept_family: Callable[..., Path]) -> Path:
-    """Qwen2-VL, for which the service has no own tower."""
+    """The checkpoint of `generic`."""
     return kept_family("qwen2_vl")
-
-
-@pytest.fixture(scope="module")
-def generic(config: Config, folder: Path) -> Iterator[Model]:
-    model = load_model(replace(config, model=folder, dtype="float32"))
-    yield model
-    model.decoder.close()
 
 
 @pytest.fixture

@@ -74,18 +74,43 @@ async def test_an_unknown_transport_is_refused_with_the_known_ones(
         client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
 
 
-async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClient) -> None:
+async def read_by(client: EncoderClient, message: pb.FetchResponse) -> None:
+    """Read a Fetch of one window, by inline, whose server sends this message again and again."""
+
     class Call:
         async def read(self) -> pb.FetchResponse:
-            return pb.FetchResponse(ready=[pb.ImageReady(handle=pb.Handle(segment="/etc/passwd"))])
+            return message
 
         def add_done_callback(self, _: object) -> None:
             pass
 
     inline = {"inline": (await connection(client)).receivers["inline"]}
     stream = RowStream(Call(), [RowRequest(b"\0" * 32)], inline, "a server", ServerClock(0, 0, 0), PATIENCE_S)
+    await anext(aiter(stream))
+
+
+async def test_rows_by_an_unrequested_transport_are_an_error(client: EncoderClient) -> None:
+    message = pb.FetchResponse(ready=[pb.ImageReady(handle=pb.Handle(segment="/etc/passwd"))])
     with pytest.raises(InternalError, match="shm, which the client did not request"):
-        await anext(aiter(stream))
+        await read_by(client, message)
+
+
+@pytest.mark.attack("a server that sends a client windows that it did not request")
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.FetchResponse(ready=[pb.ImageReady(index=1, row_bytes=1 << 40)]),
+        pb.FetchResponse(ready=[pb.ImageReady(index=1, row_bytes=4, rows=b"rows")]),
+        pb.FetchResponse(ready=[pb.ImageReady(index=(1 << 32) - 1, row_bytes=4)]),
+        pb.FetchResponse(errors=[pb.ImageError(index=1, code=14, message="gone")]),
+    ],
+    ids=["huge", "with its rows", "the last", "an error"],
+)
+async def test_a_window_that_was_not_requested_is_an_error_before_it_takes_memory(
+    client: EncoderClient, message: pb.FetchResponse
+) -> None:
+    with pytest.raises(InternalError, match=r"the server answers window \d+, but 1 were requested"):
+        await read_by(client, message)
 
 
 def received_inside(rows: bytes) -> bytes:

@@ -21,7 +21,7 @@ from tests.sglang.conftest import (
     images_in,
     let_it_encode,
 )
-from tests.sglang.counters import by_own_tower, fetched, fetches, server_of
+from tests.sglang.counters import all_fetches, by_own_tower, fetched, server_of
 from tests.vllm.restartable import Restartable
 
 
@@ -101,7 +101,8 @@ def test_a_chunk_fetches_the_images_that_overlap_it_and_no_others(
         if isinstance(part, bytes):
             first_chunks.append((position + 1) // CHUNK_TOKENS)
         position += 2 + tokens[part] if isinstance(part, bytes) else len(part)
-    assert fetches(server, after) == [first_chunks.count(chunk) for chunk in sorted({*first_chunks})]
+    calls = all_fetches(server, after, len(tokens))
+    assert calls == [first_chunks.count(chunk) for chunk in sorted({*first_chunks})]
 
 
 def test_other_images_or_another_order_change_the_answer(engine: SglangEngine) -> None:

@@ -10,6 +10,7 @@ from testing.answers import data_url
 from testing.photos import photo
 from testing.sglang_engine import IMAGE, SglangEngine
 from tests.sglang.conftest import PROMPTS, SIXTY_FOUR, Own, assert_equal
+from tests.sglang.counters import assert_parts
 from tests.sglang.gateways import fed
 from tests.vllm.restartable import Restartable
 
@@ -45,7 +46,7 @@ def test_an_engine_with_zmq_to_tokenizer_answers_as_by_its_own_tower_and_survive
 
         refused = engine.generate(["x ", b"", "?"], image_data=[data_url(DAMAGED)])
         assert refused.status_code == 503
-        assert gateway.count("parts", 'outcome="refused"') == 1
+        assert_parts(gateway, "refused", 1)
         assert "image 0: " in gateway.log.read_text()
         assert_alive(engine, own)
 
@@ -64,13 +65,13 @@ def test_an_engine_with_zmq_to_scheduler_survives_an_image_that_cannot_be_read(
         for parts in (PROMPTS["one jpeg"], PROMPTS["text between"], PROMPTS["sixteen"], SIXTY_FOUR):
             before = gateway.count("parts", 'outcome="served"')
             assert_equal(engine.ask(parts), own(parts))
-            assert gateway.count("parts", 'outcome="served"') == before + 1
+            assert_parts(gateway, "served", before + 1)
         for number in range(1, 4):
             images = [data_url(JPEG), data_url(DAMAGED)]
             refused = engine.generate(["x ", b"", "y", b"", "?"], image_data=images)
             assert refused.status_code == 400, refused.text
             assert "too long" in refused.text
-            assert gateway.count("parts", 'outcome="stand_in"') == number
+            assert_parts(gateway, "stand_in", number)
             assert_alive(engine, own)
 
 
@@ -82,5 +83,5 @@ def test_an_engine_with_zmq_to_scheduler_and_two_encoders_survives_too(
         assert engine.generate(
             ["x ", b"", "y", b"", "?"], image_data=[data_url(JPEG), data_url(DAMAGED)]
         ).status_code in (200, 400)
-        assert gateway.count("parts", 'outcome="stand_in"') == 1
+        assert_parts(gateway, "stand_in", 1)
         assert_alive(engine, own)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from testing.answers import Part
-from testing.sglang_engine import CHUNK_TOKENS, ENVIRONMENT, IMAGE, answer_from
+from testing.engine_flags import CHUNK_TOKENS, SGLANG_VARIABLES
+from testing.sglang_engine import IMAGE, answer_from
 from tests.sglang.conftest import HANG_S, PROMPTS, Own, assert_equal, variables
 from tests.sglang.counters import server_of
 from tests.vllm.restartable import Restartable
@@ -60,7 +61,7 @@ def test_the_offline_engine_reads_the_files_of_the_folder_and_no_others(
     paths = [str(inside), f"file://{inside}", "one.png", str(outside), "../two.png", str(leading_out)]
     text = f"<|im_start|>user\n{IMAGE}{question!s}<|im_end|>\n<|im_start|>assistant\n"
     arguments = json.dumps([text, paths, {"model_path": str(checkpoint), **OPTIONS}])
-    environment = {**os.environ, **ENVIRONMENT, **variables(service.endpoint, image_folder=str(folder))}
+    environment = {**os.environ, **SGLANG_VARIABLES, **variables(service.endpoint, image_folder=str(folder))}
     encoded = server_of(service).encodes()
     ran = subprocess.run(
         [sys.executable, program, arguments],

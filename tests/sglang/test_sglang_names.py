@@ -42,8 +42,13 @@ NAMES: list[Names] = [
     (UPDATER, "WeightUpdater", "update_weights_from_tensor", "self"),
     (UPDATER, "WeightUpdater", "update_weights_from_ipc", "self"),
     (UPDATER, "WeightUpdater", "load_weights_from_distributed", "self"),
+    (UPDATER, "WeightUpdater", "update_weights_from_tensor", "named_tensors load_format"),
+    (UPDATER, "WeightUpdater", "begin_weight_update", "self"),
+    (UPDATER, "WeightUpdater", "end_weight_update", "run_post_load"),
+    ("utils/weight_checker.py", "WeightChecker", "", "_get_model _reset_tensors"),
+    ("multimodal/processors/base_processor.py", "BaseMultimodalProcessor", "clear_preprocess_cache", "self"),
     ("mem_cache/multimodal_cache.py", "MultiModalStaticCache", "clear", "self"),
-    ("runtime_context.py", "", "", "get_disagg get_mm get_model get_parallel"),
+    ("runtime_context.py", "", "", "get_disagg get_mm get_model get_parallel remote_instance_transfer_engine_enabled"),
     ("environ.py", "Envs", "", "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE SGLANG_EXTERNAL_MODEL_PACKAGE"),
     ("utils/common.py", "ImageData", "", "url"),
     ("utils/common.py", "smart_to_rgb", "", ""),
@@ -51,7 +56,7 @@ NAMES: list[Names] = [
     ("arg_groups/fields/model.py", "Model", "", "model_path revision trust_remote_code load_format download_dir"),
     ("arg_groups/fields/disagg.py", "Disagg", "", "language_only"),
     ("arg_groups/fields/parallel.py", "Parallel", "", "pp_size"),
-    ("distributed/parallel_state.py", "GroupCoordinator", "", "cpu_group world_size"),
+    ("distributed/parallel_state.py", "GroupCoordinator", "", "cpu_group ranks world_size"),
 ]  # fmt: skip
 # Said by a file in other ways than a definition.
 TEXTS = [

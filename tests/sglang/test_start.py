@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from testing.engine_flags import SGLANG_VARIABLES
 from testing.processes import StartError
-from testing.sglang_engine import ENVIRONMENT, SglangEngine
+from testing.sglang_engine import SglangEngine
 from tests.sglang.conftest import checkpoint_of, variables
 from tests.vllm.restartable import Restartable
 
@@ -79,7 +80,7 @@ from sglang.srt.managers.multimodal_processor import import_processors
 from sglang.srt.models.registry import import_model_classes
 {"import_processors" if package == "processors" else "import_model_classes"}("prefill_client.sglang.{package}")
 """
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {**os.environ, **SGLANG_VARIABLES}
     ran = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )

@@ -14,6 +14,9 @@ from tests.sglang.test_faults import (
     assert_a_request_without_rows_ends,
     until_served,
 )
+from tests.sglang.test_weights import Versions, assert_parameters_are_compared, assert_rows_follow
+from tests.sglang.test_weights import versions as versions
+from tests.sglang.trainers import broadcasting, send
 from tests.vllm.restartable import Restartable
 
 TWO_RANKS = ("--tp", "2")
@@ -50,6 +53,21 @@ def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_tower_of_both(
 
 def test_both_ranks_end_a_request_without_rows(engine: SglangEngine, service: Restartable, own: Own) -> None:
     assert_a_request_without_rows_ends(engine, service, own, "in a chunk with more to come")
+
+
+def test_rows_follow_the_tensors_that_a_trainer_writes_to_both(
+    engine: SglangEngine, checkpoint: Path, own: Own, versions: Versions
+) -> None:
+    assert_rows_follow(
+        engine, lambda engine, tensors: send(engine, tensors, tensors), checkpoint, own, versions
+    )
+    with broadcasting(engine, ranks=2) as write:
+        assert_rows_follow(engine, write, checkpoint, own, versions)
+
+
+@pytest.mark.attack("a trainer that writes into the memory of one rank")
+def test_both_ranks_know_what_was_written_to_one(engine: SglangEngine, checkpoint: Path, own: Own) -> None:
+    assert_parameters_are_compared(engine, checkpoint, own, before_last=1)
 
 
 @pytest.mark.parametrize("back_end", ["zmq_to_tokenizer", "zmq_to_scheduler"])

@@ -60,7 +60,7 @@ def pair(checkpoint: Path, own: Own) -> Iterator[Pair]:
 
 
 def registered(bootstrap: str) -> list[str]:
-    return list(httpx.get(f"{bootstrap}/list_encoder_urls", timeout=30).json()["encoder_urls"])
+    return list(httpx.get(f"{bootstrap}/list_encoder_urls", timeout=PATIENCE_S).json()["encoder_urls"])
 
 
 def until(holds: Callable[[], bool]) -> None:

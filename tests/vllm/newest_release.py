@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # how this wheel tells that it runs on one
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized, get_ec_transfer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import ChatParams, renderer_from_config
@@ -35,7 +37,7 @@ from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from encoder_contract.digest import content_digest
 from prefill_client import BlockingClient, Image, RowRequest, read_images
-from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, identifier_of, producer_of
+from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, producer_of
 from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.parts import KNOWN_FIELDS
 from prefill_client.vllm.row_fetcher import Outcome
@@ -65,9 +67,9 @@ class Parts:
         messages: list[Any] = [{"role": "user", "content": content}]
         _, (rendered,) = self.inputs.renderer.render_chat([messages], ChatParams())
         sampling = SamplingParams(max_tokens=1, temperature=0, extra_args={})
-        RequestInfo(
-            proofs=tuple(self.signer.proof(part["uuid"]) for part in content if "uuid" in part)
-        ).write(sampling.extra_args)
+        RequestInfo(images=tuple(part.pop("name") for part in content if "name" in part)).write(
+            sampling.extra_args
+        )
         made = self.inputs.process_inputs(request_id, rendered, sampling, ("generate",))
         hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         request = Request.from_engine_core_request(made, hasher)
@@ -80,7 +82,8 @@ class Parts:
         assert isinstance(image, Image)
         name = ImageName(content_digest(data), image.grid, producer_of(self.client.description, ""))
         embeds = {"image_grid_thw": list(image.grid)}
-        part = {"type": "image_embeds", "image_embeds": embeds, "uuid": identifier_of(name)}
+        identifier = self.signer.identifier(name)
+        part = {"type": "image_embeds", "image_embeds": embeds, "uuid": identifier, "name": name.hex()}
         return {**part, **changes}
 
     def step(self, wrapper: Wrapper) -> None:
@@ -183,6 +186,9 @@ def main() -> None:
     config.cache_config.num_gpu_blocks = BLOCKS
     init_none_hash(sha256)
     parts = Parts(config, endpoint)
+    with TemporaryDirectory() as folder, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder}/one", backend="gloo")
+        initialize_model_parallel()
     ensure_ec_transfer_initialized(config)
     cache: Cache = {}
 

@@ -20,7 +20,7 @@ class Restartable:
 
     def start(self) -> None:
         settings = {**self._settings, "listen": self.endpoint}
-        self.server = ServerProcess(self._model, executable=SERVICE, **settings)
+        self.server = ServerProcess(self._model, **{"executable": SERVICE, **settings})
         self.server.wait_until_it_listens()
         self.endpoint = self.server.endpoint
 

@@ -12,14 +12,12 @@ from PIL import Image
 
 from testing.photos import encoded
 from testing.server_process import running
-from tests.vllm.http_engine import HttpEngine, serving
+from tests.vllm.http_engine import PATIENT, HttpEngine, serving
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_middleware import assert_equal, content, top
 
 CALLERS = 60
 PHOTOS = 6
-# Long enough for a slow machine: the client retries while the queue is full.
-PATIENT = {"submit_timeout_s": 300.0, "timeout_s": 600.0}
 
 
 def photo_of_noise(seed: int) -> bytes:

@@ -14,7 +14,7 @@ from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.connector import EncoderServiceConnector
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
 from prefill_client.vllm.vllm_settings import VllmSettings
-from tests.deployed_vllm import PAGE, command_lines
+from tests.deployed_vllm import PAGE, command_lines, render_arguments
 
 LINES = command_lines()
 
@@ -43,6 +43,18 @@ def test_vllm_parses_deployed_arguments_and_finds_our_classes(
     assert transfer.ec_role == "ec_consumer"
     assert [resolve_obj_by_qualname(each) for each in parsed.middleware] == [EncoderServiceMiddleware]
     assert resolve_obj_by_qualname(manager.encoder_cache_manager_cls) is EncoderServiceCacheManager
+
+
+def test_vllm_parses_the_arguments_of_render_servers(parser: Any, checkpoint: Path) -> None:
+    command, component, model, *arguments = render_arguments()
+    assert (command, component, model) == ("launch", "render", "/model")
+    parsed = parser.parse_args(arguments)
+    parsed.model = str(checkpoint)
+    config = EngineArgs.from_cli_args(parsed).create_model_config()
+    assert config.multimodal_config.get_limit_per_prompt("image") > 0, "else it has no processor of images"
+    settings = VllmSettings.read(parsed.ec_transfer_config.ec_connector_extra_config)
+    assert settings.endpoints
+    assert [resolve_obj_by_qualname(each) for each in parsed.middleware] == [EncoderServiceMiddleware]
 
 
 def test_unknown_vllm_flags_are_detected(parser: Any) -> None:

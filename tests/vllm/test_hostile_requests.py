@@ -22,31 +22,34 @@ def grid_of(engine: VllmEngine, height: int, width: int) -> dict[str, Any]:
     return engine.named(IMAGE, image_embeds={"image_grid_thw": [1, height, width]})
 
 
-def unproven(engine: VllmEngine) -> dict[str, Any]:
-    """Return the right name, which any caller who has the file can make."""
+def unexplained(engine: VllmEngine) -> dict[str, Any]:
+    """Return the right identifier without its name, as whoever reads KV events has it."""
     part = engine.named(IMAGE)
-    del part["proof"]
+    del part["name"]
     return part
 
 
 def forged(engine: VllmEngine) -> dict[str, Any]:
-    return engine.named(IMAGE, proof="0" * 32)
+    """Return the right name, which any caller who has the file can write, with an identifier of no key."""
+    return engine.named(IMAGE, uuid="0" * 64)
 
 
 def forged_inside(engine: VllmEngine) -> dict[str, Any]:
     part = engine.named(IMAGE)
-    return {**part, "uuid": f"{part['uuid']}-{'0' * 32}"}
+    return {**part, "uuid": part["name"] + "0" * 64}
 
 
 def of_another_key(engine: VllmEngine) -> dict[str, Any]:
-    from prefill_client.vllm.image_name import NameSigner
+    from prefill_client.vllm.image_name import ImageName, NameSigner
 
     part = engine.named(IMAGE)
-    return {**part, "proof": NameSigner(bytes(32)).proof(part["uuid"])}
+    name = ImageName.from_hex(part["name"])
+    assert name is not None
+    return {**part, "uuid": NameSigner(bytes(32)).identifier(name)}
 
 
 def of_another_image(engine: VllmEngine) -> dict[str, Any]:
-    return engine.named(IMAGE, proof=engine.named(OTHER)["proof"])
+    return engine.named(IMAGE, name=engine.named(OTHER)["name"])
 
 
 def of_another_tenant(engine: VllmEngine) -> dict[str, Any]:
@@ -55,17 +58,17 @@ def of_another_tenant(engine: VllmEngine) -> dict[str, Any]:
 
     image = engine.image(IMAGE)
     producer = producer_of(engine.client.description, salt_of("", "another"))
-    return engine.named(IMAGE, **engine.proven(ImageName(image.digest, image.grid, producer)))
+    return engine.named(IMAGE, **engine.named_fields(ImageName(image.digest, image.grid, producer)))
 
 
-def proven_with_another_grid(engine: VllmEngine) -> dict[str, Any]:
-    """Return what a broken middleware would send: a proven name with a grid that the service does not have."""
+def named_with_another_grid(engine: VllmEngine) -> dict[str, Any]:
+    """Return what a broken middleware would send: a name with a grid that the service does not have."""
     from prefill_client.vllm.image_name import ImageName
 
     image = engine.image(IMAGE)
     other = Grid(1, image.grid.w, image.grid.h)
     name = ImageName(image.digest, other, engine.producer)
-    return engine.named(IMAGE, **engine.proven(name), image_embeds={"image_grid_thw": list(other)})
+    return engine.named(IMAGE, **engine.named_fields(name), image_embeds={"image_grid_thw": list(other)})
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> str:
@@ -116,20 +119,20 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 HOSTILE: dict[str, Callable[[VllmEngine], dict[str, Any]]] = {
     "no name": lambda engine: engine.named(IMAGE, uuid=None),
     "an unknown name": lambda engine: engine.named(IMAGE, uuid="my-image"),
-    "a name without a proof": unproven,
-    "a forged proof": forged,
-    "a forged proof in the name": forged_inside,
-    "a proof by another key": of_another_key,
-    "the proof of another image": of_another_image,
+    "an identifier without its name": unexplained,
+    "a forged identifier": forged,
+    "a forged identifier that contains its name": forged_inside,
+    "an identifier of another key": of_another_key,
+    "the name of another image": of_another_image,
     "the name of another tenant": of_another_tenant,
     "a larger grid": lambda engine: grid_of(engine, 12, 16),
     "a smaller grid": lambda engine: grid_of(engine, 4, 4),
     "a transposed grid": lambda engine: grid_of(engine, *engine.image(IMAGE).grid[:0:-1]),
-    "a grid that the service does not confirm": proven_with_another_grid,
-    "pixels with a name of ours": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
-    "pixels with a proven name": lambda engine: {
+    "a grid that the service does not confirm": named_with_another_grid,
+    "pixels with an identifier of ours": lambda engine: {**raw(OTHER), "uuid": engine.named(IMAGE)["uuid"]},
+    "pixels with a name of ours": lambda engine: {
         **raw(OTHER),
-        **{key: engine.named(IMAGE)[key] for key in ("uuid", "proof")},
+        **{key: engine.named(IMAGE)[key] for key in ("uuid", "name")},
     },
 }
 
@@ -167,11 +170,12 @@ def test_a_transposed_grid_does_not_poison_the_prefix_cache(engine: VllmEngine) 
     assert engine.ask([text, IMAGE, text]).distance(engine.ask([text, IMAGE, text], own=True)) <= TOLERANCE
 
 
-def test_a_name_that_contains_its_proof_is_served(engine: VllmEngine) -> None:
+def test_an_identifier_that_contains_its_name_is_served(engine: VllmEngine) -> None:
     engine.submit(IMAGE)
     engine.forget()
-    part = unproven(engine)
-    sealed = engine.start(["x", {**part, "uuid": engine.signer.sealed(part["uuid"])}])
+    part = engine.named(IMAGE)
+    identifier = part.pop("name") + part["uuid"]
+    sealed = engine.start(["x", {**part, "uuid": identifier}])
     right = engine.ask(["x", IMAGE], own=True)
     assert engine.run(sealed)[sealed].distance(right) <= TOLERANCE
 

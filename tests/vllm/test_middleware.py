@@ -220,7 +220,10 @@ def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
     assert http.chat([{"type": "text", "text": "an image in words"}]).status_code == 200
     for body in (b'{"image"', b'["image"]', b'{"messages": "image"}'):
         response = httpx.post(
-            http.url + "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+            http.url + "/v1/chat/completions",
+            content=body,
+            headers={"content-type": "application/json"},
+            timeout=120,
         )
         assert response.status_code == 400 or response.status_code == 422, response.text
 
@@ -433,7 +436,7 @@ def test_requests_get_503_until_the_service_is_back(
 ) -> None:
     with (
         running(checkpoint, executable=SERVICE, **SETTINGS) as first,
-        serving(checkpoint, first.endpoint, submit_timeout_s=2.0, timeout_s=5.0) as http,
+        serving(checkpoint, first.endpoint, submit_timeout_s=10.0) as http,
     ):
         assert_equal(ask(http, PROMPTS[1]), right[1])
         first.kill()

@@ -139,7 +139,7 @@ def test_a_video_gets_the_answer_of_the_own_loader(
                 {
                     "type": "image_embeds",
                     "image_embeds": {"image_grid_thw": list(pair.grid)},
-                    **engine.proven(ImageName(content_digest(data), pair.grid, engine.producer, pair)),
+                    **engine.named_fields(ImageName(content_digest(data), pair.grid, engine.producer, pair)),
                 }
                 for pair in chosen.pairs
             ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,20 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from prefill_client.vllm.image_name import NameSigner, is_image_name
-from prefill_client.vllm.middleware import FORMS, OTHER_ROUTES, WEIGHT_ROUTES, EncoderServiceMiddleware
+from encoder_contract.digest import content_digest
+from encoder_contract.geometry import Grid
+from prefill_client import BlockingClient, Image, LostImageError, read_images
+from prefill_client.vllm.image_name import ImageName, NameSigner
+from prefill_client.vllm.middleware import (
+    FORMS,
+    GENERATE,
+    OTHER_ROUTES,
+    RENDER_FORMS,
+    WEIGHT_ROUTES,
+    EncoderServiceMiddleware,
+)
 from prefill_client.vllm.name_key import read_name_key
+from prefill_client.vllm.weight_updates import QUERY
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CONNECTOR, raw
@@ -30,22 +42,31 @@ Scenario = Callable[["Front"], Awaitable[None]]
 
 
 class Front:
-    """The middleware, and `received`: the bodies that it has passed on."""
+    """The middleware, and `received`: the bodies that it has passed on.
+
+    It answers with `status`, and its engine has these `weights`, as the engine core tells them.
+    """
 
     def __init__(self, config: Any, **arguments: Any) -> None:
-        self._state = SimpleNamespace(vllm_config=config, args=SimpleNamespace(**arguments))
+        self.status = 200
+        self.weights: str | None = ""
+        self._state = SimpleNamespace(
+            vllm_config=config, args=SimpleNamespace(**arguments), engine_client=self
+        )
         self._middleware = EncoderServiceMiddleware(self._vllm)
+        file = config.ec_transfer_config.ec_connector_extra_config.get("name_key_file", "")
+        self.signer = NameSigner(read_name_key(file))
         self.received: list[Any] = []
 
     async def post(self, path: str, body: Any) -> tuple[int, str]:
         """Send a request; return status and text of the answer."""
         sent: list[Any] = []
+        unread = [body if isinstance(body, bytes) else json.dumps(body).encode()]
 
         async def receive() -> Any:
-            return {
-                "type": "http.request",
-                "body": body if isinstance(body, bytes) else json.dumps(body).encode(),
-            }
+            if not unread:
+                await asyncio.Event().wait()  # the caller stays
+            return {"type": "http.request", "body": unread.pop()}
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -58,9 +79,13 @@ class Front:
         return await self.post(CHAT, {"messages": [{"role": "user", "content": list(parts)}], **fields})
 
     def names(self) -> list[str]:
-        """Return the names in the last body, one for each image."""
+        """Return the identifiers in the last body, one for each image."""
         text = json.dumps(self.received[-1]["messages"])
-        return [each for each in text.split('"') if is_image_name(each)]
+        return list(filter(self.signer.is_identifier, text.split('"')))
+
+    async def collective_rpc(self, method: str) -> list[str | None]:
+        assert method == QUERY
+        return [self.weights]
 
     async def close(self) -> None:
         await self._middleware({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
@@ -68,7 +93,7 @@ class Front:
     async def _vllm(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             self.received.append(json.loads((await receive())["body"]))
-            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.start", "status": self.status})
             await send({"type": "http.response.body", "body": b"ok"})
 
 
@@ -98,31 +123,31 @@ def run(checkpoint: Path, service: ServerProcess) -> Callable[..., None]:
     return run
 
 
-def test_the_images_of_a_batch_are_named_and_contain_their_proofs(run: Callable[..., None]) -> None:
+def test_the_identifiers_of_a_batch_contain_their_names(run: Callable[..., None]) -> None:
     """VLLM drops `ec_transfer_params` of a batch."""
 
     async def scenario(front: Front) -> None:
         conversations = [[{"role": "user", "content": [raw(each)]}] for each in (IMAGE, OTHER)]
         assert await front.post(f"{CHAT}/batch", {"messages": conversations}) == (200, "ok")
-        signer = NameSigner(read_name_key(""))
-        names = [signer.name(each) for each in front.names()]
+        names = [front.signer.name(each, {}) for each in front.names()]
         assert len({name.digest for name in names if name is not None}) == 2
 
     run(scenario)
 
 
-def test_beam_search_gets_names_with_proofs_and_other_chats_names_of_the_image_alone(
+def test_the_identifiers_of_beam_search_contain_their_names_and_those_of_other_chats_have_64_digits(
     run: Callable[..., None],
 ) -> None:
     async def scenario(front: Front) -> None:
-        signer = NameSigner(read_name_key(""))
         await front.chat(raw(IMAGE), use_beam_search=True)
         (sealed,) = front.names()
-        await front.chat(raw(IMAGE))
-        (name,) = front.names()
-        assert sealed == signer.sealed(name)
-        proofs = front.received[-1]["ec_transfer_params"]["encoder_service"]["proofs"]
-        assert proofs == [signer.proof(name)]
+        await front.chat(raw(IMAGE), raw(IMAGE))
+        (identifier, repeated) = front.names()
+        assert re.fullmatch("[0-9a-f]{64}", identifier)
+        assert identifier == repeated
+        (name,) = front.received[-1]["ec_transfer_params"]["encoder_service"]["images"]
+        assert sealed == name + identifier
+        assert identifier == front.signer.identifier(ImageName.from_hex(name))
 
     run(scenario)
 
@@ -143,8 +168,7 @@ def test_a_restart_with_the_same_key_changes_no_name(run: Callable[..., None], t
         run(scenario, name_key_file=str(tmp_path / "key"))
     first, restarted, elsewhere = hashed
     assert restarted == first
-    assert elsewhere[0] == first[0]
-    assert elsewhere[1] != first[1], "names with proofs need the same key"
+    assert set(elsewhere).isdisjoint(first)
 
 
 def test_an_image_is_found_again_by_the_uuid_of_its_caller(run: Callable[..., None]) -> None:
@@ -187,19 +211,29 @@ def test_files_of_the_allowed_folder_are_served(run: Callable[..., None], tmp_pa
     run(without)
 
 
-@pytest.mark.parametrize("route", ["/update_weights", "/finish_weight_update"])
-def test_new_weights_end_the_use_of_the_service(run: Callable[..., None], route: str) -> None:
+@pytest.mark.parametrize("route", sorted(WEIGHT_ROUTES))
+def test_after_an_update_images_are_of_the_weights_that_the_engine_has(
+    run: Callable[..., None], route: str
+) -> None:
     async def scenario(front: Front) -> None:
+        await front.chat(raw(IMAGE))
+        names = front.names()
+        for weights, reason in [(None, "unknown vision weights"), ("ab" * 32, "model fingerprint")]:
+            front.weights = weights
+            assert (await front.post(route, {}))[0] == 200
+            status, text = await front.chat(raw(IMAGE))
+            assert status == 503
+            assert reason in text
+            assert (await front.chat({"type": "text", "text": "x"}))[0] == 200
+        front.weights = ""
+        await front.post(route, {})
         assert (await front.chat(raw(IMAGE)))[0] == 200
-        assert (await front.post(route, {}))[0] == 200
-        status, text = await front.chat(raw(IMAGE))
-        assert status == 503
-        assert "weights were updated" in text
-        assert (await front.chat({"type": "text", "text": "x"}))[0] == 200
+        assert front.names() == names
 
     run(scenario)
 
     async def own_tower(front: Front) -> None:
+        front.weights = None
         await front.post(route, {})
         assert (await front.chat(raw(IMAGE)))[0] == 200
         assert front.received[-1]["messages"][0]["content"] == [raw(IMAGE)], (
@@ -208,12 +242,101 @@ def test_new_weights_end_the_use_of_the_service(run: Callable[..., None], route:
 
     run(own_tower, without_service="own_tower")
 
-    async def frozen_vision(front: Front) -> None:
+    async def any_weights(front: Front) -> None:
+        front.weights = None
         await front.post(route, {})
         assert (await front.chat(raw(IMAGE)))[0] == 200
         assert len(front.names()) == 1
 
-    run(frozen_vision, model_fingerprint="any")
+    run(any_weights, model_fingerprint="any")
+
+
+def test_an_update_by_another_api_server_is_found_when_a_request_fails(run: Callable[..., None]) -> None:
+    async def scenario(front: Front) -> None:
+        await front.chat(raw(IMAGE))
+        front.weights, front.status = "ab" * 32, 500
+        status, text = await front.chat(raw(IMAGE))
+        assert status == 503
+        assert "weights have changed" in text
+        front.status = 200
+        status, text = await front.chat(raw(IMAGE))
+        assert status == 503
+        assert "model fingerprint" in text
+
+    run(scenario)
+
+
+def test_a_render_server_of_another_release_ends_at_start_with_one_line(checkpoint: Path) -> None:
+    config = EngineArgs(str(checkpoint), dtype="float32", max_model_len=1024).create_engine_config()
+    assert config.ec_transfer_config is None
+    args = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_connector_extra_config={"endpoints": "x:1"}))
+    renderer = SimpleNamespace(model_config=config.model_config, mm_processor=SimpleNamespace())
+    state = SimpleNamespace(vllm_config=config, args=args, online_renderer=SimpleNamespace(renderer=renderer))
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(*_: object) -> None:
+        raise AssertionError("the server does not start")
+
+    scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
+    asyncio.run(EncoderServiceMiddleware(app)(scope, receive, send))
+    ((kind, message),) = [(each["type"], each["message"]) for each in sent]
+    assert kind == "lifespan.startup.failed"
+    assert message.startswith("encoder service: this release of vLLM cannot render without pixels: ")
+
+
+def test_requests_of_tokens_with_pixels_need_the_engines_own_tower(run: Callable[..., None]) -> None:
+    features = {"mm_hashes": {"image": ["5e" * 32]}, "kwargs_data": {"image": ["AAAA" * 1000]}}
+    body = {"token_ids": [1], "features": features}
+
+    async def with_tower(front: Front) -> None:
+        assert (await front.post(GENERATE, body))[0] == 200
+        assert front.received == [body]
+        assert (await front.post(GENERATE, {"token_ids": [1]}))[0] == 200
+
+    run(with_tower)
+
+    async def without_tower(front: Front) -> None:
+        parts = {
+            "token_ids": [1],
+            "content_parts": [{"type": "video_url", "url": "data:video/mp4;base64,AA"}],
+        }
+        for refused in (body, parts):
+            status, text = await front.post(GENERATE, refused)
+            assert status == 400
+            assert "no vision tower" in text
+
+    run(without_tower, limit=0)
+
+
+@pytest.mark.parametrize("scores_only", [False, True])
+def test_rendered_images_stay_submitted_and_those_for_scores_never_are(
+    run: Callable[..., None], service: ServerProcess, scores_only: bool
+) -> None:
+    image = photo(150, 140, 50 + scores_only, "PNG")
+
+    async def scenario(front: Front) -> None:
+        await front.chat(raw(OTHER))
+        messages = [{"role": "user", "content": [raw(image)]}]
+        assert (await front.post(f"{CHAT}/render", {"messages": messages}))[0] == 200
+        (identifier,) = front.names()
+        (name,) = front.received[-1]["ec_transfer_params"]["encoder_service"]["images"]
+        read = ImageName.from_hex(name)
+        assert read is not None
+        assert read.digest == content_digest(image)
+        assert front.signer.identifier(read) == identifier
+
+    run(scenario, scores_only=scores_only)
+    with BlockingClient.connect(service.endpoint) as client:
+        (known,) = read_images([image], client.description.geometry)
+        assert isinstance(known, Image)
+        with client.keep_known([known]) as kept:
+            assert isinstance(kept.answers[0].error, LostImageError) == scores_only
 
 
 TAKES_IMAGES = ('"image_url"', '"input_image"', '"image"', '"images"', '"image_embeds"')
@@ -248,7 +371,7 @@ def schemas(checkpoint: Path) -> dict[str, str]:
 def test_every_route_of_vllm_that_takes_images_is_known(schemas: dict[str, str]) -> None:
     taking = {path for path, schema in schemas.items() if any(key in schema for key in TAKES_IMAGES)}
     assert len(taking) >= 15
-    known = FORMS.keys() | OTHER_ROUTES
+    known = FORMS.keys() | RENDER_FORMS.keys() | OTHER_ROUTES | {GENERATE}
     assert taking <= known
     assert schemas.keys() >= UNTYPED
     assert known >= UNTYPED
@@ -258,22 +381,22 @@ def test_every_route_of_vllm_that_takes_images_is_known(schemas: dict[str, str])
 def test_the_page_names_every_known_route() -> None:
     page = (ROOT / "docs/vllm.md").read_text()
     table = page.split("### Routes\n", 1)[1].split("\n##", 1)[0]
-    for route in FORMS.keys() | OTHER_ROUTES | WEIGHT_ROUTES:
+    for route in FORMS.keys() | RENDER_FORMS.keys() | OTHER_ROUTES | WEIGHT_ROUTES | {GENERATE}:
         unversioned = route.removeprefix("/v1").removeprefix("/v2")  # `/rerank` has both, too
         by_ending = route.endswith(("render", "count_tokens"))
         assert by_ending or f"`{route}`" in table or f"`{unversioned}`" in table, route
 
 
 def test_other_routes_find_embeddings_and_names_however_they_are_written(run: Callable[..., None]) -> None:
-    name = f"encsvc1-{'0' * 64}-4x4-{'0' * 32}"
+    name = NameSigner(read_name_key("")).identifier(ImageName(bytes(32), Grid(1, 4, 4), bytes(16)))
     embeds = json.dumps({"messages": [{"content": [{"type": "image_embeds"}]}]})
     bodies = [
         embeds.encode(),
         embeds.replace("image_embeds", "im\\u0061ge_emb\\u0065ds").encode(),
         embeds.encode("utf-16"),
         embeds.encode("utf-32-be"),
-        json.dumps({"features": [name]}).encode(),
-        json.dumps({"features": [name]}).replace("encsvc1-", "encsvc1\\u002d").encode(),
+        json.dumps({"uuid": name}).encode(),
+        json.dumps({"uuid": name}).replace("uuid", "u\\u0075id").encode(),
     ]
 
     async def scenario(front: Front) -> None:

@@ -28,6 +28,7 @@ from testing.vllm_engine import Answer, VllmEngine
 from tests.vllm.restartable import Restartable
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE, prompt
+from tests.vllm.test_step_count import encode
 
 TIER_GIB = 0.01
 IMAGES = 5
@@ -238,7 +239,7 @@ def test_the_workers_copies_are_bounded(
     engine.forget()
     limit = 3 * 64 * engine.client.description.row_bytes  # of an image with the most rows
     monkeypatch.setattr(engine.side._staging, "_limit_bytes", limit)
-    engine.submit(*(part for parts in prompts for part in parts if isinstance(part, bytes)))
+    encode(engine, [part for parts in prompts for part in parts if isinstance(part, bytes)])
     ended: dict[str, Answer] = {}
     with transports(engine) as came:
         started = [engine.start(parts) for parts in prompts]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,12 @@ from vllm.engine.arg_utils import EngineArgs
 from encoder_contract.checkpoint import model_fingerprint
 from encoder_contract.errors import ModelMismatchError
 from encoder_contract.processor import ProcessorSettings
+from prefill_client import BlockingClient
 from prefill_client.vllm import service_check
 from prefill_client.vllm.cache_manager import EncoderServiceCacheManager
 from prefill_client.vllm.middleware import EncoderServiceMiddleware
-from prefill_client.vllm.service_check import check_service, folder_of
+from prefill_client.vllm.service_check import check_service, folder_of, video_settings
+from prefill_client.vllm.videos import UnsupportedVideoError
 from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess
@@ -183,6 +186,38 @@ def test_pipeline_parallel_is_refused(checkpoint: Path, service: ServerProcess) 
         check(config)
 
 
+def test_ranks_with_a_scheduler_each_are_refused(checkpoint: Path, service: ServerProcess) -> None:
+    config = config_of(checkpoint, service.endpoint)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    check(config)
+    config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="external_launcher is not supported with several ranks"):
+        check(config)
+
+
+def test_lora_on_the_tower_is_refused_and_on_the_language_model_accepted(
+    checkpoint: Path, service: ServerProcess
+) -> None:
+    check(config_of(checkpoint, service.endpoint, enable_lora=True))
+    with pytest.raises(ValueError, match="--enable-tower-connector-lora is not supported") as refused:
+        check(config_of(checkpoint, service.endpoint, enable_lora=True, enable_tower_connector_lora=True))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("modality", "served"), [("image", False), ("video", False), ("audio", True)])
+def test_videos_are_refused_beside_an_adapter_that_a_modality_chooses(
+    checkpoint: Path, service: ServerProcess, modality: str, served: bool
+) -> None:
+    config = config_of(checkpoint, service.endpoint, enable_lora=True, default_mm_loras={modality: "folder"})
+    check(config)
+    client = BlockingClient.connect(service.endpoint)
+    try:
+        with nullcontext() if served else pytest.raises(UnsupportedVideoError, match="--default-mm-loras"):
+            video_settings(config, client.description)
+    finally:
+        client.close()
+
+
 def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="--mm-processor-kwargs"):
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
@@ -213,7 +248,7 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
 
 def test_the_middleware_without_the_connector_is_refused(checkpoint: Path) -> None:
     config = EngineArgs(str(checkpoint), max_model_len=1024).create_engine_config()
-    state = SimpleNamespace(vllm_config=config, args=SimpleNamespace())
+    state = SimpleNamespace(vllm_config=config, args=SimpleNamespace(), engine_client=None)
     middleware = EncoderServiceMiddleware(lambda *_: asyncio.sleep(0))
     with pytest.raises(RuntimeError, match="needs EncoderServiceConnector in --ec-transfer-config"):
         middleware._service_of({"app": SimpleNamespace(state=state)})

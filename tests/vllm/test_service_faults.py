@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ def server(checkpoint: Path) -> Iterator[Restartable]:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, server: Restartable) -> Iterator[VllmEngine]:
-    """An engine of that server with short timeouts."""
-    engine = VllmEngine(checkpoint, server.endpoint, extra={"timeout_s": 8.0, "grace_s": 0.5})
+    """An engine of that server, for which an image is lost soon after the server says so."""
+    engine = VllmEngine(checkpoint, server.endpoint, extra={"grace_s": 0.5})
     yield engine
     engine.close()
 
@@ -98,8 +99,11 @@ def test_a_request_waits_for_a_service_that_pauses(engine: VllmEngine, server: R
     engine.assert_nothing_is_held()
 
 
-def test_a_request_fails_at_timeout_s_if_the_service_hangs(engine: VllmEngine, server: Restartable) -> None:
-    files = images(7000)
+def test_a_request_fails_at_timeout_s_if_the_service_hangs(
+    engine: VllmEngine, server: Restartable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher, files = engine.side._fetcher, images(7000)
+    monkeypatch.setattr(fetcher, "_settings", replace(fetcher._settings, timeout_s=8.0))
     submit(engine, images(7100))
     server.signal(signal.SIGSTOP)
     request_id = engine.start(["x", *files])

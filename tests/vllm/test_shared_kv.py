@@ -41,9 +41,10 @@ def test_two_engines_share_the_kv_blocks_of_an_image(
 ) -> None:
     """By vLLM's own example connector, which stores what the first step prefills as the whole prompt.
 
-    The second engine would end if the wait for a new image had divided the prompt of the first. It has another id and
-    another key, as an engine on another host or after a restart.
+    The second engine would end if the wait for a new image had divided the prompt of the first. It has another id, as
+    an engine on another host or after a restart, and the same key.
     """
+    monkeypatch.setenv(VARIABLE, "k" * 64)
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # as everybody who shares blocks: hashes begin with it
     storage = {"shared_storage_path": str(tmp_path / "kv")}
     transfer = {

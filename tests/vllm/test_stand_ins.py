@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from prefill_client.vllm import connector
 from prefill_client.vllm.gate import PrefillGate
+from prefill_client.vllm.image_name import NameSigner
 from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
@@ -47,7 +47,7 @@ def engine(model: Path, service: ServerProcess) -> Iterator[VllmEngine]:
 def test_a_forged_or_reused_name_fails_only_its_request(engine: VllmEngine) -> None:
     engine.submit(WIDE, SQUARE)
     named = engine.named(WIDE)
-    proven = {key: named[key] for key in ("uuid", "proof")}
+    proven = {key: named[key] for key in ("uuid", "name")}
     for hostile in ({**raw(SQUARE), **proven}, {**raw(WIDE), "uuid": named["uuid"]}):
         request_id = engine.start(["hostile", hostile])
         assert engine.run(request_id)[request_id].reason == "error"
@@ -67,7 +67,7 @@ def test_a_step_that_reads_a_stand_in_ends_the_engine_before_the_tower_runs(
     break_the_gate(monkeypatch)
     engine.submit(WIDE)
     request_id = engine.start(["x", WIDE])
-    with pytest.raises(KeyError, match="encsvc1-"):
+    with pytest.raises(KeyError, match=r"[0-9a-f]{64}"):
         engine.run(request_id)
     assert not encoded
 
@@ -91,9 +91,9 @@ def test_without_both_guards_the_answer_is_computed_from_the_stand_in(
     right = engine.ask(["x", WIDE], own=True)
     break_the_gate(monkeypatch)
     monkeypatch.setattr(SchedulerSide, "allocated", lambda *_: None)
-    monkeypatch.setattr(connector, "is_image_name", lambda _: False)
     engine.submit(WIDE)
     request_id = engine.start(["x", WIDE])
+    monkeypatch.setattr(NameSigner, "is_identifier", lambda *_: False)
     answer = engine.run(request_id)[request_id]
     assert answer.reason == "length"
     assert answer.distance(right) > 10 * TOLERANCE

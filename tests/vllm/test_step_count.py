@@ -1,5 +1,7 @@
 """Stored images cost no extra step: a prompt takes as many prefill steps as with the engine's own tower."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ import pytest
 
 from prefill_client.vllm import gate
 from prefill_client.vllm.image_name import RequestInfo
+from prefill_client.vllm.scheduler_side import MAX_SLEEP_S
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import CHUNK_TOKENS, Part, VllmEngine, raw
@@ -138,6 +141,32 @@ def test_images_prefilled_before_a_preemption_cost_no_step(engine: VllmEngine) -
     with counting(engine) as planned:
         run(engine, request_id)
     assert len(planned) == ceil(sum(planned) / CHUNK_TOKENS)
+    engine.assert_nothing_is_held()
+
+
+def test_the_core_does_not_sleep_past_a_wait_for_stored_images(
+    engine: VllmEngine, service: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait may have ended after the last step looked, and before the core would sleep."""
+    image = photo(160, 120, 7310 + engine.side.gate.exact, "PNG")
+    encode(engine, [image])
+    engine.forget()
+    side, requests = engine.side, engine.scheduler.get_num_unfinished_requests
+    os.kill(service.process.pid, signal.SIGSTOP)
+    try:
+        request_id = engine.start(["text before ", image], tokens=1)
+        engine.step()
+        assert side.sleep_s(0, requests) == MAX_SLEEP_S, "the wait for a stored image is longer"
+        monkeypatch.setattr(gate, "SOON_S", 0.0)
+        assert side.sleep_s(0, requests) == (0 if side.gate.exact else MAX_SLEEP_S)
+        engine.step()
+        assert (engine.computed(request_id) > 0) == side.gate.exact, "the text is worth a step"
+        for _ in range(2):
+            engine.step()
+        assert side.sleep_s(0, requests) == MAX_SLEEP_S
+    finally:
+        os.kill(service.process.pid, signal.SIGCONT)
+    run(engine, request_id)
     engine.assert_nothing_is_held()
 
 

@@ -135,6 +135,6 @@ def test_background_responses_use_the_own_tower(http: HttpEngine, server: Restar
     begun = respond(http, [question], background=True).json()
     while begun["status"] in ("queued", "in_progress"):
         time.sleep(0.1)
-        begun = httpx.get(f"{http.url}/v1/responses/{begun['id']}").json()
+        begun = httpx.get(f"{http.url}/v1/responses/{begun['id']}", timeout=300).json()
     assert begun["status"] == "incomplete", "it has generated its eight tokens"
     assert server.server.encodes() == encoded

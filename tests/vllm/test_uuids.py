@@ -9,7 +9,7 @@ from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.plugin.door import Door
-from prefill_client.vllm.middleware import _Service
+from prefill_client.vllm.image_service import ImageService
 from prefill_client.vllm.request_images import CHAT, RequestImages
 from testing.photos import data_url
 from tests.image_host import BODY, image_host
@@ -28,7 +28,7 @@ async def test_a_request_with_an_older_image_of_a_uuid_does_not_replace_a_newer_
     (tmp_path / "key").write_text("0" * 64)
     extra = {"endpoints": "127.0.0.1:1", "name_key_file": str(tmp_path / "key")}
     config = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_connector_extra_config=extra))
-    service = _Service(config, SimpleNamespace())
+    service = ImageService(config, SimpleNamespace(), None)
     async with image_host() as host:
         loader = ImageLoader(Destinations([host.name]), max_bytes=1 << 20, timeout_s=30)
         door = Door(cast(EncoderClient, None), loader)  # which only loads

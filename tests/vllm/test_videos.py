@@ -22,9 +22,10 @@ from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import CHUNK_TOKENS, VllmEngine, raw
 from tests.vllm.conftest import checkpoint_of
-from tests.vllm.http_engine import HttpEngine, serving
+from tests.vllm.http_engine import HttpEngine, rendering, serving
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_middleware import assert_equal, top
+from tests.vllm.test_render import GENERATE, steps
 from tests.vllm.test_without_middleware_cures import behind_middleware
 
 TOLERANCE = 1e-4
@@ -143,6 +144,7 @@ def http(folder: Path, service_of_videos: ServerProcess, right: object) -> Itera
         '{"image": 0, "video": 0}',
         "--allowed-media-domains",
         "127.0.0.1",
+        "--enable-scale-out",
     )
     with serving(folder, service_of_videos.endpoint, *flags) as engine:
         yield engine
@@ -165,6 +167,22 @@ def test_a_streamed_answer_counts_the_tokens_of_videos(
     text = http.chat(content, stream=True, stream_options={"include_usage": True}).text
     *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert tokens_of(last["usage"]) == right["images and clips"][0]
+
+
+def test_a_rendered_video_answers_as_a_chat(
+    folder: Path,
+    service_of_videos: ServerProcess,
+    http: HttpEngine,
+    right: dict[str, tuple[Tokens, list[dict[str, float]]]],
+) -> None:
+    content, _ = QUESTIONS["images and clips"]
+    flags = ("--limit-mm-per-prompt", '{"image": 16, "video": 2}')
+    with rendering(folder, service_of_videos.endpoint, *flags) as server:
+        rendered = server.render(content)
+    assert rendered.status_code == 200, rendered.text
+    response = http.post(GENERATE, rendered.json())
+    assert response.status_code == 200, response.text
+    assert_equal(steps(response.json()["choices"][0]), right["images and clips"][1], TOLERANCE)
 
 
 def test_another_video_changes_the_answer(
@@ -296,7 +314,7 @@ def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: VllmEng
             {
                 "type": "image_embeds",
                 "image_embeds": {"image_grid_thw": list(pair.grid)},
-                **counting.proven(name),
+                **counting.named_fields(name),
             }
         )
     content = [text(each) if isinstance(each, str) else each for each in prompt_parts(chosen, parts)]

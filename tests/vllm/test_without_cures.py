@@ -1,7 +1,11 @@
 """Controls: without our checks, the same requests end an engine, corrupt its answers, or never end.
 
-Each test removes one of our functions and shows the harm, in the order of docs/vllm.md, "Attacks and faults that
-the connector prevents".
+Each test removes one of our functions and shows the harm. In their order, the protections are: the gate compares name,
+grid and rows before the scheduler counts on them; the grid is part of the name; identifiers need a key; the connector
+pins rows from the gate until they are read, asks for them again, and releases them when the request ends; failures are
+not remembered; the gate skips requests that are past their last image; fingerprints are compared before the weights
+load, and the width of rows after it; an engine without a tower gets DeepStack back; a request that waits for rows keeps
+the place of its LoRA adapter.
 """
 
 from collections.abc import Iterator
@@ -11,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from encoder_contract.geometry import rows_of_grid
 from prefill_client import Description
 from prefill_client.plugin import model
-from prefill_client.vllm import deepstack
+from prefill_client.vllm import connector, deepstack
 from prefill_client.vllm.features import Feature, VllmRequest
 from prefill_client.vllm.gate import ImageSpan, PrefillGate, PromptImages
-from prefill_client.vllm.image_name import NameSigner
+from prefill_client.vllm.image_name import ImageName, NameSigner
 from prefill_client.vllm.row_table import RowSlot, RowTable
 from prefill_client.vllm.scheduler_side import SchedulerSide
 from testing.checkpoints import write_checkpoint
@@ -26,6 +32,7 @@ from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import VllmEngine
 from tests.vllm.conftest import SMALL
+from tests.vllm.lora_adapters import RANK, write_adapter
 from tests.vllm.test_hostile_requests import HOSTILE, IMAGE, TOLERANCE, forged
 
 PATIENCE_STEPS = 1000  # some seconds, with a pause in each; an answer takes a hundredth of that
@@ -49,12 +56,9 @@ def trusting(
     index: int,
     feature: Feature,
     description: Description,
-    _: bytes,
-    proofs: frozenset[str],
+    name: ImageName,
 ) -> ImageSpan:
     """Believe a name without comparing it with the grid of the part."""
-    name = gate._signer.name(feature.identifier, proofs)
-    assert name is not None
     rows = rows_of_grid(name.grid, description.geometry)
     return replace(ImageSpan.of(index, feature, name), rows=rows)
 
@@ -129,12 +133,13 @@ def test_without_the_check_a_grid_poisons_the_prefix_cache(
 # 3. Embeddings that callers name themselves. More on this, and 4, in test_without_middleware_cures.py.
 
 
-def test_without_proofs_a_forged_name_gets_the_rows(
+def test_without_the_keyed_hash_a_forged_name_gets_the_rows(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NameSigner, "_is_proven", lambda *_: True)
     engine.submit(IMAGE)
     right = engine.ask(["y", IMAGE], own=True)
+    monkeypatch.setattr(NameSigner, "is_identifier", lambda *_: True)
+    monkeypatch.setattr(NameSigner, "identifier", lambda *_: "0" * 64)
     request_id = engine.start(["y", forged(engine)])
     assert engine.run(request_id)[request_id].distance(right) <= TOLERANCE
 
@@ -301,5 +306,34 @@ def test_wide_rows_end_an_engine_without_deepstack(
         request_id = engine.start(["x", IMAGE])
         with dying():
             engine.run(request_id, steps=PATIENCE_STEPS)
+    finally:
+        engine.close()
+
+
+# 10. A request that waits for rows keeps the place of its LoRA adapter.
+
+
+def test_another_adapter_beside_a_request_that_waits_ends_an_engine(
+    checkpoint: Path, service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to vLLM 0.32: newer releases have this protection themselves."""
+    handle = Scheduler._handle_blocked_waiting_request
+    monkeypatch.setattr(Scheduler, "_handle_blocked_waiting_request", getattr(handle, "__wrapped__", handle))
+    monkeypatch.setattr(connector, "count_waiting_adapters", lambda: None)
+    tuned, other = (
+        LoRARequest(str(seed), seed, str(write_adapter(tmp_path / str(seed), checkpoint, seed)))
+        for seed in (1, 2)
+    )
+    engine = VllmEngine(checkpoint, service.endpoint, exact=True, enable_lora=True, max_lora_rank=RANK)
+    try:
+        image = photo(170, 130, 8005, "PNG")
+        waiting = engine.start(["a text before the image ", image], adapter=tuned)
+        engine.run_until(lambda: engine.computed(waiting) > 0)
+        running = engine.start(["only text"], adapter=other, tokens=2 * PATIENCE_STEPS)
+        engine.run_until(lambda: engine.computed(running) > 0)
+        engine.submit(image)
+        with pytest.raises(AssertionError) as died:
+            engine.run(waiting, steps=PATIENCE_STEPS)
+        assert "max_loras" in str(died.traceback[-1].statement)
     finally:
         engine.close()

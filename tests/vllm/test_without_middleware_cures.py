@@ -54,13 +54,15 @@ def behind_middleware(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    body = json.dumps({"messages": [{"role": "user", "content": parts}], **fields}).encode()
+    unread = [json.dumps({"messages": [{"role": "user", "content": parts}], **fields}).encode()]
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": body}
+        if not unread:
+            await asyncio.Event().wait()  # the caller stays
+        return {"type": "http.request", "body": unread.pop()}
 
     async def call() -> None:
-        state = SimpleNamespace(vllm_config=engine.config, args=SimpleNamespace())
+        state = SimpleNamespace(vllm_config=engine.config, args=SimpleNamespace(), engine_client=None)
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
         ours = middleware.EncoderServiceMiddleware(vllm)
         try:

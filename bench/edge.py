@@ -48,7 +48,6 @@ BENCHMARK = Benchmark(
             "new 1280×720, 16 a call",
             "ms",
             "<= 1.7",
-            summary="the same, a new 1280×720 image",
         ),
         Figure("new_720p_devices_ms", "the same, 8 devices", "ms", shown=True),
         Figure("chat_ms", "30 names, 29 known, and the Fetch of the new one", "ms", "<= 5"),

@@ -11,6 +11,9 @@ During the attack `watchers` the server is also told to stop. It must notify the
 Before the attack, the attacker attacks a second server on the same machine for a while. The victim of the first server
 then measures the cost of sharing the processors, which no server can reduce. The processor time of the event loop,
 divided by the Submits and Fetches of all callers that ended meanwhile, depends on no other load of the machine.
+
+A run measures the attacks that were measured longest ago, as many as fit into its time. Its result has the others as
+they were measured before, each with its day and commit: its ratios are to the calm and the neighbour of its own run.
 """
 
 import asyncio
@@ -23,8 +26,8 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -36,6 +39,7 @@ import psutil
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.harness import results
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.budget import TimeBudget
 from bench.harness.calls import fetch_all, submit_and_fetch
@@ -286,12 +290,17 @@ async def victim_of(server: ServerProcess, folder: Path) -> AsyncIterator[Victim
 
 async def measure_attack(name: str, model: Path) -> Measured:
     """Run a server, a victim and an attacker, which first attacks another server, then this one."""
-    async with serving(name, model) as server, victim_of(server, model.parent) as victim:
-        async with serving(name, model) as other:
-            with attacking(name, other) as go:
-                await victim.run_for(WARM_S)
-                go()
-                elsewhere = await victim.run_for(ATTACK_S)
+    async with AsyncExitStack() as stack, AsyncExitStack() as elsewhere_stack:
+        server, other = await asyncio.gather(  # the start of a server takes seconds
+            stack.enter_async_context(serving(name, model)),
+            elsewhere_stack.enter_async_context(serving(name, model)),
+        )
+        victim = await stack.enter_async_context(victim_of(server, model.parent))
+        with attacking(name, other) as go:
+            await victim.run_for(WARM_S)
+            go()
+            elsewhere = await victim.run_for(ATTACK_S)
+        await elsewhere_stack.aclose()  # it would go on with what the attacker has sent
         with attacking(name, server) as go:
             await victim.run_for(WARM_S)
             began = await work_of(server)
@@ -373,8 +382,8 @@ async def measure(names: Sequence[str], budget: TimeBudget) -> dict[str, Measure
     return found
 
 
-def report(found: dict[str, Measured], left_out: list[str]) -> dict[str, Any]:
-    """Print the table; return the figures."""
+def report(found: dict[str, Measured]) -> dict[str, Any]:
+    """Print the table of this run; return its figures of each attack, by name."""
     calm, calm_work = RequestOutcomes(), LoopWork()
     for each in found.values():
         calm.add(each.calm)
@@ -385,31 +394,45 @@ def report(found: dict[str, Measured], left_out: list[str]) -> dict[str, Any]:
         beside = _row(name, each.attacked, calm, neighbour)
         rows.append([*beside, each.attacked_work.ms_a_call, each.grown_mib])
         rows.append([*_row(f"{name}, at another server", each.elsewhere, calm, neighbour), "", ""])
-    rows += [[name, "left out: no time", *[""] * (len(HEADS) - 2)] for name in left_out]
     table("One well-behaved client beside each attacker", HEADS, rows)
     for name, each in found.items():
         for error, times in Counter(each.attacked.errors).most_common(3):
             print(f"{name}: {times} times: {error}")
-    ratios = {name: each.attacked.p99_ms / calm.p99_ms for name, each in found.items()}
-    worst = max(ratio for name, ratio in ratios.items() if name != NEIGHBOUR)
-    slowest = min(each.attacked.per_s for name, each in found.items() if name != NEIGHBOUR)
     return {
-        "victim_p99_ratio": worst,
-        "victim_throughput_ratio": slowest / calm.per_s,
-        "victim_p99_over_neighbour": worst / ratios[NEIGHBOUR],
-        "victim_throughput_over_neighbour": slowest / neighbour.per_s,
-        "victim_failed": sum(len(each.attacked.errors) for each in found.values()),
-        "grown_mib": max(each.grown_mib for each in found.values()),
-        "calm_failed": len(calm.errors),
-        "calm_p99_ms": calm.p99_ms,
-        "calm_loop_ms": calm_work.ms_a_call,
-        "attacks": len(found) - 1,
-        "left_out": left_out,
-        **{f"p99_ratio_{name}": ratio for name, ratio in ratios.items()},
-        **{f"p99_over_neighbour_{name}": ratio / ratios[NEIGHBOUR] for name, ratio in ratios.items()},
-        **{f"p99_elsewhere_{name}": each.elsewhere.p99_ms / calm.p99_ms for name, each in found.items()},
-        **{f"loop_ms_{name}": each.attacked_work.ms_a_call for name, each in found.items()},
-        **{f"failed_{name}": len(each.attacked.errors) for name, each in found.items()},
+        name: {
+            "p99_ratio": each.attacked.p99_ms / calm.p99_ms,
+            "p99_over_neighbour": each.attacked.p99_ms / neighbour.p99_ms,
+            "p99_elsewhere": each.elsewhere.p99_ms / calm.p99_ms,
+            "throughput_ratio": each.attacked.per_s / calm.per_s,
+            "throughput_over_neighbour": each.attacked.per_s / neighbour.per_s,
+            "loop_ms": each.attacked_work.ms_a_call,
+            "grown_mib": each.grown_mib,
+            "failed": len(each.attacked.errors),
+            "calm_p99_ms": calm.p99_ms,
+            "calm_loop_ms": calm_work.ms_a_call,
+            "measured_at": results.now(),
+            "commit": results.versions()["commit"],
+        }
+        for name, each in found.items()
+    }
+
+
+def figures_of(by_attack: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a result: the worst of all attacks, and those of each."""
+    attacks = [each for name, each in by_attack.items() if name != NEIGHBOUR]
+    shown = ("p99_ratio", "p99_over_neighbour", "p99_elsewhere", "loop_ms", "failed")
+    return {
+        "victim_p99_ratio": max(each["p99_ratio"] for each in attacks),
+        "victim_throughput_ratio": min(each["throughput_ratio"] for each in attacks),
+        "victim_p99_over_neighbour": max(each["p99_over_neighbour"] for each in attacks),
+        "victim_throughput_over_neighbour": min(each["throughput_over_neighbour"] for each in attacks),
+        "victim_failed": sum(each["failed"] for each in by_attack.values()),
+        "grown_mib": max(each["grown_mib"] for each in by_attack.values()),
+        "calm_p99_ms": by_attack[NEIGHBOUR]["calm_p99_ms"],
+        "calm_loop_ms": by_attack[NEIGHBOUR]["calm_loop_ms"],
+        "attacks": len(attacks),
+        **{f"{figure}_{name}": each[figure] for name, each in by_attack.items() for figure in shown},
+        "by_attack": by_attack,
     }
 
 
@@ -430,15 +453,17 @@ def _row(
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
+    parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), help="only these")
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, help="for all attacks (default %(default)s)"
     )
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    budget = TimeBudget(args.budget_s)
-    found = asyncio.run(measure(args.attacks, budget))
-    print_figures(report(found, budget.left_out), args)
+    earlier = results.earlier_figures("hardened").get("by_attack", {})
+    known = {name: figures for name, figures in earlier.items() if name in (NEIGHBOUR, *ATTACKS)}
+    oldest_first = sorted(ATTACKS, key=lambda name: known[name]["measured_at"] if name in known else "")
+    found = asyncio.run(measure(args.attacks or oldest_first, TimeBudget(args.budget_s)))
+    print_figures(figures_of(known | report(found)), args)
 
 
 if __name__ == "__main__":

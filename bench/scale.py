@@ -25,7 +25,7 @@ from bench.edge import spin_ms
 from bench.edge_parts.null_tower import installed
 from bench.harness.benchmark import Benchmark, Figure, Table, command_line, print_figures, table
 from bench.scale_parts.forked import ForkedReplica
-from bench.scale_parts.redis_costs import Spent, heartbeat, image, renewal
+from bench.scale_parts.redis_costs import AT_A_TIME, Spent, heartbeat, image, renewal
 from bench.scale_parts.watchers import CLIENTS, clients_of_one
 from encoder_service.cli import raise_file_limit
 from prefill_client.fleet.routing import Router
@@ -52,6 +52,7 @@ BENCHMARK = Benchmark(
         Figure("beats_1000", "heartbeats of 1,000 replicas, of Redis's thread", target="<= 0.05"),
         Figure("beat_bytes", "bytes of a heartbeat among 1,000", "B", shown=True),
         Figure("redis_us_1", "Redis, an image, calls of 1, 16 at a time", "µs", "<= 20"),
+        Figure("redis_us_apart", "the same calls, each at a replica of its own", "µs", "<= 20"),
         Figure("redis_us_16", "Redis, an image, calls of 16", "µs", "<= 13.5"),
         Figure("cluster_us_16", "a Redis Cluster of three, calls of 16: all threads", "µs", shown=True),
         Figure("renewals", "renewals of 123,000 queued images, threads of Redis", target="<= 0.02"),
@@ -60,7 +61,7 @@ BENCHMARK = Benchmark(
         Figure("watch_percent", "a replica, for each idle client, of a core", "%", shown=True),
         Figure("spin_ms", "a fixed piece of Python (a quiet core: 20)", "ms", shown=True),
     ),
-    limit_s=540,
+    limit_s=600,
     quick=("--seconds", "5", "--replicas", "3", "--clients", "4", "--watchers", "200"),
 )
 
@@ -171,6 +172,14 @@ async def _busy(fleet: Sequence[ForkedReplica]) -> float:
     return (cpu_s(fleet) - before) / IDLE_S
 
 
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Print how long a part of the benchmark took."""
+    began = time.monotonic()
+    yield
+    print(f"{time.monotonic() - began:5.0f} s  {what}", flush=True)
+
+
 async def run(
     fleet: Sequence[ForkedReplica], servers: Sequence[RedisServer], clients: int, seconds: float, seed: int
 ) -> dict[str, float]:
@@ -182,15 +191,17 @@ async def run(
         return Traffic(endpoints, supply, workers=clients, clients=clients, pause_s=PAUSE_S)
 
     before, spent = await counts(fleet), Spent.by(servers)
-    async with traffic(0) as load:
-        await load.more(2 * clients, within_s=300)
+    with phase("without faults"):
+        async with traffic(0) as load:
+            await load.more(2 * clients, within_s=300)
     spent = Spent.by(servers).each(spent, len(load.served))
     counted = await counts(fleet)
     counted.subtract(before)
     errors += load.errors
     steady, faults = load, FleetFaults(fleet, seed)
-    async with traffic(1) as load:
-        await faults.go_on(seconds)
+    with phase("with faults"):
+        async with traffic(1) as load:
+            await faults.go_on(seconds)
     errors += load.errors
     for error, times in Counter(errors).most_common(5):
         print(f"{times} times: {error}")
@@ -212,6 +223,7 @@ async def costs() -> dict[str, float]:
     with redis_server() as server:
         beats = {replicas: await heartbeat(server, replicas) for replicas in LARGE}
         single = {together: await image([server], server.url, together) for together in (1, 16)}
+        apart = await image([server], server.url, 1, replicas=AT_A_TIME)
         renewed = await renewal(server)
     with redis_cluster() as cluster:
         clustered = await image(cluster.nodes, cluster.url, 16)
@@ -221,6 +233,7 @@ async def costs() -> dict[str, float]:
         "beats_1000": 1000 * BEATS_PER_S * beats[1000].us / 1e6,
         "beat_bytes": beats[1000].bytes,
         "redis_us_1": single[1].us,
+        "redis_us_apart": apart.us,
         "redis_us_16": single[16].us,
         "redis_bytes_16": single[16].bytes,
         "cluster_us_16": clustered.us,
@@ -248,7 +261,8 @@ def larger(figures: dict[str, float]) -> Table:
     rows: list[list[str | float]] = []
     for replicas in LARGE:
         beats = replicas * BEATS_PER_S
-        threads = [replicas * rate * figures["redis_us_16"] / 1e6 for rate in RATES.values()]
+        images = [replicas * rate / 1e6 for rate in RATES.values()]
+        threads = [rate * figures[cost] for rate in images for cost in ("redis_us_apart", "redis_us_16")]
         leases = QUEUED / 100 * replicas * RENEWALS_PER_S * figures["renewal_us"] / 1e6
         rows.append(
             [
@@ -266,23 +280,43 @@ def larger(figures: dict[str, float]) -> Table:
         "heartbeats, MB/s",
         "renewals of full queues, threads",
     ]
-    heads += [f"{size} at an H200's pace, threads" for size in RATES] + ["router, 30 images, ms"]
+    heads += [
+        f"{size} at an H200's pace{calls}, threads"
+        for size in RATES
+        for calls in (", one a call", ", 16 a call")
+    ]
+    heads.append("router, 30 images, ms")
     return table("Larger fleets, by arithmetic", heads, rows)
 
 
 async def figures_of(model: Path, args: Namespace) -> dict[str, Any]:
     """Run everything; return the figures."""
-    figures = {"spin_ms": spin_ms(), **await costs()}
-    figures |= {f"router_ms_{replicas}": router_ms(replicas) for replicas in LARGE}
-    with redis_server() as server, fleet_of(model, 1, server.url) as (replica,):
+    with phase("what the index costs Redis, and routers their clients"):
+        figures = {"spin_ms": spin_ms(), **await costs()}
+        figures |= {f"router_ms_{replicas}": router_ms(replicas) for replicas in LARGE}
+    with (
+        phase("clients of one replica"),
+        redis_server() as server,
+        fleet_of(model, 1, server.url) as (replica,),
+    ):
         figures["clients_of_one"] = await clients_of_one(replica.endpoint, args.watchers)
-    with redis_server() as server, fleet_of(model, args.replicas, server.url) as fleet:
-        figures["watch_percent"] = await watch_percent(fleet, args.clients)
-        runs = [await run(fleet, [server], args.clients, args.seconds / 2, args.seed)]
-    with redis_cluster() as cluster, fleet_of(model, args.replicas, cluster.url) as fleet:
-        runs.append(await run(fleet, cluster.nodes, args.clients, args.seconds / 2, args.seed + 1))
+    runs = []
+    replicas, clients, seconds = args.replicas, args.clients, args.seconds / 2
+    with (
+        phase("a fleet with one Redis"),
+        redis_server() as server,
+        fleet_of(model, replicas, server.url) as fleet,
+    ):
+        figures["watch_percent"] = await watch_percent(fleet, clients)
+        runs.append(await run(fleet, [server], clients, seconds, args.seed))
+    with (
+        phase("a fleet with a Redis Cluster"),
+        redis_cluster() as cluster,
+        fleet_of(model, replicas, cluster.url) as fleet,
+    ):
+        runs.append(await run(fleet, cluster.nodes, clients, seconds, args.seed + 1))
     rows: list[list[str | float]] = [[name, *(found[name] for found in runs)] for name in runs[0]]
-    table(f"{args.replicas} replicas, {args.clients} clients", ["", "one Redis", "cluster of 3"], rows)
+    table(f"{replicas} replicas, {clients} clients", ["", "one Redis", "cluster of 3"], rows)
     for name in ("failed_images", "hangs", "images"):
         figures[name] = sum(found[name] for found in runs)
     figures["encodes_per_image"] = max(found["encodes_per_image"] for found in runs)

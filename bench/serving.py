@@ -62,7 +62,6 @@ BENCHMARK = Benchmark(
             "two_devices_over_one",
             "images per second: `--devices cpu,cpu` / `cpu`, one thread each",
             target=">= 1.9",
-            summary="images per second, new photos: two devices ÷ one (a device: one CPU thread)",
         ),
         Figure(
             "shared_1440p_over_one",

@@ -128,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.here:
         sys.exit(run_module(SGLANG_PYTHON, "bench.sglang", "--here", *sys.argv[1:], variables={}))
-    # Engines run in their own sessions, so they must be stopped before this process ends.
+    # Engines run in their own process groups, so they must be stopped before this process ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     budget = TimeBudget(args.budget_s)
     figures = _measure(args.rounds, args.only, budget)
@@ -136,8 +136,8 @@ def main() -> None:
 
 
 def _measure(rounds: int, ways: Collection[str], budget: TimeBudget) -> dict[str, Any]:
+    from bench.harness.service import service_for_engines
     from testing.checkpoints import write_checkpoint
-    from testing.server_process import running
     from testing.sglang_engine import add_video_processor
     from testing.sglang_gateway import running_gateway
 
@@ -147,16 +147,7 @@ def _measure(rounds: int, ways: Collection[str], budget: TimeBudget) -> dict[str
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
             write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT)
             model = add_video_processor(folder, "qwen3_vl")
-            server = held.enter_context(
-                running(
-                    model,
-                    executable=Path(os.environ["ENCODER_SERVICE"]),
-                    devices="cpu",
-                    dtype="float32",
-                    store_host_gib=0.5,
-                    device_peak_tflops=0.1,
-                )
-            )
+            server = held.enter_context(service_for_engines(model))
             gateway = held.enter_context(running_gateway(server.endpoint, language_model=model))
         with _step(f"{PARTS} parts"):
             figures |= _found(asyncio.run(_parts(server.endpoint, gateway)))

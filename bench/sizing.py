@@ -78,9 +78,10 @@ def cost(
 def example(row: Sequence[str | float], images_per_s: float = 200.0, store_gib: int = 64) -> str:
     """Return what many new images of a row of `costs` take; a device is loaded to 80 %."""
     size, megabytes, per_gib, per_s = row[0], float(row[4]), float(row[5]), float(row[6])
+    devices = math.ceil(images_per_s / per_s / 0.8)
     return (
         f"Example: 50 requests/s of four new {size} photos are {images_per_s:g} images/s: "
-        f"{math.ceil(images_per_s / per_s / 0.8)} devices and a spare one, "
+        f"{devices} device{'s' if devices > 1 else ''} and a spare one, "
         f"{images_per_s * megabytes / 1e3:.1f} GB/s out, of which a host\nwith 100 Gbit/s sends 12.5; "
         f"a store of {store_gib} GiB holds the images of {store_gib * per_gib / images_per_s:.1f} s."
     )
@@ -131,7 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="parameters of the language model (default %(default)s)",
     )
     args = parser.parse_args(arguments)
-    spec, geometry = _model(args.model)
+    try:
+        spec, geometry = _model(args.model)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"bench.sizing: --model {args.model}: {error}\n")
     costs = [cost(size, spec, geometry, args.sustained_tflops, args.llm_billions) for size in SIZES]
     title = f"{spec.model_type}: rows of {spec.width} values, {args.sustained_tflops:g} TFLOP/s sustained"
     table(title, HEADS, costs)

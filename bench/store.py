@@ -31,7 +31,6 @@ BENCHMARK = Benchmark(
             "28.8 MB hit over shared memory, p50",
             "ms",
             "<= 2",
-            summary="a stored 1280×720 photo (28.8 MB of rows), through shared memory, median",
         ),
         Figure(
             "hit_shm_four_1440p_ms",

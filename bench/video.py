@@ -10,19 +10,17 @@ import asyncio
 import json
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 import transformers
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.memory import peak_bytes
 from bench.overlap import TEXT, TEXT_LAYERS, VISION_LAYERS
 from encoder_contract.video import VideoSettings
 from prefill_client import EncoderClient, RowRequest, Video, read_videos
@@ -69,7 +67,6 @@ ROUNDS = 3
 # Pixels of all frames. A pair of the clip has 80 tokens.
 SIZE = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 26}}
 DECODED_PAIRS = 2
-SAMPLE_S = 0.02
 WAIT_S = 300.0  # on a busy machine, the tower of published size takes a minute for a pair
 
 
@@ -154,29 +151,6 @@ async def first_tokens(model: Path, server: ServerProcess, rounds: int, seconds:
         "second_ms": median(second),
         "second_question_ratio": median(o / s for s, o in zip(second, overlapped, strict=True)),
     }
-
-
-@contextmanager
-def peak_bytes(pid: int) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the peak memory of a process and its children since the block began."""
-    peak, is_over = 0, threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not is_over.wait(SAMPLE_S):
-            process, held = psutil.Process(pid), 0
-            for each in (process, *process.children(recursive=True)):
-                try:
-                    held += each.memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-            peak = max(peak, held)
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    yield lambda: peak
-    is_over.set()
-    thread.join()
 
 
 async def memory_ratio(model: Path, server: ServerProcess, minutes: tuple[float, float]) -> dict[str, Any]:

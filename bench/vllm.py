@@ -54,7 +54,6 @@ BENCHMARK = Benchmark(
             "ttft_own_over_ours_16",
             "own tower / ours, 16 images",
             target=">= 1.3",
-            summary="vLLM, time to first token of 16 new images: its own tower ÷ the service on a second core",
         ),
         Figure("ttft_request_over_window", "ours, 16 images: all first / by prefill step", target=">= 1.15"),
         Figure("own_round8_ms", "first token in round 8 of a chat with one new image each: own tower", "ms"),
@@ -79,7 +78,6 @@ BENCHMARK = Benchmark(
         ),
         Figure("fetch_16_ms", "connector's processor time, 16 hits", "ms", "<= 7"),
         Figure("step_overhead_ms", "connector's time in a step without images", "ms", target="<= 0.1"),
-        Figure("parked_core_percent", "of a core, while one request waits and nothing else runs", "%"),
         Figure("load_before", "processes that wanted a core when it began"),
     ),
     limit_s=480,
@@ -96,7 +94,6 @@ STEP_METHODS = (  # the connector's methods that run in a decode step
 FETCH_METHODS = ("update_state_after_alloc", "update_state_after_free", "request_finished", *STEP_METHODS)
 FETCHES, FETCHED_PIXELS = 12, 256  # 64 tokens an image
 IDLE_STEP_S = 0.001
-PARKED_S = 3.0
 WAYS: dict[str, dict[str, Any]] = {
     "own": {},
     "request": {"extra": {"gating": "request", "host_gib": 0.5}},
@@ -118,24 +115,17 @@ def main() -> None:
 
 
 def _measure(rounds: int) -> dict[str, Any]:
-    from bench.vllm_parts.disaggregation import encoder_instance, transfer
+    from bench.harness.service import service_for_engines
+    from bench.vllm_parts.disaggregation import encoder_instance
     from testing.checkpoints import write_checkpoint
-    from testing.server_process import running
+    from testing.engine_flags import transfer
     from testing.vllm_engine import VllmEngine
 
     figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
         size = {"size": {"longest_edge": SIDE_PIXELS**2, "shortest_edge": 1024}}
         model = write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT, preprocessor=size)
-        service = Path(os.environ["ENCODER_SERVICE"])
-        with running(
-            model,
-            executable=service,
-            devices="cpu",
-            dtype="float32",
-            store_host_gib=0.5,
-            device_peak_tflops=0.1,
-        ) as server:
+        with service_for_engines(model) as server:
             photos = _photos(
                 SIDE_PIXELS
             )  # one iterator for all ways: the service has stored what an earlier way submitted
@@ -173,7 +163,6 @@ def _way_figures(
     if way == "window":
         figures |= {
             "step_overhead_ms": _step_overhead_ms(engine),
-            "parked_core_percent": _parked_core_percent(engine, photos),
             "fetch_16_ms": _fetch_ms(engine, first_token_ms),
         }
     return figures
@@ -251,18 +240,6 @@ def _step_overhead_ms(engine: "VllmEngine") -> float:
     per_step_ms = 1000 * timer.spent_s / (STEPS - 20)
     engine.run(*started)
     return round(per_step_ms, 4)
-
-
-def _parked_core_percent(engine: "VllmEngine", photos: Iterator[bytes]) -> float:
-    """Return the share of a core that the engine's loop takes while a request waits for an image that never comes."""
-    request_id = engine.start([next(photos)], tokens=1)
-    begun, spent = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - begun < PARKED_S:
-        engine.step()
-        time.sleep(IDLE_STEP_S)
-    percent = 100 * (time.thread_time() - spent) / (time.perf_counter() - begun)
-    engine.abort(request_id)
-    return round(percent, 1)
 
 
 class MethodTimer:

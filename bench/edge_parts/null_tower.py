@@ -46,13 +46,14 @@ def load(folder: Path, options: Any) -> Any:
     from encoder_contract.processor import ProcessorSettings
     from encoder_service.image.decoder import Decoder
     from encoder_service.vision import load_tower
+    from encoder_service.vision.load import BATCH_PATCHES
 
     tower = load_tower(
         folder,
         device=options.device,
         dtype=options.dtype,
         processor=ProcessorSettings.from_folder(folder),
-        batch_patches=options.batch_patches or 4800,
+        batch_patches=options.batch_patches or BATCH_PATCHES["cuda"],
     )
     blank = torch.zeros(1, dtype=torch.uint8)
     rows: dict[int, Tensor] = {}

@@ -23,7 +23,7 @@ MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
 # A square image, one of several tiles, one with partial windows, and more images than a graph for one image takes.
 PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
 DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
-BUDGETS = ({"batch_patches": 9600}, {"batch_patches": 16384})  # 4800 is the default
+BUDGETS = ({"batch_patches": 9600}, {"batch_patches": 14400})  # 5632 is the default
 TOP_KERNELS = 12
 DEFAULT: dict[str, Any] = {"attention": "auto", "graphs": True}
 MIB = 2**20
@@ -85,7 +85,7 @@ def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, A
     if probe.dry and options["graphs"]:  # the CPU cannot capture graphs, so replace the capture
         with torch.inference_mode():
             example = tower._layout(case_grids(tower, "256"))
-            small = budgets(example.patches, example.patches)
+            small = budgets(example.patches, example.patches, persistent=False)
             tower._graphs = Graphs(tower._module, tower.spec, example, tower.dtype, small, lambda run: run)
     for name in _cases(probe):
         probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))

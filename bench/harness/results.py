@@ -1,4 +1,4 @@
-"""Result files, the newest of each benchmark and kind of machine: figures with day, versions and command."""
+"""Result files, the newest of each benchmark and kind of machine: figures with time, versions and command."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class Result:
     hardware: str
     status: str
     command: str
-    measured_on: str
+    measured_at: str
+    """When it ended, in UTC, as ISO 8601. Results before 2026-11-29 have only the day."""
     seconds: float = 0.0
     load: float = 0.0
     """The load per core when it began. Over `BUSY`, other work made the times longer."""
@@ -91,6 +93,11 @@ def _git(*arguments: str) -> str | None:
     return None if done.returncode else done.stdout.strip("\n")
 
 
+def now() -> str:
+    """Return the time as results have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def load() -> float:
     """Return the load per core during the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
@@ -112,7 +119,14 @@ def store(result: Result, folder: Path = FOLDER) -> Path:
 def stored(folder: Path = FOLDER) -> list[Result]:
     """Return all results, the oldest first."""
     found = [Result(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
-    return sorted(found, key=lambda result: result.measured_on)
+    return sorted(found, key=lambda result: result.measured_at)
+
+
+def earlier_figures(benchmark: str) -> dict[str, Any]:
+    """Return the figures of the stored result of a benchmark on this kind of machine; none if there is no result."""
+    machine = hardware()
+    found = [each for each in stored() if (each.benchmark, each.hardware) == (benchmark, machine)]
+    return found[-1].figures if found else {}
 
 
 def newest(benchmark: str, folder: Path = FOLDER) -> Result:

@@ -6,13 +6,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 from bench.harness.benchmark import Benchmark
-from bench.harness.results import NOT_RUN, OK, ROOT, Result, load, versions
+from bench.harness.results import NOT_RUN, OK, ROOT, Result, load, now, versions
 
 LOGS = ROOT / ".bench"
 END_S = 10.0  # for a benchmark that ran out of time to stop its servers
@@ -35,7 +34,7 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
         machine,
         status,
         shlex.join(["python", *command]),
-        date.today().isoformat(),
+        now(),
         round(seconds, 1),
         round(busy, 2),
         figures,
@@ -47,7 +46,7 @@ def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> R
 def not_run(benchmark: Benchmark, machine: str, why: str) -> Result:
     """Return the result of a benchmark that was not run."""
     command = shlex.join(["python", *benchmark.command(quick=False)])
-    return Result(benchmark.name, machine, NOT_RUN, command, date.today().isoformat(), error=why)
+    return Result(benchmark.name, machine, NOT_RUN, command, now(), error=why)
 
 
 def _status(command: list[str], output: int, limit_s: float) -> str:

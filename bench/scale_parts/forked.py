@@ -52,7 +52,7 @@ def _serve(arguments: Sequence[str], log: Path) -> None:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     torch.set_num_threads(1)
-    cli.start_devices = start_devices  # type: ignore[attr-defined]
+    cli.start_devices = start_devices  # type: ignore[attr-defined, assignment]
     sys.exit(cli.main(["serve", *arguments]))
 
 

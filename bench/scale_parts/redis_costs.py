@@ -92,25 +92,27 @@ async def heartbeat(server: RedisServer, replicas: int) -> Spent:
         await connection.close()
 
 
-async def joined(stack: AsyncExitStack, url: str) -> RedisCluster:
+async def joined(stack: AsyncExitStack, url: str, replica: str = "a") -> RedisCluster:
     """Return the cluster of a replica that has joined; its calls have time, as the machine may be busy."""
     settings = RedisSettings(url=url, namespace=namespace("costs", MODEL), call_timeout_ms=10_000)
     cluster = cluster_of(settings)
-    await cluster.join(Replica("a", 1, "a.encoder:50051", MODEL, PROCESSOR))
+    await cluster.join(Replica(replica, 1, f"{replica}.encoder:50051", MODEL, PROCESSOR))
     stack.push_async_callback(cluster.close)
     return cluster
 
 
-async def image(servers: Sequence[RedisServer], url: str, together: int, images: int = 512) -> Spent:
+async def image(
+    servers: Sequence[RedisServer], url: str, together: int, replicas: int = 1, images: int = 512
+) -> Spent:
     """Return the cost of a new image, its lease and its publication, while callers submit `together` images each.
 
-    The replica collects what callers ask within a millisecond.
+    `AT_A_TIME` callers are spread over the replicas. A replica collects what its callers ask within a millisecond.
     """
-    draw = random.Random(together)
+    draw = random.Random(f"{together} {replicas}")
     async with AsyncExitStack() as stack:
-        cluster = await joined(stack, url)
+        clusters = [await joined(stack, url, f"replica-{n}") for n in range(replicas)]
 
-        async def submit() -> None:
+        async def submit(cluster: RedisCluster) -> None:
             addresses = [draw.randbytes(32) for _ in range(together)]
             acquired = await cluster.acquire(addresses)
             assert acquired.granted == frozenset(addresses)
@@ -119,8 +121,9 @@ async def image(servers: Sequence[RedisServer], url: str, together: int, images:
 
         async def encode() -> int:
             calls = images // together
-            await at_a_time(submit() for _ in range(calls))
-            await cluster.leases.send()
+            await at_a_time(submit(clusters[n % replicas]) for n in range(calls))
+            for cluster in clusters:
+                await cluster.leases.send()
             return calls * together
 
         return await least(servers, encode)

@@ -1,8 +1,4 @@
-"""vLLM's own encoder disaggregation: an instance that only encodes, whose rows an engine reads from a shared folder.
-
-`ECExampleConnector` is the connector of vLLM that starts on a CPU. `ECCPUConnector` needs the V2 model runner, and
-`ECMooncakeConnector` needs RDMA.
-"""
+"""vLLM's own encoder disaggregation: an instance that only encodes, whose rows an engine reads from a shared folder."""
 
 import json
 import sys
@@ -15,20 +11,12 @@ from typing import Any
 import httpx
 
 from testing.engine_environments import VLLM_VARIABLES
+from testing.engine_flags import transfer
 from testing.processes import EngineProcess, free_port
 from testing.vllm_engine import raw
 
 TIMEOUT_S = 300.0
 MODEL_NAME = "tiny"
-
-
-def transfer(folder: Path, role: str) -> dict[str, Any]:
-    """Return the `ec_transfer_config` of a producer or a consumer of rows in a folder."""
-    return {
-        "ec_connector": "ECExampleConnector",
-        "ec_role": role,
-        "ec_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
 
 
 class EncoderInstance:

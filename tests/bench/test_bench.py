@@ -68,7 +68,7 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_uncommitted_code_is_measured_only_with_dirty_or_quick(
+def test_uncommitted_code_is_measured_atly_with_dirty_or_quick(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[bool] = []
@@ -100,7 +100,7 @@ def test_a_result_names_its_commit_and_uncommitted_changes(repository: Path) -> 
 def test_a_result_replaces_the_older_one_of_its_benchmark_and_machine(tmp_path: Path) -> None:
     path = store(replace(GOOD, hardware="A (machine), 2 cores"), tmp_path)
     assert path.name == "store.a-machine-2-cores.json"
-    newer = replace(GOOD, hardware="A (machine), 2 cores", measured_on="2026-01-03")
+    newer = replace(GOOD, hardware="A (machine), 2 cores", measured_at="2026-01-03")
     assert store(newer, tmp_path) == path
     other = replace(GOOD, benchmark="fleet")
     store(other, tmp_path)

@@ -1,8 +1,8 @@
-"""The simulated tables of the pages match the scheduler of this commit."""
+"""The simulated and the computed tables of the pages match the code of this commit."""
 
 import pytest
 
-from bench.harness.benchmark import markdown
+from bench.gpu_parts.predicted import main as show_predicted
 from bench.harness.results import ROOT, stored
 from bench.scheduler import fleet_table
 
@@ -19,9 +19,8 @@ def test_the_stored_table_matches_a_new_simulation() -> None:
         assert computed["rows"][0] == kept["rows"][0], "run `make bench ONLY=scheduler`"
 
 
-def test_the_page_of_the_scheduler_shows_the_first_stored_table() -> None:
-    """It is typed from the output of `python -m bench.scheduler`, which is the same on every machine."""
-    page = (ROOT / "docs/scheduling.md").read_text()
-    for result in (each for each in stored() if each.benchmark == "scheduler"):
-        first = result.figures["tables"][0]
-        assert markdown(first["heads"], first["rows"]) in page
+def test_the_predicted_times_of_gpus_are_what_their_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_predicted()
+    assert capsys.readouterr().out in (ROOT / "docs/vision-towers.md").read_text()

@@ -13,7 +13,7 @@ from typing import Any
 
 import transformers
 
-from demo.run import FOLDER
+from demo.command_line import FOLDER
 from testing.checkpoints import write_checkpoint
 from testing.processes import StartError
 from testing.redis_servers import redis_server
@@ -46,8 +46,8 @@ def run(replicas: int, model: Path | None, folder: Path) -> int:
 @contextmanager
 def _replica(model: Path, log: Path, codes: list[int], **settings: Any) -> Iterator[ServerProcess]:
     """Run a replica. At the end of the block it drains, and its exit code is added to `codes`."""
-    # In its own session it does not get Ctrl-C: this process must stop the replicas before their Redis.
-    server = ServerProcess(model, log=log, own_session=True, store_host_gib=0.5, **settings)
+    # In its own process group it does not get Ctrl-C: this process must stop the replicas before their Redis.
+    server = ServerProcess(model, log=log, own_group=True, store_host_gib=0.5, **settings)
     try:
         yield server
     finally:

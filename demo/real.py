@@ -4,32 +4,27 @@ Each photo is shown with the saliency that a trained head finds in its rows, and
 its rows as colours: patches of one thing get one colour. The rows came over the service.
 """
 
-import argparse
 import asyncio
 import base64
 import html
 import io
-import signal
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from demo.command_line import command_line, ended, say
 from prefill_client import EncoderClient, RowRequest, Trace
 from prefill_reference import timeline
 from testing import real_weights
-from testing.processes import StartError
 from testing.server_process import HALF_THE_CORES, running
 
-FOLDER = Path(__file__).parents[1] / ".demo"
 SHOWN = ("chelsea.png", "coffee.png", "rocket.jpg")
 PANELS = ("photo", "saliency of its rows", "principal components of its rows")
 LEFT, SIDE, GAP, TITLE = timeline.LEFT, real_weights.SIDE, 12, 20  # pixels
-say = partial(print, flush=True)  # shows progress at once
 Pixels = NDArray[np.uint8]
 Rows = NDArray[np.float32]
 
@@ -117,20 +112,10 @@ def image(values: Pixels, x: int, y: int) -> str:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="make demo REAL=1", description=__doc__)
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"
-    )
-    args = parser.parse_args()
+    args = command_line("make demo REAL=1", __doc__).parse_args()
     if reason := real_weights.missing():
         raise SystemExit(f"demo: {reason}")
-    try:
-        return demo(args.folder.resolve())
-    except StartError as error:
-        raise SystemExit(f"demo: {error}") from error
-    except KeyboardInterrupt:
-        say("\ndemo: interrupted")
-        return 128 + signal.SIGINT
+    return ended(lambda: demo(args.folder.resolve()))
 
 
 if __name__ == "__main__":

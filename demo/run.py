@@ -1,23 +1,19 @@
 """The demo: a real server, a real prefill process, a two-turn chat over images, and a check of our promises."""
 
-import argparse
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from demo.command_line import command_line, ended, say
 from demo.report import print_turn
 from prefill_reference.timeline import draw
-from testing.processes import StartError
 from testing.server_process import HALF_THE_CORES, running
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / ".demo"
 CHUNK_TOKENS = 384
 # Width and height (as stored), and EXIF orientation. The last two are new in turn two.
 PHOTOS = (
@@ -28,7 +24,6 @@ NEW_IN_TURN_TWO = 2
 # Large enough to be real work for two cores, small enough to take a minute.
 VISION_LAYERS, TEXT_LAYERS = 8, 12
 MIN_PIXELS, MAX_PIXELS = 65536, 1280 * 768
-say = partial(print, flush=True)  # shows progress at once
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 MAX_IMAGES = 16  # of a user's folder, so that the demo takes less than two minutes
 
@@ -36,6 +31,9 @@ MAX_IMAGES = 16  # of a user's folder, so that the demo takes less than two minu
 def demo(images: Path | None, chunk_tokens: int, folder: Path) -> int:
     """Run the demo in `folder`; return 0 if every promise was kept."""
     began = time.monotonic()
+    say("Two turns of a chat about images: a server encodes them while a process prefills, in chunks.")
+    say("No KV cache is kept between the turns: the second one reuses the encoder's work only.")
+    say("Then transformers computes the same, to compare with, and a picture shows when what happened.")
     say("loading torch and transformers ...")  # takes seconds
     import transformers
 
@@ -149,22 +147,13 @@ def prefill_events(
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser = command_line("make demo", __doc__)
     parser.add_argument("--images", type=Path, help="folder of image files instead of seeded photos")
     parser.add_argument(
         "--chunk", type=int, default=CHUNK_TOKENS, help="tokens in a prefill chunk (%(default)s)"
     )
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"
-    )
     args = parser.parse_args()
-    try:
-        return demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve())
-    except StartError as error:
-        raise SystemExit(f"demo: {error}") from error
-    except KeyboardInterrupt:
-        say("\ndemo: interrupted")
-        return 128 + signal.SIGINT
+    return ended(lambda: demo(args.images and args.images.resolve(), args.chunk, args.folder.resolve()))
 
 
 if __name__ == "__main__":

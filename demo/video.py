@@ -1,20 +1,16 @@
 """The demo with a video: a clip that it makes itself, two questions about it, and a check of our promises."""
 
-import argparse
 import asyncio
 import json
-import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from demo.command_line import command_line, ended, say
 from demo.report import print_turn
 from prefill_reference.timeline import draw
-from testing.processes import StartError
 from testing.server_process import HALF_THE_CORES, running
 
-FOLDER = Path(__file__).parents[1] / ".demo"
 CHUNK_TOKENS = 256
 VISION_LAYERS, TEXT_LAYERS = 8, 8
 # The model samples two frames per second: 20 pairs of 80 tokens.
@@ -22,7 +18,6 @@ CLIP: dict[str, Any] = {"frames": 400, "fps": 20.0, "width": 320, "height": 256}
 VIDEO_SIZE = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 24}}  # pixels of all frames
 QUESTIONS = ("What happens in this video?", "And how does it end?")
 MAX_LOGIT_ERROR = 5e-5  # as in `demo.checks`
-say = partial(print, flush=True)
 
 
 def demo(folder: Path) -> int:
@@ -153,18 +148,8 @@ def one_shot(model: Path, file: bytes, turn: dict[str, Any]) -> Any:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="make demo VIDEO=1", description=__doc__)
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)"
-    )
-    args = parser.parse_args()
-    try:
-        return demo(args.folder.resolve())
-    except StartError as error:
-        raise SystemExit(f"demo: {error}") from error
-    except KeyboardInterrupt:
-        say("\ndemo: interrupted")
-        return 128 + signal.SIGINT
+    args = command_line("make demo VIDEO=1", __doc__).parse_args()
+    return ended(lambda: demo(args.folder.resolve()))
 
 
 if __name__ == "__main__":

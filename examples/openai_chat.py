@@ -10,7 +10,7 @@ import mimetypes
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 QUESTIONS = ("What do these photos show?", "And the first one?")
 
@@ -21,17 +21,11 @@ def data_url(path: Path) -> str:
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def main() -> None:
+def chat(files: list[Path], url: str) -> None:
     """Ask two questions about the same images. The second time, the server already has their rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    arguments = parser.parse_args()
-    client = OpenAI(base_url=arguments.url, api_key="none")
+    content: list[Any] = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in files]
+    client = OpenAI(base_url=url, api_key="none")
     model = next(iter(client.models.list())).id
-    content: list[Any] = [
-        {"type": "image_url", "image_url": {"url": data_url(path)}} for path in arguments.files
-    ]
     messages: list[Any] = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": [*content, {"type": "text", "text": question}]})
@@ -40,6 +34,20 @@ def main() -> None:
         print(f"{question}\n  {text!r}, {usage.prompt_tokens if usage else 0} prompt tokens")
         messages.append({"role": "assistant", "content": text})
         content = []
+
+
+def main() -> None:
+    """Run the example from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    arguments = parser.parse_args()
+    try:
+        chat(arguments.files, arguments.url)
+    except OpenAIError as error:
+        raise SystemExit(f"{arguments.url}: {error}") from None
+    except OSError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the results of the benchmarks into docs/benchmarks.md, a table for each question, and a few into README.md.
+"""Writes the results of the benchmarks into docs/benchmarks.md, a table for each question, and a few into other pages.
 
 `python -m docs.benchmarks` writes. With `--check`, it changes nothing and fails if a page and the results differ.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmarks, markdown
 from bench.harness.results import BUSY, DIRTY, ROOT, Result, stored
 
-PAGES = (BENCHMARKS_PAGE, ROOT / "README.md")
+PAGES = (BENCHMARKS_PAGE, ROOT / "README.md", ROOT / "docs" / "gain.md", ROOT / "docs" / "scheduling.md")
 SUMMARY_ROWS = 7  # the README quotes at most this many
 ABSENT = "–"
 _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -69,7 +69,7 @@ def when(result: Result) -> str:
     """Return the day and the commit of a result."""
     commit = result.versions.get("commit", "unknown")
     dirty = " and changes" if commit.endswith(DIRTY) else ""
-    return f"{result.measured_on}, commit {commit.removesuffix(DIRTY)}{dirty}"
+    return f"{result.measured_at[:10]}, commit {commit.removesuffix(DIRTY)}{dirty}"
 
 
 def target(figure: Figure) -> str:
@@ -109,7 +109,7 @@ def summary(declared: Sequence[Benchmark], results: Sequence[Result]) -> str:
                 if result.benchmark == benchmark.name and looked_up(figure.key, result.figures) is not None
             ]
             if found:
-                newest = max(found, key=lambda each: each.measured_on)
+                newest = max(found, key=lambda each: each.measured_at)
                 where = f"{newest.hardware}; {when(newest)}; `python -m bench.{benchmark.name}`"
                 rows.append((figure.summary, value(figure, newest.figures), target(figure), where))
     if len(rows) > SUMMARY_ROWS:
@@ -117,14 +117,66 @@ def summary(declared: Sequence[Benchmark], results: Sequence[Result]) -> str:
     return markdown(("", "measured", "target", "where and when"), rows) if rows else "Not measured yet."
 
 
+def gain(results: Sequence[Result]) -> str:
+    """Return the newest cells of the benchmark of engines; first those in which the engine alone is best."""
+    found = [result for result in results if result.benchmark == "engines"]
+    if not found:
+        return "Not measured yet."
+    newest = max(found, key=lambda each: each.measured_at)
+    rows = [
+        (row, ratio)
+        for name, cell in newest.figures["cells"].items()
+        for load in cell["sides"].get("ours", {}).get("loads", ())
+        if "own" in cell["sides"]
+        for row, ratio in [_gained(name, load, cell)]
+    ]
+    heads = (
+        "cell",
+        "load",
+        "own tower",
+        "disaggregated",
+        "ours",
+        "ours / own",
+        "p99, own / ours",
+        "measured",
+    )
+    table = markdown(heads, [row for row, _ in sorted(rows, key=lambda each: each[1])])
+    picture = "![Requests a second over the number of callers](img/engines.svg)"
+    return f"{table}\n\n{picture}\n\n{newest.hardware}; `python -m bench.engines`."
+
+
+def _gained(name: str, load: str, cell: Mapping[str, Any]) -> tuple[list[str], float]:
+    """Return a row of `gain`, and our requests a second over those of the engine alone."""
+    sides = {side: measured["loads"].get(load, {}) for side, measured in cell["sides"].items()}
+    rates = {side: figures.get("requests_per_s") for side, figures in sides.items()}
+    ratio = rates["ours"] / rates["own"]
+    p99 = sides["own"]["ttft_p99_ms"] / sides["ours"]["ttft_p99_ms"]
+    shown = [f"{rates[side]:.2f}/s" if rates.get(side) else ABSENT for side in ("own", "encoder", "ours")]
+    measured = f"{cell['measured_at'][:10]}, {cell['commit'].removesuffix(DIRTY)}"
+    return [name, load, *shown, f"{ratio:.2f}", f"{p99:.2f}", measured], ratio
+
+
+def policies(results: Sequence[Result]) -> str:
+    """Return the first table that the newest run of bench.scheduler printed, which is the same on every machine."""
+    found = [result for result in results if result.benchmark == "scheduler"]
+    if not found:
+        return "Not measured yet."
+    first = max(found, key=lambda each: each.measured_at).figures["tables"][0]
+    return f"{markdown(first['heads'], first['rows'])}\n\n{first['title']}: `python -m bench.scheduler`."
+
+
 def written(text: str, declared: Sequence[Benchmark], results: Sequence[Result]) -> str:
     """Return the text of a page with the results between its markers."""
 
     def fill(found: re.Match[str]) -> str:
-        if found[2] == "summary":
-            return f"{found[1]}{summary(declared, results)}\n{found[3]}"
-        if found[2] == "machines":
-            return f"{found[1]}{machines(results)}\n{found[3]}"
+        whole = {
+            "summary": lambda: summary(declared, results),
+            "machines": lambda: machines(results),
+            "gain": lambda: gain(results),
+            "policies": lambda: policies(results),
+        }
+        if found[2] in whole:
+            return f"{found[1]}{whole[found[2]]()}\n{found[3]}"
         benchmark = next(each for each in declared if each.name == found[2])
         own = [result for result in results if result.benchmark == benchmark.name]
         return f"{found[1]}{section(benchmark, own)}\n{found[3]}"

@@ -1,4 +1,4 @@
-"""Draws charts as SVG: what an order of eviction saves, and the spans of a trace."""
+"""Draws charts as SVG: what an order of eviction saves, an engine's throughput under load, and the spans of a trace."""
 
 import io
 from collections import defaultdict
@@ -17,6 +17,8 @@ matplotlib.rcParams.update(
 )
 COLOURS = ("#3182bd", "#e6550d", "#31a354", "#756bb1")
 ORDERS = {"offline": "#9e9e9e", "ours": "#e6550d", "LRU": "#3182bd", "LRU in equal shares": "#756bb1"}
+SIDES = {"own": "the engine alone", "encoder": "its own encoder disaggregation", "ours": "with the service"}
+SHARES = {"vllm-new": "new images", "vllm-most": "80 % repeated"}
 LANE_INCHES = 0.24
 INDENT = "\u00a0" * 4  # plain spaces at the start of a text collapse in SVG
 
@@ -40,9 +42,35 @@ def eviction(result: Result) -> str:
     return svg(figure, source(result))
 
 
+def engines(result: Result) -> str:
+    """Draw requests a second over the number of callers, a line for each side, from a result of the benchmark.
+
+    There is a plot for new images, and one for repeated images if they were measured.
+    """
+    cells = {name: each for name, each in result.figures["cells"].items() if name in SHARES}
+    figure = Figure((3.6 * len(cells), 3.4), layout="constrained")
+    plots = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
+    for axes, (name, cell) in zip(plots, cells.items(), strict=True):
+        axes.set_xscale("log", base=2)
+        for (side, label), colour in zip(SIDES.items(), COLOURS, strict=False):
+            loads = cell["sides"].get(side, {"loads": {}})["loads"]
+            callers = sorted(int(load.removeprefix("c")) for load in loads)
+            rates = [loads[f"c{each}"]["requests_per_s"] for each in callers]
+            axes.plot(callers, rates, marker="o", color=colour, label=label)
+            axes.set_xticks(callers, [str(each) for each in callers])
+        axes.set_title(f"vLLM, {SHARES[name]}")
+        axes.set_xlabel("callers")
+        axes.set_ylim(0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    plots[0].set_ylabel("requests/s")
+    plots[0].legend()
+    return svg(figure, source(result))
+
+
 def source(result: Result) -> str:
     """Return which run of a benchmark a chart shows."""
-    return f"{result.command}, {result.measured_on}, commit {result.versions['commit']}"
+    return f"{result.command}, {result.measured_at[:10]}, commit {result.versions['commit']}"
 
 
 def trace(spans: Sequence[CollectedSpan], names: Mapping[str, str]) -> str:

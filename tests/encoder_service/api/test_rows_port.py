@@ -317,10 +317,10 @@ async def test_rows_of_a_connection_that_dies_come_inline(
     async with await EncoderClient.connect(server.endpoint, receivers=by_port(proxy.port)) as client:
         requests = await submitted(client, [LARGE, *PHOTOS])
         expected = await collect(client, requests, transports=["inline"])
-        proxy.throttle(5e6)  # so that the rows are still on their way
+        proxy.hold_answers()
 
         async def cut() -> None:
-            await soon(lambda: port_of(server).connections > 0)
+            await soon(lambda: proxy.held_bytes > 0)
             proxy.cut()
 
         cutting = asyncio.create_task(cut())
@@ -541,11 +541,11 @@ async def test_many_connections_of_one_host_leave_room_for_a_new_one(
 async def test_closing_the_client_ends_its_transfers(server: Server) -> None:
     client = await EncoderClient.connect(server.endpoint)
     proxy = await TcpProxy(port_of(server).port).start()
-    proxy.throttle(1e5)
+    proxy.hold_answers()
     async with await EncoderClient.connect(server.endpoint, receivers=by_port(proxy.port)) as slow:
         requests = await submitted(slow, [LARGE])
         fetching = asyncio.create_task(collect(slow, requests, transports=["tcp"]))
-        await soon(lambda: port_of(server).connections > 0)
+        await soon(lambda: proxy.held_bytes > 0)
     await asyncio.wait([fetching], timeout=PATIENCE_S)
     assert fetching.done()
     assert fetching.exception() is not None or all(rows.error for rows in fetching.result().values())

@@ -113,6 +113,11 @@ test: setup ## Run the tests (no GPU, Redis server or network needed; 5 GB of me
 test-quick: setup ## Run the tests that need no server and little computing (a minute)
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not fleet and not images and not families and not real and not process and not slow'
 
+.PHONY: test-stalls
+test-stalls: setup ## Run the tests while processes and event loops stall at random, as on a busy machine (ONLY=a file or folder)
+	@$(PY) -m pytest -p testing.stalls --numprocesses 4 --dist loadfile --no-loadscope-reorder \
+		-m 'not gpu and not fleet and not images and not families and not real' $(ONLY)
+
 $(VENV)/.done-dali: $(VENV)/.done-$(GPU)
 	@echo "installing DALI into $(VENV) (476 MiB) ..."
 	@$(PIP) install -c constraints.txt -e '.[$(DALI)]' $(QUIETLY)

@@ -1,6 +1,6 @@
 """A pytest plugin that stalls processes and event loops at random, as a busy machine does: `make test-stalls`.
 
-A test that fails only beside other load fails here within a run or two. Each worker's event loops stall before some
+A test that fails only beside other load fails here within a run or two. Each worker's event loops stall between
 callbacks, and the first process stops one descendant after the other: workers, servers, devices, Redis.
 """
 
@@ -18,10 +18,10 @@ import pytest
 
 SWITCH_S = 0.02
 """How long a thread may keep the interpreter from others: Python's own value is 0.005."""
-CALLBACKS_BETWEEN_STALLS = 400
-CALLBACK_STALL_S = 0.08
-PAUSE_S = 0.25
-"""The mean of the pauses of processes. The longest is eight times as long."""
+LOOP_RUNS_S, LOOP_STALLS_S = 0.2, 0.1
+"""How long an event loop runs between two stalls, and how long it stalls, in the mean."""
+PROCESS_STALLS_S = 0.25
+"""The mean pause of a process. No stall is longer than eight times its mean."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,9 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.setswitchinterval(SWITCH_S)
     run = asyncio.events.Handle._run  # type: ignore[attr-defined]
 
+    due = 0.0
+
     def run_late(handle: asyncio.Handle) -> None:
-        if chance.random() * CALLBACKS_BETWEEN_STALLS < 1:
-            time.sleep(_drawn_s(chance, CALLBACK_STALL_S))
+        nonlocal due
+        if time.monotonic() > due:
+            time.sleep(_drawn_s(chance, LOOP_STALLS_S))
+            due = time.monotonic() + _drawn_s(chance, LOOP_RUNS_S)
         run(handle)
 
     asyncio.events.Handle._run = run_late  # type: ignore[attr-defined]
@@ -48,12 +52,12 @@ def pytest_report_header() -> str:
 
 def _stop_descendants(chance: random.Random) -> None:
     while True:
-        time.sleep(chance.uniform(0, 2 * PAUSE_S / 3))
+        time.sleep(chance.uniform(0, PROCESS_STALLS_S))
         if running := _running_descendants(os.getpid()):
             process = chance.choice(running)
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGSTOP)
-                time.sleep(_drawn_s(chance, PAUSE_S))
+                time.sleep(_drawn_s(chance, PROCESS_STALLS_S))
                 os.kill(process, signal.SIGCONT)
 
 

@@ -108,6 +108,10 @@ class TcpProxy:
         except OSError:  # the server is gone
             writer.transport.abort()
             return
+        if self._is_cut:  # meanwhile
+            far_writer.transport.abort()
+            writer.transport.abort()
+            return
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             self._ends.add(sink)
             task = asyncio.create_task(self._carry(source, sink, is_answer=sink is writer))

@@ -31,11 +31,23 @@ class CommandLine(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the arguments. At an unknown one, end the program with a suggestion."""
-        found, left = super().parse_known_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:  # else some are a subcommand's
+            # Before the values: the one after an unknown flag would be taken for a positional argument.
+            for argument in given[: given.index("--") if "--" in given else None]:
+                if (
+                    argument.startswith("--")
+                    and argument.partition("=")[0] not in self._option_string_actions
+                ):
+                    self._refuse(argument)
+        found, left = super().parse_known_args(given, namespace)
         if left:
-            word = left[0].partition("=")[0]
-            self.error(f"unknown argument {word}{did_you_mean(word, self._option_string_actions)}")
+            self._refuse(left[0])
         return found, left
+
+    def _refuse(self, argument: str) -> NoReturn:
+        word = argument.partition("=")[0]
+        self.error(f"unknown argument {word}{did_you_mean(word, self._option_string_actions)}")
 
     def error(self, message: str) -> NoReturn:
         """End the program with a one-line message."""

@@ -131,6 +131,7 @@ def _find_settings(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     raise FileNotFoundError(
         f"{folder} has no image processor settings: neither preprocessor_config.json"
         " nor an image_processor in processor_config.json"
+        " (download the whole model: hf download NAME --local-dir FOLDER)"
     )
 
 

@@ -43,6 +43,7 @@ def parser() -> CommandLine:
     command = line.add_subparsers(dest="command").add_parser("serve")
     command.add_argument("--metrics-listen", type=endpoint)
     command.add_argument("--timeout-s", type=seconds)
+    command.add_argument("servers", nargs="*", type=endpoint)
     return line
 
 
@@ -58,6 +59,8 @@ def parser() -> CommandLine:
             "unknown argument --metric-listen (did you mean --metrics-listen?)",
         ),
         (["serve", "--metrics", "a:1"], "unknown argument --metrics"),
+        (["serve", "--timeout", "3"], "unknown argument --timeout (did you mean --timeout-s?)"),
+        (["serve", "--", "--timeout"], "--timeout must be host:port"),
         (["--quiet", "serve"], "program: unknown argument --quiet;"),
         (["--hope", "serve"], "program: unknown argument --hope;"),  # like --help in its dashes only
         (["serve", "--metrics-listen", "nowhere"], "nowhere must be host:port"),

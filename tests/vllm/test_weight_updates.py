@@ -28,6 +28,9 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.worker.gpu import model_runner as gpu_model_runner
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu_worker import Worker
 
 from encoder_contract.checkpoint import model_fingerprint
 from prefill_client import BlockingClient
@@ -210,6 +213,23 @@ def test_workers_keep_the_rows_that_the_scheduler_counts_on(live: Live, frozen: 
     assert cached() == before
     again = ["Once more:", *PARTS]  # the prefix cache has nothing of it
     assert_equal(live.engine.ask(again), live.own(again))
+
+
+def test_the_runner_for_gpus_keeps_them_too(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The V2 model runner and its cache, without the model: it needs Triton."""
+    live.engine.ask(PARTS)
+    rows = dict(get_ec_transfer()._encoder_cache)
+    worker, runner = object.__new__(Worker), object.__new__(gpu_model_runner.GPUModelRunner)
+    worker.vllm_config = runner.vllm_config = live.engine.config
+    worker.model_runner, runner.model = runner, live.engine.model
+    runner.lora_config = runner.pooling_runner = None
+    runner.encoder_cache = EncoderCache()
+    runner.encoder_cache.encoder_outputs.update({**rows, "vLLM's own": next(iter(rows.values()))})
+    monkeypatch.setattr(gpu_model_runner, "reload_weights", lambda *_: None)
+    worker.reload_weights()
+    assert runner.encoder_cache.encoder_outputs == rows
+    runner.encoder_cache = None  # a model without images
+    worker.reload_weights()
 
 
 def test_a_trained_tower_gets_no_rows_of_the_old_one(

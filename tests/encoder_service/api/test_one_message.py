@@ -17,7 +17,7 @@ from tests.calls import collect, named, next_states, refused, stub
 from tests.gate import Gate
 from tests.operator_view import numbers
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 MIB = 1 << 20
 PHOTOS = [photo(64 + n, 80, 700 + n) for n in range(16)]
@@ -125,7 +125,14 @@ async def test_an_incomplete_file_with_its_name_ends_the_call(client: EncoderCli
 async def test_files_for_which_there_is_no_space_are_not_parsed(config: Config, model: Model) -> None:
     """The server answers as if only the names had come."""
     async with (
-        server_of(config, model, max_queued_gib=2 * MIB / GIB, max_image_bytes=2 * MIB) as server,
+        server_of(
+            config,
+            model,
+            # The first call keeps its space, however busy this machine is.
+            limits={"upload_idle_s": PATIENCE_S},
+            max_queued_gib=2 * MIB / GIB,
+            max_image_bytes=2 * MIB,
+        ) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
         large: Any = (await stub(client)).Submit(timeout=60)

@@ -8,6 +8,7 @@ import pytest
 from encoder_service.api.describe import reachable
 from encoder_service.config import Config, ConfigError
 from encoder_service.http import HttpPort
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_the_http_port_on_all_interfaces_serves_both_families() -> None:
     try:
         number = port.endpoint.rpartition(":")[2]
         for host in ("127.0.0.1", "[::1]"):
-            with urllib.request.urlopen(f"http://{host}:{number}/healthz", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{host}:{number}/healthz", timeout=PATIENCE_S) as answer:
                 assert answer.status == 200
     finally:
         port.stop()

@@ -58,7 +58,7 @@ async def test_images_that_do_not_fit_together_are_refused_before_bytes_travel(
             first = await other.submit(PHOTOS[:4])
             assert [answer.error for answer in first] == [None] * 4
             sent = (await numbers(server)).total("uploaded_bytes_total")
-            call = (await stub(other)).Submit(timeout=60)
+            call = (await stub(other)).Submit(timeout=PATIENCE_S)
             await call.write(naming_together(other, range(4, 10), together=together))
             states = await next_states(call, 6)
             refused = [state for state in states if state.state == pb.STATE_FAILED]
@@ -86,11 +86,11 @@ async def test_a_place_is_held_until_the_bytes_arrive(config: Config, model: Mod
         await EncoderClient.connect(server.endpoint, client_id="other") as other,
     ):
         with gate.closed():
-            call = (await stub(other)).Submit(timeout=60)
+            call = (await stub(other)).Submit(timeout=PATIENCE_S)
             await call.write(naming_together(other, range(6)))
             assert {state.state for state in await next_states(call, 6)} == {pb.STATE_NEEDS_BYTES}
             assert (queued(server), len(server.jobs)) == (6, 0)
-            late = (await stub(other)).Submit(timeout=60)
+            late = (await stub(other)).Submit(timeout=PATIENCE_S)
             await late.write(naming_together(other, range(6, 10)))
             assert {state.state for state in await next_states(late, 4)} == {pb.STATE_FAILED}, (
                 "no room beside them"
@@ -110,7 +110,7 @@ async def test_places_are_freed_when_the_bytes_do_not_arrive(config: Config, mod
         server_of(config, model, limits=NEVER_STALLS, max_queued_images=QUEUE) as server,
         await EncoderClient.connect(server.endpoint, client_id="other") as other,
     ):
-        call = (await stub(other)).Submit(timeout=60)
+        call = (await stub(other)).Submit(timeout=PATIENCE_S)
         await call.write(naming_together(other, range(4)))
         assert {state.state for state in await next_states(call, 4)} == {pb.STATE_NEEDS_BYTES}
         assert queued(server) == 4

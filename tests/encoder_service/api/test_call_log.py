@@ -15,6 +15,7 @@ from prefill_client import EncoderClient
 from tests.calls import stub
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for, settled, use
+from tests.waiting import PATIENCE_S
 
 
 def lines_of_calls(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -51,7 +52,7 @@ async def test_a_refused_call_is_counted_and_logged_with_its_status(
     caplog.set_level(logging.INFO)
     async with await EncoderClient.connect(server.endpoint) as client:
         server.service.draining = True
-        call = (await stub(client)).Submit(timeout=60)
+        call = (await stub(client)).Submit(timeout=PATIENCE_S)
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
     now = await settled(server, "calls_total", 1, call="submit", status="UNAVAILABLE")

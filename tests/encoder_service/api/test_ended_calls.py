@@ -23,7 +23,7 @@ from testing.attacks import FETCH, SUBMIT
 from testing.raw_http2 import RawConnection, framed
 from tests.calls import LAST
 from tests.processes import running
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 CALLS = 20
 # Types of a call's messages and state, including those of gRPC: no instance may outlive the call.
@@ -103,7 +103,7 @@ async def test_an_ended_call_is_freed_without_a_garbage_collection(
     raw = [request.SerializeToString() for request in requests]
     before = held()
     for _ in range(CALLS):
-        call: Any = channel.stream_stream(path)(timeout=60)
+        call: Any = channel.stream_stream(path)(timeout=PATIENCE_S)
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             for message in raw:
                 await call.write(message)
@@ -177,7 +177,7 @@ async def test_refused_calls_take_no_memory(checkpoint: Path) -> None:
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
 
             async def refused() -> None:
-                call = channel.stream_stream(FETCH)(iter([message]), timeout=100)
+                call = channel.stream_stream(FETCH)(iter([message]), timeout=PATIENCE_S)
                 assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
             async def many_refused(calls: int) -> None:

@@ -31,12 +31,12 @@ async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE):
-            assert (await stub.Check(request(name), timeout=60)).status == SERVING
-            assert (await stub.Watch(request(name), timeout=60).read()).status == SERVING
+            assert (await stub.Check(request(name), timeout=PATIENCE_S)).status == SERVING
+            assert (await stub.Watch(request(name), timeout=PATIENCE_S).read()).status == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(request("nobody"), timeout=60)
+            await stub.Check(request("nobody"), timeout=PATIENCE_S)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        unknown = await stub.Watch(request("nobody"), timeout=60).read()
+        unknown = await stub.Watch(request("nobody"), timeout=PATIENCE_S).read()
         assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
@@ -75,21 +75,23 @@ async def test_health_watches_are_bounded_per_connection(server: Server) -> None
         grpc.aio.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as other,
     ):
         stub: Any = health_pb2_grpc.HealthStub(greedy)
-        watches = [stub.Watch(request(), timeout=60) for _ in range(health.MAX_WATCHES_PER_CONNECTION)]
+        watches = [
+            stub.Watch(request(), timeout=PATIENCE_S) for _ in range(health.MAX_WATCHES_PER_CONNECTION)
+        ]
         for watch in watches:
             await watch.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Watch(request(), timeout=60).read()
+            await stub.Watch(request(), timeout=PATIENCE_S).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await stub.Check(request(), timeout=60)).status == SERVING
+        assert (await stub.Check(request(), timeout=PATIENCE_S)).status == SERVING
         other_health: Any = health_pb2_grpc.HealthStub(other)
-        assert (await other_health.Watch(request(), timeout=60).read()).status == SERVING
+        assert (await other_health.Watch(request(), timeout=PATIENCE_S).read()).status == SERVING
         for watch in watches:
             watch.cancel()
 
         async def notified() -> bool:
             try:
-                return (await stub.Watch(request(), timeout=60).read()).status == SERVING
+                return (await stub.Watch(request(), timeout=PATIENCE_S).read()).status == SERVING
             except grpc.aio.AioRpcError:
                 return False
 

@@ -173,7 +173,7 @@ def test_the_largest_names_of_a_call_fit() -> None:
 
 async def test_reflection_names_the_services(server: Server) -> None:
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
-        call = ServerReflectionStub(channel).ServerReflectionInfo(timeout=60)
+        call = ServerReflectionStub(channel).ServerReflectionInfo(timeout=PATIENCE_S)
         await call.write(ServerReflectionRequest(list_services=""))
         answer = await call.read()
         await call.done_writing()
@@ -217,10 +217,10 @@ async def test_a_burst_of_calls_of_one_method_delays_no_call_of_another(
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         stub = EncoderServiceStub(channel)
         health: Any = HealthStub(channel)
-        await stub.Describe(pb.DescribeRequest(), timeout=60)
+        await stub.Describe(pb.DescribeRequest(), timeout=PATIENCE_S)
         burst = [await raw.call(OURS + "Fetch", b"") for _ in range(PENDING_CALLS)]
-        await stub.Describe(pb.DescribeRequest(), timeout=60)
-        await health.Check(HealthCheckRequest(), timeout=60)
+        await stub.Describe(pb.DescribeRequest(), timeout=PATIENCE_S)
+        await health.Check(HealthCheckRequest(), timeout=PATIENCE_S)
     answered = sum("grpc-status" in raw.trailers.get(stream, {}) for stream in burst)
     assert answered < len(burst) / 2, "Describe waited until the burst was accepted"
     for stream in burst:

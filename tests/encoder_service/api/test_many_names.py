@@ -52,7 +52,7 @@ async def test_a_submit_of_hundreds_of_names_yields_the_loop(
             return each
 
         monkeypatch.setattr(messages, "image_key", counted)
-        submit = (await stub(client)).Submit(timeout=60)
+        submit = (await stub(client)).Submit(timeout=PATIENCE_S)
         await submit.write(pb.SubmitRequest(open=pb.Caller()))
         names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(digests)]
         await submit.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))

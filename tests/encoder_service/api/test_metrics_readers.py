@@ -16,6 +16,7 @@ from encoder_service.metrics import ScrapeError, scrape
 from tests.processes import run
 from tests.servers import server_of
 from tests.tenants import guarded_by, table
+from tests.waiting import PATIENCE_S
 
 RIGHTS = {"prometheus": "metrics", "chat": "submit", "ops": "operate"}
 
@@ -43,7 +44,7 @@ async def status(server: Server, path: str, authorization: str | None) -> tuple[
         headers = {"Authorization": authorization} if authorization is not None else {}
         request = urllib.request.Request(f"http://{port(server)}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return answer.status, ""
         except urllib.error.HTTPError as error:
             return error.code, error.headers.get("WWW-Authenticate", "")

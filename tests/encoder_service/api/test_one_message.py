@@ -57,11 +57,11 @@ async def messages_of(call: Any, *requests: pb.SubmitRequest) -> list[pb.SubmitR
 async def test_names_and_files_in_one_message_are_answered_in_one_and_stay_submitted(
     server: Server, client: EncoderClient
 ) -> None:
-    (message,) = await messages_of((await stub(client)).Submit(timeout=60), whole(PHOTOS))
+    (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS))
     assert [(state.index, state.state) for state in message.states] == [(n, QUEUED) for n in range(16)]
     outcomes = await collect(client, [RowRequest(content_digest(file)) for file in PHOTOS])
     assert [outcome.error for outcome in outcomes.values()] == [None] * 16
-    (message,) = await messages_of((await stub(client)).Submit(timeout=60), whole(PHOTOS))
+    (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS))
     assert {state.state for state in message.states} == {CACHED}
     assert (await numbers(server)).total("uploaded_bytes_total") == sum(map(len, PHOTOS)), "once"
 
@@ -87,7 +87,7 @@ async def test_a_bad_file_in_a_message_fails_alone(client: EncoderClient) -> Non
     files = [PHOTOS[0], b"no image", PHOTOS[1][:200], PHOTOS[2]]
     request = whole(files)
     request.bytes[3].data = PHOTOS[3]  # under the name of another
-    message = (await messages_of((await stub(client)).Submit(timeout=60), request))[0]
+    message = (await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), request))[0]
     codes = {state.index: state.error.code for state in message.states}
     assert (codes[0], codes[1], codes[3]) == (0, 3, 3)
 
@@ -107,7 +107,7 @@ async def test_files_beyond_their_bounds_end_the_call(
     request.bytes.extend(
         pb.ImageBytes(index=index, data=files[index] + bytes(32), last=True) for index in pieces
     )
-    call: Any = (await stub(client)).Submit(timeout=60)
+    call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(request)
     code, details = await refused(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -117,7 +117,7 @@ async def test_files_beyond_their_bounds_end_the_call(
 async def test_an_incomplete_file_with_its_name_ends_the_call(client: EncoderClient) -> None:
     request = whole(PHOTOS[:1])
     request.bytes[0].last = False
-    call: Any = (await stub(client)).Submit(timeout=60)
+    call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(request)
     assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -135,16 +135,16 @@ async def test_files_for_which_there_is_no_space_are_not_parsed(config: Config, 
         ) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):
-        large: Any = (await stub(client)).Submit(timeout=60)
+        large: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
         await large.write(pb.SubmitRequest(open=pb.Caller()))
         name = pb.ImageName(index=0, digest=bytes(32), size_bytes=2 * MIB - 1)
         await large.write(pb.SubmitRequest(names=pb.ImageNames(names=[name])))
         assert [state.state for state in await next_states(large, 1)] == [NEEDS_BYTES]
-        (message,) = await messages_of((await stub(client)).Submit(timeout=60), whole(PHOTOS[:2]))
+        (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS[:2]))
         assert {state.error.code for state in message.states} == {8}
         large.cancel()
         await soon(lambda: server.budgets.upload_bytes.held == 0)
-        (message,) = await messages_of((await stub(client)).Submit(timeout=60), whole(PHOTOS[:2]))
+        (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS[:2]))
         assert {state.state for state in message.states} == {QUEUED}
 
 
@@ -155,7 +155,7 @@ async def test_a_half_closed_call_keeps_complete_images_only_after_its_last_name
     async with server_of(config, gate.before(model)) as server:
         with gate.closed():
             async with await EncoderClient.connect(server.endpoint) as client:
-                call: Any = (await stub(client)).Submit(timeout=60)
+                call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
                 request = whole(PHOTOS[:3], [0, 1])
                 request.last = last
                 await call.write(request)
@@ -175,7 +175,7 @@ async def test_a_half_closed_call_keeps_complete_images_only_after_its_last_name
 async def test_files_that_the_server_asks_for_may_come_together(
     server: Server, client: EncoderClient
 ) -> None:
-    call: Any = (await stub(client)).Submit(timeout=60)
+    call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(whole(PHOTOS[:4], []))
     assert {state.state for state in await next_states(call, 4)} == {NEEDS_BYTES}
     pieces = [pb.ImageBytes(index=n, data=file, last=True) for n, file in enumerate(PHOTOS[:4])]
@@ -191,7 +191,7 @@ async def test_many_files_together_may_exceed_the_largest_file(config: Config, m
         await EncoderClient.connect(server.endpoint) as client,
     ):
         assert sum(map(len, PHOTOS)) > most
-        (message,) = await messages_of((await stub(client)).Submit(timeout=60), whole(PHOTOS))
+        (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS))
         assert {state.state for state in message.states} == {QUEUED}
 
 

@@ -164,7 +164,9 @@ async def test_requests_of_strangers_that_do_not_arrive_leave_tenants_their_plac
         assert await statuses(raw, more) == {RESOURCE_EXHAUSTED}
         metadata = (("authorization", f"Bearer {TOKENS['chat']}"),)
         async with grpc.aio.insecure_channel(guard.endpoint) as channel:
-            await EncoderServiceStub(channel).Describe(pb.DescribeRequest(), metadata=metadata, timeout=60)
+            await EncoderServiceStub(channel).Describe(
+                pb.DescribeRequest(), metadata=metadata, timeout=PATIENCE_S
+            )
 
 
 @pytest.mark.parametrize("path", [FETCH, DESCRIBE, CHECK, WATCH])

@@ -53,7 +53,7 @@ async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: 
             from_another_host(server.endpoint) as elsewhere,
             await EncoderClient.connect(elsewhere) as client,
         ):
-            call = (await stub(greedy)).Submit(timeout=60)
+            call = (await stub(greedy)).Submit(timeout=PATIENCE_S)
             await call.write(open_call("greedy"))
             for index in range(20):
                 assert (await name(call, index)).state == pb.STATE_NEEDS_BYTES
@@ -62,7 +62,7 @@ async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: 
             assert (await next_state(call)).error.code == 3, "a call holds one image's worth of pieces"
             assert server.budgets.upload_bytes.held <= 8 * MIB
             for n in range(4):
-                (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=60)
+                (answer,) = await client.submit([photo(300 + n, 300, 40 + n)], timeout_s=PATIENCE_S)
                 assert answer.error is None
             call.cancel()
         await soon(lambda: server.budgets.upload_bytes.held == 0)
@@ -75,7 +75,7 @@ async def test_a_stalled_upload_ends_alone_and_frees_its_space(
     async with server_of(config, model, limits={"upload_idle_s": 0.5}) as server:
         image = photo(400, 300, 77)
         async with await EncoderClient.connect(server.endpoint) as client:
-            call = (await stub(client)).Submit(timeout=60)
+            call = (await stub(client)).Submit(timeout=PATIENCE_S)
             await call.write(open_call("slow"))
             assert (await name(call, 1)).state == pb.STATE_NEEDS_BYTES
 
@@ -113,7 +113,7 @@ async def test_a_name_without_upload_space_is_refused_with_a_retry_hint(config: 
         await EncoderClient.connect(server.endpoint) as client,
     ):
         ours = await stub(client)
-        calls = [ours.Submit(timeout=60) for _ in range(3)]
+        calls = [ours.Submit(timeout=PATIENCE_S) for _ in range(3)]
         states = []
         for number, call in enumerate(calls):
             await call.write(open_call(f"client {number}"))
@@ -134,7 +134,7 @@ async def test_a_refused_client_backs_off_and_sends_bytes_once(config: Config, m
     ) as server:
         image = photo(800, 600, 90)
         async with await EncoderClient.connect(server.endpoint) as client:
-            call = (await stub(client)).Submit(timeout=60)
+            call = (await stub(client)).Submit(timeout=PATIENCE_S)
             await call.write(open_call("first"))
             assert (await name(call, 1, 4 * MIB)).state == pb.STATE_NEEDS_BYTES
 
@@ -147,7 +147,7 @@ async def test_a_refused_client_backs_off_and_sends_bytes_once(config: Config, m
 
             await within_some_limit(refused)
             before, began = await refusals(), time.monotonic()
-            waiting = asyncio.create_task(client.submit([image], timeout_s=60))
+            waiting = asyncio.create_task(client.submit([image], timeout_s=PATIENCE_S))
 
             async def four_more() -> bool:
                 return await refusals() >= before + 4
@@ -214,7 +214,7 @@ async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model
 
                 async def submit(number: int, *, cancel: bool) -> None:
                     data = photo(64 + number % 40, 64 + number // 40, number)
-                    ours = (await stub(client)).Submit(timeout=60)
+                    ours = (await stub(client)).Submit(timeout=PATIENCE_S)
                     await ours.write(open_call(""))
                     assert (
                         await name(ours, 1, len(data), content_digest(data))

@@ -26,6 +26,7 @@ from testing.photos import photo
 from tests.calls import fetched, naming, next_state, refused
 from tests.servers import server_of
 from tests.tenants import TOKENS, As, table
+from tests.waiting import PATIENCE_S
 
 TICK_S = 0.05  # more than the resolution of a file system's clock
 
@@ -74,7 +75,7 @@ async def test_removing_a_token_ends_open_submits(guarded: Config, model: Model,
         ):
             calls: Any = EncoderServiceStub(channel)
             metadata = (("authorization", "Bearer old"),)
-            submit = calls.Submit(metadata=metadata, timeout=60)
+            submit = calls.Submit(metadata=metadata, timeout=PATIENCE_S)
             await submit.write(pb.SubmitRequest(open=pb.Caller()))
             await submit.write(naming(name))
             assert (await next_state(submit)).state == pb.STATE_FAILED  # but the call was admitted

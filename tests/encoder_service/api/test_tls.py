@@ -33,6 +33,7 @@ from tests.processes import run
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
+GRACE_MS = int(PATIENCE_S * 1000)
 Serving = Callable[..., AbstractAsyncContextManager[Server]]
 
 
@@ -125,10 +126,10 @@ async def test_certificates_of_both_sides_are_replaced_without_a_restart(
     serving: Serving, authority: Authority, ca: str, issued: Issued, tmp_path: Path
 ) -> None:
     ours = authority.issue(tmp_path, "client")
-    async with serving(tls_client_ca=ca) as server:
+    async with serving(tls_client_ca=ca, limits={"max_grace_ms": GRACE_MS}) as server:
         async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca, *ours)) as client:
             before = await connection(client)
-            async with client.fetch([RowRequest(b"\1" * 32)], grace_ms=30_000) as stream:
+            async with client.fetch([RowRequest(b"\1" * 32)], grace_ms=GRACE_MS) as stream:
                 waiting = asyncio.ensure_future(anext(aiter(stream)))
                 await soon(lambda: server.budgets.fetched_messages.held == 1)
                 new = Authority("new")
@@ -160,7 +161,9 @@ async def test_the_http_port_speaks_tls_and_follows_the_files(
 ) -> None:
     def ask(by: str) -> int:
         context = ssl.create_default_context(cafile=by)
-        with urllib.request.urlopen(f"{server.watch.url}healthz", timeout=60, context=context) as answer:
+        with urllib.request.urlopen(
+            f"{server.watch.url}healthz", timeout=PATIENCE_S, context=context
+        ) as answer:
             return int(answer.status)
 
     async with serving() as server:
@@ -185,7 +188,9 @@ async def test_a_stalled_tls_handshake_does_not_delay_probes(serving: Serving, c
         host, _, port = server.watch.endpoint.rpartition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         url = f"{server.watch.url}readyz"
-        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=60, context=context) as answer:
+        with await asyncio.to_thread(
+            urllib.request.urlopen, url, timeout=PATIENCE_S, context=context
+        ) as answer:
             assert answer.status == 200
         for _, writer in silent:
             writer.close()

@@ -33,7 +33,7 @@ from testing.tcp_proxy import from_another_host
 from tests.calls import collect, finish, stub
 from tests.gate import Gate
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 SIZES: dict[str, Any] = {"frames": 50, "fps": 10.0}
 VIDEO = clip("mp4", **SIZES)
@@ -96,7 +96,7 @@ async def conversation(
     client: EncoderClient, names: Sequence[pb.ImageName], data: bytes
 ) -> list[pb.ImageState]:
     """Send the names, send `data` when bytes are wanted, and return all answers in order."""
-    call = (await stub(client)).Submit(timeout=60)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
     answers: list[pb.ImageState] = []

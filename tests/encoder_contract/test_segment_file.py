@@ -17,6 +17,7 @@ from encoder_contract.segment_file import (
     segment_proof,
 )
 from encoder_service.store import Store
+from tests.waiting import START_S
 
 PREFIX = "encoder-service-"
 
@@ -84,7 +85,7 @@ def test_a_start_removes_dead_segments_among_other_files(tmp_path):
         "import sys, torch; from encoder_service.store import Store; "
         "Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=sys.argv[1]).close()"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=START_S)
     assert not dead.exists()
     assert fifo.exists()
     assert folder.exists()

@@ -37,6 +37,11 @@ def first(router: Router, digest: bytes) -> str:
     return router.order(digest)[0]
 
 
+def timeless(endpoints: Sequence[str]) -> Router:
+    """A router for which no time passes: endpoints that are down stay down, however long the test takes."""
+    return Router(endpoints, clock=lambda: 0.0)
+
+
 @given(endpoints=some_endpoints, digest=some_digest, data=st.data())
 def test_the_order_is_independent_of_how_endpoints_are_listed(
     endpoints: list[str], digest: bytes, data: st.DataObject
@@ -70,7 +75,7 @@ def test_a_choice_among_the_best_endpoints_is_that_among_all(
     """Only a few endpoints of each image are sorted, unless none of them takes the image."""
 
     def placed(best: int) -> list[str]:
-        router = Router([f"10.0.0.1:{at}" for at in range(len(loads))])
+        router = timeless([f"10.0.0.1:{at}" for at in range(len(loads))])
         for at, (images, rate) in enumerate(loads):
             router.begin(f"10.0.0.1:{at}", images)
             router.set_rate(f"10.0.0.1:{at}", rate)
@@ -96,7 +101,7 @@ def test_another_process_makes_the_same_choices() -> None:
 
 
 def test_images_and_those_of_a_lost_endpoint_spread_evenly() -> None:
-    router = Router(ENDPOINTS)
+    router = timeless(ENDPOINTS)
     counts = Counter(first(router, digest) for digest in DIGESTS)
     # 5000 images over 5 endpoints: 1000 each, with a standard deviation of 28. The tolerance is five of these.
     assert all(abs(counts[name] - 1000) < 142 for name in ENDPOINTS)
@@ -150,7 +155,7 @@ def test_a_hot_image_spreads_in_order_once_its_first_server_is_busy() -> None:
 def test_the_images_of_a_call_are_spread_evenly_over_the_servers_that_are_up(
     endpoints: list[str], images: list[int], down: int
 ) -> None:
-    router = Router(endpoints)
+    router = timeless(endpoints)
     for name in endpoints[1 : down + 1]:
         router.mark_down(name)
     up = [name for name in endpoints if router.is_up(name)]
@@ -320,7 +325,7 @@ async def test_a_large_submit_and_fetch_respect_the_bound_of_every_server(
 
 
 def test_a_dns_update_keeps_the_state_of_remaining_endpoints() -> None:
-    router = Router(ENDPOINTS)
+    router = timeless(ENDPOINTS)
     router.begin(ENDPOINTS[1], 100)
     router.mark_down(ENDPOINTS[2])
     router.set_endpoints([*ENDPOINTS[1:], "new:1"])

@@ -72,7 +72,7 @@ async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProce
         }
         with running_gateway(service.endpoint, **settings) as gateway:
             expected = [("POST /register_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
-            await soon(lambda: calls[:2] == expected)
+            await soon(lambda: calls[-2:] == expected)  # a busy machine may be too late for an earlier call
             async with LanguageServer(gateway.url, ranks=2) as sglang:
                 assert len((await sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)])).parts) == 2
                 assert len((await sglang.to_scheduler([data_url(FIRST)])).messages) == 2

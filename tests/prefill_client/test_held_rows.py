@@ -75,7 +75,7 @@ async def test_the_timeout_bounds_the_wait_but_not_how_long_rows_are_held(small:
                 assert outcome.transport == "shm"
                 await asyncio.sleep(limit_s + 0.5)  # past the deadline
                 await written_over(client)
-                assert small.store.stats().pins == 1
+                await soon(lambda: small.store.stats().pins == 1)  # the calls that read the others have ended
                 assert np.array_equal(outcome.array, expected)
             await soon(lambda: small.store.stats().pins == 0)
             return True

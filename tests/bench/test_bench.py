@@ -17,15 +17,17 @@ from bench.harness.runner import END_S, run
 from bench.sizing import BENCHMARK as SIZING
 from docs.benchmarks import looked_up
 from testing.attacks import ATTACKS
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
-BROKEN = replace(SIZING, arguments=("--no-such-flag",))
+PATIENT = replace(SIZING, limit_s=PATIENCE_S)
+BROKEN = replace(PATIENT, arguments=("--no-such-flag",))
 GOOD = Result("store", "a machine", "ok", "python -m bench.store", "2026-01-02", figures={"hit_shm_ms": 1.25})
 
 
 def test_a_benchmark_that_fails_or_times_out_has_a_result() -> None:
-    failed = run(BROKEN, "a machine", quick=False, limit_s=110)
+    failed = run(BROKEN, "a machine", quick=False, limit_s=PATIENCE_S)
     assert failed.status == "failed with exit code 2"
     assert "unrecognized arguments: --no-such-flag" in failed.error
     late = run(SIZING, "a machine", quick=False, limit_s=0.1)
@@ -33,7 +35,7 @@ def test_a_benchmark_that_fails_or_times_out_has_a_result() -> None:
 
 
 def test_a_result_has_figures_versions_and_command() -> None:
-    result = run(SIZING, "a machine", quick=False, limit_s=110)
+    result = run(SIZING, "a machine", quick=False, limit_s=PATIENCE_S)
     assert result.status == "ok", result.error
     assert result.command == "python -m bench.sizing --json"
     assert result.versions.keys() >= {"torch", "python", "commit"}
@@ -113,7 +115,7 @@ def test_a_run_stores_what_succeeded_and_no_quick_run(
     monkeypatch.setattr(bench.__main__, "store", lambda result: ROOT / store(result, tmp_path).name)
     measure([SIZING], quick=True)
     assert stored(tmp_path) == []
-    measure([BROKEN, SIZING], quick=False)
+    measure([BROKEN, PATIENT], quick=False)
     assert [result.benchmark for result in stored(tmp_path)] == ["sizing"]
     assert "failed with exit code 2" in capsys.readouterr().out
 

@@ -15,6 +15,7 @@ import encoder_contract
 import prefill_client
 from encoder_service.app import Server
 from testing.photos import photo
+from tests.waiting import START_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -77,7 +78,7 @@ async def test_the_client_returns_numpy_arrays_without_torch(
     file.write_bytes(photo(160, 120, 7))
     command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(site), server.endpoint, str(file), *ABSENT]
     done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, timeout=200, check=False
+        subprocess.run, command, capture_output=True, text=True, timeout=START_S, check=False
     )
     assert done.stderr == ""
     assert done.stdout.split("\n")[:3] == ["shm numpy True", "shm numpy True", "inline numpy True"]

@@ -13,6 +13,7 @@ from encoder_contract import errors
 from encoder_service.app import Server
 from testing.clips import clip
 from testing.photos import photo
+from tests.waiting import START_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/prefill.md").read_text()
@@ -152,6 +153,6 @@ def test_importing_the_client_loads_no_heavy_modules() -> None:
     heavy = "{'torch', 'grpc', 'PIL', 'redis', 'encoder_service', 'prefill_reference', 'transformers'}"
     script = f"import sys, prefill_client; print({heavy} & set(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=START_S, check=True
     )
     assert done.stdout == "set()\n"

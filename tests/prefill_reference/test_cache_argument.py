@@ -12,6 +12,7 @@ import torch
 from prefill_client import expand_prompt, plan
 from prefill_reference.engine import Engine
 from prefill_reference.language_model import LanguageModel, load_language_model
+from tests.waiting import START_S
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def test_chunks_see_those_before_them_in_a_release_without_the_old_name(
 ) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", LATER_RELEASE, kept_checkpoint("qwen3_vl")],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert float(ran.stdout) < 5e-6

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import START_S
+
 ABSENT = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client")
 
 
@@ -12,7 +14,7 @@ def prefill_reference(*words: str | Path) -> subprocess.CompletedProcess[str]:
     code = f"{absent}; from prefill_reference.cli import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
 
 

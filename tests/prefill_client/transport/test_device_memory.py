@@ -20,6 +20,7 @@ from encoder_contract.device_memory import (
 )
 from encoder_service.store import Store, tensors
 from testing.stored import write
+from tests.waiting import START_S
 
 READER = """
 import pickle, sys
@@ -47,7 +48,7 @@ def test_another_process_reads_device_memory_without_a_host_copy(device: str, tm
         assert (pin.tier, len(handle.memory) == 64) == ("device", device == "cuda")
         command = [sys.executable, "-c", READER]
         read = subprocess.run(
-            command, input=pickle.dumps(handle), stdout=subprocess.PIPE, timeout=100, check=True
+            command, input=pickle.dumps(handle), stdout=subprocess.PIPE, timeout=START_S, check=True
         )
     expected = int(rows[100:700].view(torch.int16).long().sum())
     assert read.stdout.decode().split() == [device, str(expected), "600", "64"]

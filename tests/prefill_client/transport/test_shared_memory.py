@@ -24,6 +24,7 @@ from tests.rows_by_handle import (
     scattered,
     shared_rows,
 )
+from tests.waiting import START_S
 
 
 def test_rows_in_place_are_read_only_views(shm):
@@ -109,7 +110,7 @@ def test_four_ranks_map_a_broadcast_handle_without_torch(store):
     ]
     expected = int(embedding(5)[100:700].view(torch.uint16).numpy().sum(dtype=np.uint64))
     for rank in ranks:
-        answer, _ = rank.communicate(pickled, timeout=200)
+        answer, _ = rank.communicate(pickled, timeout=START_S)
         assert answer.decode().split() == [str(expected), "600", str(WIDTH), str(bool(store.device_probe))]
         assert rank.returncode == 0
     assert store.segment.path.exists()  # a reader that ends takes nothing with it

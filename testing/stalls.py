@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = os.environ.setdefault("STALLS_SEED", str(random.SystemRandom().randrange(1 << 32)))
     chance = random.Random(f"{seed} {os.environ.get('PYTEST_XDIST_WORKER', '')}")
     sys.setswitchinterval(SWITCH_S)
-    run = asyncio.events.Handle._run  # type: ignore[attr-defined]
+    run = asyncio.events.Handle._run
 
     due = 0.0
 
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
             due = time.monotonic() + _drawn_s(chance, LOOP_RUNS_S)
         run(handle)
 
-    asyncio.events.Handle._run = run_late  # type: ignore[attr-defined]
+    asyncio.events.Handle._run = run_late  # type: ignore[assignment, method-assign]
     if not hasattr(config, "workerinput"):
         threading.Thread(target=_stop_descendants, args=(chance,), daemon=True, name="stalls").start()
 

@@ -98,8 +98,7 @@ class TcpProxy:
             task.cancel()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_cut:
-            writer.transport.abort()
+        if self._refuses(writer):
             return
         try:
             far_reader, far_writer = await asyncio.open_connection(
@@ -108,15 +107,20 @@ class TcpProxy:
         except OSError:  # the server is gone
             writer.transport.abort()
             return
-        if self._is_cut:  # meanwhile
+        if self._refuses(writer):  # cut meanwhile
             far_writer.transport.abort()
-            writer.transport.abort()
             return
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             self._ends.add(sink)
             task = asyncio.create_task(self._carry(source, sink, is_answer=sink is writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _refuses(self, writer: asyncio.StreamWriter) -> bool:
+        """Return whether all connections are cut; if so, abort this one."""
+        if self._is_cut:
+            writer.transport.abort()
+        return self._is_cut
 
     async def _carry(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool

@@ -13,6 +13,7 @@ from testing.holding import cluster_of
 from testing.redis_servers import RedisServer
 from testing.tcp_proxy import TcpProxy
 from tests.index_replicas import as_replica, new_addresses
+from tests.waiting import soon
 
 
 @pytest.fixture
@@ -50,15 +51,17 @@ async def test_a_redis_fast_enough_only_for_heartbeats_counts_as_unavailable(pro
 
 async def test_a_cancelled_call_is_not_a_failure_of_the_index(proxy: TcpProxy) -> None:
     calls: Counter[str] = Counter()
-    patient = dict.fromkeys(("call_timeout_ms", "socket_timeout_ms", "beat_timeout_ms"), 60_000)
+    patient = dict.fromkeys(
+        ("call_timeout_ms", "socket_timeout_ms", "beat_timeout_ms", "heartbeat_ms"), 60_000
+    )
     cluster = await joined(proxy, calls, **patient)
     try:
-        proxy.delay(0.5)
+        proxy.hold_answers()
         asking = asyncio.create_task(cluster.index.locate(new_addresses(1)))
-        await asyncio.sleep(0.1)
+        await soon(lambda: proxy.held_bytes > 0)
         asking.cancel()
         await asyncio.wait([asking])
-        proxy.delay(0.0)
+        proxy.mend()
         await cluster.index.locate(new_addresses(1))
         assert (calls["locate True"], calls["locate False"]) == (1, 0)
     finally:

@@ -50,9 +50,9 @@ async def test_paced_lookups_cover_all_searched_images() -> None:
     waiters = searching(index, lambda: True)
     for n in range(count):
         waiters.start_search(ImageKey(address(n), bytes(32)), index.found_at)
-    await soon(lambda: len(index.lookups) == 4)
+    await soon(lambda: len(index.lookups) >= 4)
     assert all(len(lookups) == SEARCH_IMAGES for lookups in index.lookups)
-    assert len({address for lookups in index.lookups for address in lookups}) == count
+    assert len({address for lookups in index.lookups[:4] for address in lookups}) == count
     where = (Location("r", "r:1", Grid(1, 2, 2)),)
     index.held = {address(7): where, address(8): ()}
     await soon(lambda: len(index.found) == 2)

@@ -53,6 +53,17 @@ class Replica:
         ) as stream:  # type: ignore[arg-type]
             return await anext(aiter(stream))
 
+    async def fetch_own(self, digest: bytes, encodes: int = 1) -> FetchedRows:
+        """Fetch an image that no peer has for it; check that it has encoded it, perhaps before the Fetch arrived.
+
+        `encodes` is the number of images that it has then encoded.
+        """
+        fetched = await self.fetch(digest)
+        assert fetched.error is None
+        assert fetched.source in ("encoded", "host")
+        assert await self.encodes() == encodes
+        return fetched
+
     async def die(self) -> None:
         """Stop like kill -9 does, for peers: at once, and without leaving the index."""
         await self.index.close()

@@ -294,6 +294,7 @@ async def test_an_image_without_space_in_the_store_is_refused_before_encoding(
 async def test_a_batch_larger_than_the_store_is_encoded_in_smaller_batches(model: Model) -> None:
     gate = Gate(model)
     async with running(model, gate.encode, host_bytes=600_000) as bench:
+        bench.store.wait_s = PATIENCE_S  # no image is refused: space comes with each batch that is read
 
         async def read(n: int) -> None:
             (await bench.rows(photo(256, 256, n), demanded("one"))).release()

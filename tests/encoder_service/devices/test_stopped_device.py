@@ -24,6 +24,7 @@ from encoder_service.devices import (
     dispatcher,
     messages,
 )
+from encoder_service.devices.device_link import Link
 from encoder_service.devices.device_process import DeviceProcess
 from testing.photos import photo
 from tests.encoder_service.devices.test_devices import fetched, serving
@@ -33,18 +34,26 @@ from tests.processes import running
 from tests.waiting import PATIENCE_S, START_S, soon
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a device count as silent after four seconds."""
-    monkeypatch.setattr(dispatcher, "TICK_S", 0.2)
+def stop(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the process of a device. Until it is replaced, a tick of the watchdog counts as ten for this device only."""
+    stopped, tick = link.device.process, link.tick
+
+    def hurried_tick() -> str:
+        ticks = 10 if link.device.process is stopped else 1
+        return next(filter(None, (tick() for _ in range(ticks))), "")
+
+    monkeypatch.setattr(link, "tick", hurried_tick)
+    os.kill(stopped.pid, signal.SIGSTOP)
 
 
-async def test_a_stopped_process_is_replaced_and_its_images_are_encoded(config: Config, quick: None) -> None:
+async def test_a_stopped_process_is_replaced_and_its_images_are_encoded(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(config, "cpu") as (server, client, [device]):
         known = [photo(96, 96, 1)]
         before = await fetched(client, known)
         stopped = device.process
-        os.kill(stopped.pid, signal.SIGSTOP)
+        stop(server.dispatcher.links[0], monkeypatch)
         new = asyncio.create_task(fetched(client, [photo(96, 96, n) for n in range(2, 6)]))
         await soon(lambda: server._not_ready() == "no device answers")
         assert await fetched(client, known) == before, "rows that are held need no device"
@@ -54,14 +63,14 @@ async def test_a_stopped_process_is_replaced_and_its_images_are_encoded(config: 
         await soon(lambda: server._not_ready() == "")
 
 
-async def test_health_follows_the_devices(config: Config, quick: None) -> None:
+async def test_health_follows_the_devices(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         serving(config, "cpu") as (server, _, [device]),
         grpc.aio.insecure_channel(server.endpoint) as channel,
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        os.kill(device.process.pid, signal.SIGSTOP)
+        stop(server.dispatcher.links[0], monkeypatch)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert server._not_ready() == "no device answers"
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING, "it was restarted"
@@ -124,10 +133,10 @@ async def test_a_successor_that_hangs_while_it_loads_is_replaced(
 
 
 async def test_images_of_a_stopped_process_go_to_another_device(
-    config: Config, quick: None, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(config, "cpu,cpu") as (server, client, [first, second]):
-        os.kill(first.process.pid, signal.SIGSTOP)
+        stop(server.dispatcher.links[0], monkeypatch)
         await fetched(client, [photo(96, 96, n) for n in range(8)])
         assert server._not_ready() == "", "one device answers"
         await soon(lambda: first.restarts["stuck"] == 1, START_S)

@@ -127,10 +127,11 @@ class EngineProcess(LoggedProcess):
 def free_port(*offsets: int) -> int:
     """Return a port of 127.0.0.1 that is free, as are those `offsets` above it.
 
-    It is below the ephemeral ports: the system does not give it away, and SGLang does not meet its own sockets there.
+    All are below the ephemeral ports: the system does not give them away, and SGLang does not meet its own sockets
+    there.
     """
     while True:
-        port = random.randint(20000, 32000)
+        port = random.randint(20000, 32000 - max(offsets, default=0))
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for offset in (0, *offsets):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))

@@ -46,7 +46,7 @@ class RedisServer:
     bind: str = "127.0.0.1"
     """The address; empty: all, and the options must refuse other hosts."""
     binary: str = field(default_factory=redis_binary)
-    port: int = field(default_factory=partial(free_port, BUS_PORT))
+    port: int = field(default_factory=free_port)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="redis-")))
     process: subprocess.Popen[bytes] | None = None
 
@@ -160,7 +160,7 @@ def redis_cluster(masters: int = 3, replicas: int = 0) -> Iterator[ClusterServer
     try:
         # One by one, so that the nodes that have started are stopped if the next one fails.
         for _ in range(masters + replicas):
-            nodes.append(RedisServer(options).start())  # noqa: PERF401
+            nodes.append(RedisServer(options, port=free_port(BUS_PORT)).start())  # noqa: PERF401
         _form(nodes, masters)
         yield ClusterServers(nodes, masters)
     finally:

@@ -23,8 +23,8 @@ from testing.processes import StartError, free_port
 SLOTS = 16384
 START_S = 60.0  # for a busy machine; it takes 20 ms
 BUS_PORT = 10000  # of a cluster node, above its port
-# How long a node may be silent before the others give it up: with replicas soon, so that one is elected. Without, a
-# node that a busy machine delays is waited for.
+# How long a node may be silent before the others give it up: after the death of a master soon, so that its replica is
+# elected. Else a node that a busy machine delays is waited for.
 ELECTION_MS, PATIENCE_MS = 1_000, 60_000
 
 
@@ -129,6 +129,14 @@ class ClusterServers:
         hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
         return f"redis+cluster://{hosts}"
 
+    def kill_master(self, number: int) -> None:
+        """Kill a master, and have the other nodes elect its replica soon."""
+        self.nodes[number].kill()
+        for node in self.nodes:
+            if node.process is not None:
+                with node.client() as client:
+                    client.config_set("cluster-node-timeout", ELECTION_MS)
+
     def stop(self) -> None:
         """Kill every node and delete its folder."""
         for node in self.nodes:
@@ -184,8 +192,9 @@ def _form(nodes: Sequence[RedisServer], masters: int) -> None:
         _until(partial(_is_in_step, client))
     for client in clients:
         _until(partial(_is_formed, client, len(nodes), len(nodes) - masters))
-        if len(nodes) == masters:  # a short limit until now lets them meet sooner
-            client.config_set("cluster-node-timeout", PATIENCE_MS)
+        client.config_set(
+            "cluster-node-timeout", PATIENCE_MS
+        )  # a short limit until now lets them meet sooner
         client.close()
 
 

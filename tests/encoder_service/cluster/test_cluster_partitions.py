@@ -97,7 +97,7 @@ async def test_a_cluster_failover_costs_no_image(checkpoint: Path) -> None:
             await joined(replicas)
             async with traffic(replicas) as load:
                 await load.more(10)
-                cluster.nodes[0].kill()
+                await asyncio.to_thread(cluster.kill_master, 0)
                 await load.more(20)
                 await soon(lambda: _is_healed(cluster.nodes[1]))
                 await joined(replicas)

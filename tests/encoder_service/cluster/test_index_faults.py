@@ -43,7 +43,7 @@ async def slowest_empty_answer(replica: Watched) -> float:
         (publish(cluster, grids([a])), None),
         (index.retract([a]), None),
         (index.release([b]), False),
-        (cluster.wait_published(a, 120.0), ()),
+        (cluster.wait_published(a, 2 * PATIENCE_S), ()),
         (index.find([a]), {}),
     ):
         began = time.monotonic()
@@ -62,7 +62,7 @@ async def test_replicas_publish_again_after_redis_restarts_empty(
     await b.hold(of_b)
     working = new_addresses(2)
     await a.cluster.acquire(working)
-    waiting = asyncio.create_task(b.cluster.wait_published(working[0], 120.0))
+    waiting = asyncio.create_task(b.cluster.wait_published(working[0], 2 * PATIENCE_S))
     await asyncio.sleep(0.1)
     redis.kill()
     for replica in (a, b):
@@ -85,7 +85,7 @@ async def test_replicas_publish_again_after_redis_restarts_empty(
             return all(admin.exists(Keys(NAMESPACE).lease(address)) for address in working)
 
     await soon(lease_is_back)
-    waiting = asyncio.create_task(b.cluster.wait_published(working[0], 120.0))
+    waiting = asyncio.create_task(b.cluster.wait_published(working[0], 2 * PATIENCE_S))
     await asyncio.sleep(0.1)
     await a.hold(working)
     assert [place.replica_id for place in await asyncio.wait_for(waiting, PATIENCE_S)] == ["a"]
@@ -99,7 +99,7 @@ async def test_a_silent_redis_costs_three_timeouts_and_then_nothing(
     held = new_addresses(40)
     await a.hold(held)
     redis.pause()
-    waiting = asyncio.create_task(b.cluster.wait_published(new_addresses(1)[0], 120.0))
+    waiting = asyncio.create_task(b.cluster.wait_published(new_addresses(1)[0], 2 * PATIENCE_S))
     assert await b.acquires_until_alone(held) <= FAILURES_TO_OPEN
     assert await asyncio.wait_for(waiting, PATIENCE_S) == ()
     assert await costs_nothing(b)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import cast
 
+import pytest
 from torch import Tensor, get_num_threads, uint8
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
+from encoder_service.devices import tower_credit
 from encoder_service.devices.model import Model
 from encoder_service.scheduler import Claim, State
 from encoder_service.store import Pin
@@ -67,10 +69,11 @@ def rows_alone(model: Model, file: bytes) -> bytes:
 
 
 async def test_small_images_overtake_a_large_one_by_less_than_its_work(
-    model: Model,
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most half of its 1600 patches at a time: two images of 324; a third still fits into half of the rest."""
-    tower = Held(model)
+    tower, later_s = Held(model), [0.0]
+    monkeypatch.setattr(tower_credit, "monotonic", lambda: monotonic() + later_s[0])
     async with running(model, tower.encode, batch_patches=1024) as bench:
         claims = [Claim(f"r{n}", "one holder", demanded=True) for n in range(1 + len(SMALL))]
         waiting = [asyncio.create_task(bench.rows(LARGE, claims[0]))]
@@ -81,6 +84,7 @@ async def test_small_images_overtake_a_large_one_by_less_than_its_work(
             for file, claim in zip(SMALL, claims[1:], strict=True)
         ]
         await soon(lambda: on_the_device(bench) == 1 + len(SMALL))
+        later_s[0] = 3600.0  # however long a small image takes, the large one has had more time
         tower.go_on.set()
         pins = await asyncio.gather(*waiting)
         await soon(lambda: not len(bench.jobs))

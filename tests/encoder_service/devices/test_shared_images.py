@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -25,25 +26,30 @@ async def all_free(server):
     await soon(lambda: all(link.is_up and link.tower.is_idle for link in server.dispatcher.links), START_S)
 
 
-async def taken(server):
-    """Wait for a group encode; return the number of a device that joins, and its group."""
-    links = server.dispatcher.links
-    await soon(lambda: any(link.tower.share for link in links), START_S)
-    [(number, group)] = [
-        (number, link.tower.share.group) for number, link in enumerate(links) if link.tower.share
-    ]
-    return number, group
+def on_join(server, patch, call):
+    """Call `call` whenever a device is told to join a group, with its number and the group."""
+
+    def noted(number, join, group, job):
+        join(group, job)
+        call(number, group)
+
+    for number, link in enumerate(server.dispatcher.links):
+        patch.setattr(link, "join", partial(noted, number, link.join))
 
 
-async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it_by_one(config, model):
+async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it_by_one(
+    config, model, monkeypatch
+):
     images = [photo(LARGE, LARGE, 0), photo(128, 128, 1)]
     async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
         expected = await fetched(client, images)
     async with serving(config, "cpu,cpu") as (server, client, devices):
         assert server.dispatcher._group_formed.is_set(), "the server was started"
         await all_free(server)
+        joins = asyncio.Queue()
+        on_join(server, monkeypatch, lambda _, group: joins.put_nowait(group.number))
         large = asyncio.create_task(fetched(client, images[:1]))
-        assert (await taken(server))[1].number == 0, "the group of the start"
+        assert await asyncio.wait_for(joins.get(), START_S) == 0, "the group of the start"
         assert await fetched(client, images[1:]) == expected[1:]
         assert await large == expected[:1]
         assert shared(server) == 1
@@ -53,16 +59,27 @@ async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it
 
 
 @pytest.mark.parametrize("who", ["helper", "leader"])
-async def test_an_image_outlives_the_processes_that_encode_it(config, who):
+async def test_an_image_outlives_the_processes_that_encode_it(config, who, monkeypatch):
     async with serving(config, "cpu,cpu") as (server, client, devices):
         await all_free(server)
         [before] = await fetched(client, [photo(LARGE, LARGE, 0)])
         assert shared(server) == 1
         await all_free(server)
-        large = asyncio.create_task(fetched(client, [photo(LARGE, LARGE, 1)]))
-        number, group = await taken(server)
-        killed = devices[number if who == "helper" else group.leader]
+        pairs = asyncio.Queue()
+
+        def hold(number, group):
+            """Stop the device that lives on: the two cannot finish the image before the other one is killed."""
+            helper, leader = devices[number], devices[group.leader]
+            killed, other = (helper, leader) if who == "helper" else (leader, helper)
+            os.kill(other.process.pid, signal.SIGSTOP)
+            pairs.put_nowait((killed, other))
+
+        with monkeypatch.context() as patch:
+            on_join(server, patch, hold)
+            large = asyncio.create_task(fetched(client, [photo(LARGE, LARGE, 1)]))
+            killed, other = await asyncio.wait_for(pairs.get(), START_S)
         os.kill(killed.process.pid, signal.SIGKILL)
+        os.kill(other.process.pid, signal.SIGCONT)
         await large
         assert shared(server) == 1, "one device encoded it"
         assert await fetched(client, [photo(LARGE, LARGE, 0)]) == [before]

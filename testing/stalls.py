@@ -9,10 +9,12 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,13 +43,32 @@ def pytest_configure(config: pytest.Config) -> None:
         run(handle)
 
     asyncio.events.Handle._run = run_late  # type: ignore[assignment, method-assign]
-    if not hasattr(config, "workerinput"):
-        threading.Thread(target=_stop_descendants, args=(chance,), daemon=True, name="stalls").start()
+    if hasattr(config, "workerinput"):
+        sys.addaudithook(_note_stops)
+        return
+    folder = tempfile.TemporaryDirectory(prefix="stalls-")
+    os.environ["STALLS_FOLDER"] = folder.name
+    config.add_cleanup(folder.cleanup)
+    threading.Thread(target=_stop_descendants, args=(chance,), daemon=True, name="stalls").start()
 
 
 def pytest_report_header() -> str:
     """Name the seed."""
     return f"stalls: STALLS_SEED={os.environ['STALLS_SEED']}"
+
+
+def _note_stops(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note which processes a test stops, so that they stay stopped."""
+    if event == "os.kill" and arguments[1] in (signal.SIGSTOP, signal.SIGCONT):
+        stopped = _stopped(arguments[0])
+        if arguments[1] == signal.SIGSTOP:
+            stopped.touch()
+        else:
+            stopped.unlink(missing_ok=True)
+
+
+def _stopped(process: int) -> Path:
+    return Path(os.environ["STALLS_FOLDER"], str(process))
 
 
 def _stop_descendants(chance: random.Random) -> None:
@@ -58,7 +79,8 @@ def _stop_descendants(chance: random.Random) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGSTOP)
                 time.sleep(_drawn_s(chance, PROCESS_STALLS_S))
-                os.kill(process, signal.SIGCONT)
+                if not _stopped(process).exists():
+                    os.kill(process, signal.SIGCONT)
 
 
 def _drawn_s(chance: random.Random, mean_s: float) -> float:

@@ -17,6 +17,7 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from testing.photos import damaged, photo
 from tests.calls import finish
 from tests.processes import running
+from tests.waiting import PATIENCE_S
 
 # A call that has files refused is answered late: several go on at a time.
 FILES, CALL, CALLS = 2000, 50, 4
@@ -36,7 +37,7 @@ def small_images(kept_checkpoint: Callable[..., Path]) -> Path:
 
 async def submit(stub: Any, files: list[bytes]) -> dict[int, int | str]:
     """Send every file, unread, and return the code of each that failed; `EncoderClient` would stop most of them."""
-    call = stub.Submit(timeout=100)
+    call = stub.Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     names = [pb.ImageName(index=index, digest=content_digest(file)) for index, file in enumerate(files)]
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
@@ -60,7 +61,7 @@ async def fetch(stub: Any, files: dict[int, bytes]) -> dict[int, int | str]:
     """Fetch every file's rows inline and return the one outcome of each."""
     images = [pb.FetchImage(index=index, digest=content_digest(file)) for index, file in files.items()]
     outcomes: dict[int, int | str] = {}
-    async for message in stub.Fetch(pb.FetchRequest(images=images), timeout=100):
+    async for message in stub.Fetch(pb.FetchRequest(images=images), timeout=PATIENCE_S):
         for found in (*message.ready, *message.errors):
             assert found.index not in outcomes, "an image has one outcome"
             outcomes[found.index] = "rows" if found in message.ready else found.code
@@ -90,7 +91,7 @@ async def test_2000_damaged_files_end_in_rows_or_one_error_each(
             for first in range(0, FILES, CALLS * CALL):
                 begins = range(first, first + CALLS * CALL, CALL)
                 asked = [outcomes_of(stub, range(begin, begin + CALL)) for begin in begins]
-                for outcomes in await asyncio.wait_for(asyncio.gather(*asked), 250):
+                for outcomes in await asyncio.gather(*asked):
                     counts.update(outcomes)
                 resident.append(process.memory_info().rss - process.memory_info().shared)
         assert server.terminate() == 0

@@ -12,7 +12,7 @@ from prefill_client import EncoderClient, EncoderError, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.processes import running
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ async def outcomes(client: EncoderClient, images: list[bytes]) -> list[EncoderEr
     """What became of each: None for rows."""
     found: dict[bytes, EncoderError | None] = {}
     submitted = await client.submit(images)
-    async with client.fetch([RowRequest(each.digest) for each in submitted], timeout_s=60) as stream:
+    async with client.fetch([RowRequest(each.digest) for each in submitted], timeout_s=PATIENCE_S) as stream:
         async for rows in stream:
             found[rows.digest] = rows.error
     return [found[each.digest] for each in submitted]
@@ -68,5 +68,5 @@ async def test_a_server_reports_its_sandbox_and_its_decoders_end_with_it(server:
     below = psutil.Process(server.process.pid).children(recursive=True)
     assert decoders(server)
     server.process.kill()  # which nothing can clean up after
-    gone, alive = psutil.wait_procs(below, timeout=60)
+    gone, alive = psutil.wait_procs(below, timeout=PATIENCE_S)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone

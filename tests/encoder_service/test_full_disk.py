@@ -11,7 +11,7 @@ from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.full_folder import in_full_folder
 from tests.processes import SCRIPTS
-from tests.waiting import START_S
+from tests.waiting import PATIENCE_S, START_S
 
 
 def serve(checkpoint: Path, folder: Path, listen: str, store_gib: float) -> list[str]:
@@ -50,14 +50,16 @@ async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
             _fill(process, folder)
             assert shutil.disk_usage(_seen(process, folder)).free == 0
             for seed in range(3):
-                [submitted] = await client.submit([photo(256, 256, seed)], timeout_s=60)
-                async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
+                [submitted] = await client.submit([photo(256, 256, seed)], timeout_s=PATIENCE_S)
+                async with client.fetch([RowRequest(submitted.digest)], timeout_s=PATIENCE_S) as stream:
                     assert [rows.error async for rows in stream] == [None]
-            [damaged] = await client.submit([b"\xff\xd8\xff no image"], timeout_s=60)  # writes a log line
+            [damaged] = await client.submit(
+                [b"\xff\xd8\xff no image"], timeout_s=PATIENCE_S
+            )  # writes a log line
             assert damaged.error is not None
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def _fill(process: subprocess.Popen[bytes], folder: Path) -> None:

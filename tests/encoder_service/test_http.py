@@ -53,8 +53,8 @@ def test_a_stuck_event_loop_is_not_healthy() -> None:
     http.start()
     try:
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30)
-        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=30).read().decode()
+            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S)
+        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=PATIENCE_S).read().decode()
         assert "&lt;b&gt;" in page
         assert "has been stuck for" in page
     finally:
@@ -201,7 +201,7 @@ def test_a_slow_connection_is_closed_even_if_it_keeps_sending_bytes(monkeypatch:
     monkeypatch.setattr("encoder_service.http.CONNECTION_S", 0.5)
     with serving() as http:
         host, _, port = http.endpoint.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         connection.settimeout(0.05)
         with connection, suppress(ConnectionError):
             for _ in range(600):
@@ -215,8 +215,8 @@ def test_a_slow_connection_is_closed_even_if_it_keeps_sending_bytes(monkeypatch:
 def test_idle_connections_end_with_the_port() -> None:
     with serving() as http:
         host, _, port = http.endpoint.rpartition(":")
-        idle = socket.create_connection((host, int(port)), timeout=30)
-        urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=30).close()
+        idle = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+        urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S).close()
     with idle:
         assert idle.recv(1) == b""
 

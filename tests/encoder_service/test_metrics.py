@@ -21,7 +21,7 @@ from tests.calls import stub
 from tests.closed_port import closed_port
 from tests.operator_view import get, numbers, settled, use
 from tests.servers import server_of
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 
 async def test_images_calls_bytes_and_stages_are_counted(server: Server) -> None:
@@ -85,7 +85,7 @@ async def test_every_metric_that_is_read_at_a_scrape_has_a_value(server: Server)
 async def test_pins_show_while_a_handle_is_held(server: Server) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         (image,) = await client.submit([photo(64, 64, 4)])
-        async with client.fetch([RowRequest(image.digest)], timeout_s=30) as stream:
+        async with client.fetch([RowRequest(image.digest)], timeout_s=PATIENCE_S) as stream:
             async for _ in stream:
                 now = await numbers(server)
                 assert (now.total("store_pins"), now.total("calls_in_progress", call="fetch")) == (1, 1)
@@ -102,7 +102,7 @@ async def test_the_number_of_series_does_not_depend_on_callers(server: Server) -
         for each in range(4):
             image = photo(64 + 32 * each, 64, 90 + each)
             await client.submit([image], request_id=f"request {each}")
-            async with client.fetch([RowRequest(content_digest(image))], timeout_s=30) as stream:
+            async with client.fetch([RowRequest(content_digest(image))], timeout_s=PATIENCE_S) as stream:
                 async for _ in stream:
                     pass
         after = await settled(server, "calls_total", 11)

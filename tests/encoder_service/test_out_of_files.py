@@ -47,7 +47,7 @@ async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
 ) -> None:
     with running(checkpoint) as server:
         process = psutil.Process(server.process.pid)
-        async with await EncoderClient.connect(server.endpoint, timeout_s=60) as client:
+        async with await EncoderClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client:
             before = await rows_of(client, photo(64, 64, 1))
             most = process.num_fds() + SPARE
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
@@ -55,7 +55,7 @@ async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
                 await soon(lambda: bool(process.num_fds() >= most))
                 assert await rows_of(client, photo(64, 64, 1)) == before
                 assert len(await rows_of(client, photo(96, 64, 2))) > 0
-        async with await EncoderClient.connect(server.endpoint, timeout_s=60) as newcomer:
+        async with await EncoderClient.connect(server.endpoint, timeout_s=PATIENCE_S) as newcomer:
             assert await rows_of(newcomer, photo(64, 64, 1)) == before
         await soon(lambda: server.metrics().total("store_pins") == 0)
         assert server.terminate() == 0
@@ -66,7 +66,7 @@ async def test_a_device_that_dies_while_descriptors_are_short_is_replaced_once_t
 ) -> None:
     with running(checkpoint) as server:
         process = psutil.Process(server.process.pid)
-        async with await EncoderClient.connect(server.endpoint, timeout_s=60) as client:
+        async with await EncoderClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client:
             await rows_of(client, photo(64, 64, 1))
             before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() // 2, before[1]))

@@ -150,7 +150,7 @@ async def test_every_bad_image_fails_alone_and_its_neighbours_are_encoded(client
 
 
 async def test_an_image_over_the_byte_limit_is_refused_naming_it(client: EncoderClient) -> None:
-    call = (await stub(client)).Submit(timeout=60)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(index=1, digest=bytes(32))))
     assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
@@ -210,7 +210,7 @@ async def test_a_call_that_breaks_the_contract_ends_with_invalid_argument(
 ) -> None:
     import grpc
 
-    call = (await stub(client)).Submit(timeout=60)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     for message in messages:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the server may have ended the call
             await call.write(message)
@@ -231,7 +231,7 @@ async def test_the_operators_calls_are_refused_without_the_proof(server: Server)
             (stub.Flush, admin_pb2.FlushRequest(proof=b"guess")),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(request, timeout=60)
+                await call(request, timeout=PATIENCE_S)
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -274,7 +274,7 @@ async def test_a_full_queue_refuses_a_name_before_its_bytes_are_sent(
             async with await EncoderClient.connect(server.endpoint) as client:
                 before = server.budgets.upload_bytes.held
                 grid = client.description.geometry.grid(302, 300)
-                call = (await stub(client)).Submit(timeout=60)
+                call = (await stub(client)).Submit(timeout=PATIENCE_S)
                 await call.write(pb.SubmitRequest(open=pb.Caller()))
                 name = pb.ImageName(
                     index=1, digest=content_digest(images[2]), grid=pb.Grid(t=1, h=grid.h, w=grid.w)
@@ -299,7 +299,7 @@ async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
     image = photo(400, 300, 901)
     (first,) = await client.submit([image])
     assert first.error is None
-    call = (await stub(client)).Submit(timeout=60)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     most = client.description.geometry.max_pixels
     names = [
@@ -337,7 +337,7 @@ async def test_a_file_that_cannot_be_decoded_is_refused_in_every_variant(client:
     outcome = (await collect(client, [RowRequest(content_digest(truncated))]))[0]
     assert isinstance(outcome.error, InvalidImageError)
     variant = pb.Variant(max_pixels=client.description.geometry.max_pixels // 2)
-    call = (await stub(client)).Submit(timeout=60)
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
     await call.write(pb.SubmitRequest(open=pb.Caller()))
     await call.write(naming(pb.ImageName(index=1, digest=content_digest(truncated), variant=variant)))
     state = await next_state(call)

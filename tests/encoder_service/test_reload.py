@@ -419,7 +419,7 @@ async def test_the_command_prints_the_steps_and_fails_in_one_line(
         assert [line.split()[0] for line in done.stdout.splitlines()] == ["loading", "serving"]
         assert second.fingerprint.hex() in done.stdout
         assert server.metrics().text("model_info", "fingerprint") == second.fingerprint.hex()[:12]
-        page = urllib.request.urlopen(server.metrics_url, timeout=30).read().decode()
+        page = urllib.request.urlopen(server.metrics_url, timeout=PATIENCE_S).read().decode()
         assert str(second.folder) in page
         assert str(first.folder) not in page
         async with await EncoderClient.connect(

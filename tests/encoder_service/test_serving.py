@@ -20,7 +20,7 @@ from testing.photos import photo
 from testing.tcp_proxy import TcpProxy
 from tests.calls import collect, naming, next_state, stub
 from tests.gate import Gate
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 TRANSPORTS = ["shm", "inline"]  # of a server without a rows port
 SIZES = [(320, 200), (64, 64), (200, 331), (97, 640)]
@@ -53,7 +53,7 @@ async def test_submitted_images_return_the_rows_of_the_tower(
     submitted = await client.submit(images)
     assert [s.error for s in submitted] == [None] * len(images)
     requests = [RowRequest(s.digest) for s in submitted]
-    async with client.fetch(requests, transports=[transport], timeout_s=60) as stream:
+    async with client.fetch(requests, transports=[transport], timeout_s=PATIENCE_S) as stream:
         seen = 0
         async for rows in stream:
             seen += 1
@@ -140,7 +140,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
 ) -> None:
     images = [photo(300 + n, 300, n) for n in range(12)]
     with gate.closed():
-        call = (await stub(client)).Submit(timeout=60)
+        call = (await stub(client)).Submit(timeout=PATIENCE_S)
         await call.write(pb.SubmitRequest(open=pb.Caller()))
         for index, image in enumerate(images):
             await call.write(naming(pb.ImageName(index=index, digest=content_digest(image))))
@@ -150,7 +150,9 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
             await call.write(pb.SubmitRequest(bytes=[piece]))
             if whole:
                 assert (await next_state(call)).state == pb.STATE_QUEUED
-        fetches = [client.fetch([RowRequest(content_digest(image))], timeout_s=60) for image in images]
+        fetches = [
+            client.fetch([RowRequest(content_digest(image))], timeout_s=PATIENCE_S) for image in images
+        ]
         reading = [asyncio.create_task(anext(aiter(fetch))) for fetch in fetches]
         await asyncio.sleep(0.2)
         assert len(server.jobs) == 6
@@ -167,7 +169,7 @@ async def test_shared_rows_are_pinned_exactly_while_their_stream_is_open(
     client: EncoderClient, server: Server
 ) -> None:
     (image,) = await client.submit([photo(128, 128, 20)])
-    async with client.fetch([RowRequest(image.digest)], timeout_s=60) as stream:
+    async with client.fetch([RowRequest(image.digest)], timeout_s=PATIENCE_S) as stream:
         async for _ in stream:
             pass
         assert server.store.stats().pins == 1
@@ -200,7 +202,7 @@ async def test_only_callers_who_can_read_the_segment_get_handles(
             grace_ms=30_000,
             shm_proof=shown,
         )
-        call = (await stub(client)).Fetch(request, timeout=60)
+        call = (await stub(client)).Fetch(request, timeout=PATIENCE_S)
         assert (await call.read()).ready[0].HasField("handle") == has_handle, shown
         assert has_handle or (await call.read()).rows.data, shown
         call.cancel()
@@ -239,7 +241,7 @@ async def test_health_answers_while_the_server_works(client: EncoderClient, serv
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         while not fetching.done():
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             await asyncio.sleep(0.02)
     assert all(outcome.error is None for outcome in (await fetching).values())

@@ -162,15 +162,15 @@ async def test_a_server_with_an_unread_log_answers_probes_and_ends_at_sigterm(
         where = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", said.read_text(), re.MULTILINE))
         async with grpc.aio.insecure_channel(where["listening"]) as channel:
             for _ in range(LINES):  # a line each: more than the pipe holds
-                call = channel.stream_stream(FETCH)(iter([b"\xff"]), timeout=30)
+                call = channel.stream_stream(FETCH)(iter([b"\xff"]), timeout=PATIENCE_S)
                 assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        with urlopen(f"{where['metrics']}healthz", timeout=30) as answer:
+        with urlopen(f"{where['metrics']}healthz", timeout=PATIENCE_S) as answer:
             assert answer.status == 200
-        with urlopen(f"{where['metrics']}metrics", timeout=30) as answer:
+        with urlopen(f"{where['metrics']}metrics", timeout=PATIENCE_S) as answer:
             assert b"encsvc_log_dropped_total 0.0" in answer.read()
     finally:
         process.terminate()
         try:
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()

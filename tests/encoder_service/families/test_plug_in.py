@@ -16,6 +16,7 @@ from encoder_service.families import check
 from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo, pixels
 from testing.server_process import running
+from tests.waiting import PATIENCE_S
 
 PLUG_IN = Path(__file__).parents[3] / "examples" / "plug_in"
 MAX_LINES = 60
@@ -55,13 +56,13 @@ def test_the_plug_in_serves_rows(installed, plain):
     folder, weight = plain
     with (
         running(folder, devices="cpu", store_host_gib=0.05) as server,
-        BlockingClient.connect(server.endpoint, timeout_s=60) as client,
+        BlockingClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client,
     ):
         assert client.description.model_type == "plain_vl"
         good, tiny = client.submit([photo(224, 224, 1, "PNG"), photo(12, 300, 2)])
         assert (good.tokens, good.error) == (196, None)
         assert "both sides must have at least 16 pixels" in str(tiny.error)
-        (outcome,) = client.fetch([RowRequest(good.digest)], timeout_s=60)
+        (outcome,) = client.fetch([RowRequest(good.digest)], timeout_s=PATIENCE_S)
         rows = torch.from_numpy(np.array(outcome.array))
     blocks = torch.from_numpy(pixels(224, 224, 1)).float().view(14, 16, 14, 16, 3).permute(0, 2, 4, 1, 3)
     assert torch.allclose(rows, (blocks.reshape(196, 768) / 127.5 - 1) @ weight.T, atol=1e-5)

@@ -21,6 +21,7 @@ from prefill_client import BlockingClient, RowRequest
 from testing.families import TEXT
 from testing.photos import photo, pixels
 from testing.server_process import running
+from tests.waiting import PATIENCE_S
 
 WIDTH, SIDE, PATCH = TEXT["hidden_size"], 64, 16
 CODE = {
@@ -190,10 +191,10 @@ def test_rows_of_trusted_code_equal_those_of_transformers(folder: Path) -> None:
 def test_a_server_runs_trusted_code(folder: Path) -> None:
     with (
         running(folder, trust_remote_code="yes", devices="cpu,cpu", store_host_gib=0.05) as server,
-        BlockingClient.connect(server.endpoint, timeout_s=60) as client,
+        BlockingClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client,
     ):
         (answer,) = client.submit([photo(SIDE, SIDE, 1, "PNG")])
-        (outcome,) = client.fetch([RowRequest(answer.digest)], timeout_s=60)
+        (outcome,) = client.fetch([RowRequest(answer.digest)], timeout_s=PATIENCE_S)
         rows = torch.from_numpy(np.array(outcome.array))
         assert client.description.model_fingerprint == model_fingerprint(folder)
         assert "code in the checkpoint runs with the rights of this server" in server.log.read_text()

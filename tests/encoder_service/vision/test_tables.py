@@ -7,6 +7,7 @@ import torch
 
 from encoder_contract.geometry import Grid
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, GridTables, cached_by_grid
+from tests.waiting import PATIENCE_S
 
 
 def test_equal_grids_share_their_tables_and_the_cache_is_bounded():
@@ -54,14 +55,14 @@ def test_cached_tables_are_available_while_others_are_made():
     def make(grid):
         if grid.w == 8:
             made.set()
-            assert may_end.wait(60)
+            assert may_end.wait(PATIENCE_S)
         return GridTables(grid, torch.empty(0))
 
     tables: Any = cached_by_grid(make, max_patches=1000)
     known = tables(Grid(1, 6, 6))
     slow = threading.Thread(target=lambda: tables(Grid(1, 8, 8)))
     slow.start()
-    assert made.wait(60)
+    assert made.wait(PATIENCE_S)
     assert tables(Grid(1, 6, 6)) is known
     may_end.set()
     slow.join()

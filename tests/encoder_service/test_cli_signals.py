@@ -13,6 +13,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from encoder_contract.digest import content_digest
@@ -172,6 +173,7 @@ images = [pb.FetchImage(index=index, digest=bytes.fromhex(each)) for index, each
 with grpc.insecure_channel(endpoint) as channel:
     for number, answer in enumerate(EncoderServiceStub(channel).Fetch(pb.FetchRequest(images=images))):
         if number == 0:
+            print("stopping", flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         for _ in answer.ready:
             print("ready", flush=True)
@@ -187,8 +189,9 @@ async def test_a_drain_waits_until_a_slow_reader_has_its_last_rows(checkpoint: P
         await soon(lambda: server.encodes() == len(images))
         command = [sys.executable, "-c", READER, server.endpoint, *digests]
         reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        _, status = await asyncio.to_thread(os.waitpid, reader.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        assert reader.stdout
+        assert await asyncio.to_thread(reader.stdout.readline) == "stopping\n"
+        await soon(lambda: psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED)
         server.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(server.process.wait, 1.5)

@@ -379,11 +379,11 @@ async def test_a_client_that_waited_in_vain_says_why(free: str) -> None:
 
 async def test_a_client_waits_for_a_server_that_is_starting(config: Config, model: Model) -> None:
     free = f"127.0.0.1:{free_port()}"
-    connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=100))
+    connecting = asyncio.create_task(EncoderClient.connect(free, timeout_s=PATIENCE_S))
     await asyncio.sleep(0.2)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(UnavailableError, match="no server answers"):
-            await EncoderClient.connect(free, timeout_s=100, wait=False)
+            await EncoderClient.connect(free, timeout_s=PATIENCE_S, wait=False)
     assert not connecting.done()
     async with server_of(config, model, listen=free), await connecting as client:
         assert client.description.model_name == config.model.name

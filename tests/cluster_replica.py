@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from encoder_contract.credentials import NO_CREDENTIALS, Credentials
 from encoder_service.app import Server
 from encoder_service.cluster.redis import RedisIndex
@@ -14,7 +16,6 @@ from encoder_service.cluster.redis_cluster import RedisCluster
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.image.decoder import FileDecoder
-from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.device_thread import DeviceThread
 from tests.gate import Gate
@@ -44,12 +45,19 @@ class Replica:
 
     async def encodes(self) -> int:
         """Return the number of images that it has encoded and stored."""
-        found = await asyncio.to_thread(scrape, self.server.watch.endpoint, PATIENCE_S)
-        return int(found.total("encoded_images_total", outcome="kept"))
+        text = (
+            await asyncio.to_thread(self.server.metrics.exposition)
+        ).decode()  # its port may want certificates
+        return sum(
+            int(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "encsvc_encoded_images_total" and sample.labels["outcome"] == "kept"
+        )
 
     async def fetch(self, digest: bytes, **options: Any) -> FetchedRows:
         async with self.client.fetch(
-            [RowRequest(digest)], transports=["inline"], timeout_s=60, **options
+            [RowRequest(digest)], transports=["inline"], timeout_s=PATIENCE_S, **options
         ) as stream:  # type: ignore[arg-type]
             return await anext(aiter(stream))
 

@@ -155,6 +155,8 @@ class SimulatedGpu:
         """Launches by thread and kernel; "graph" is a replay, whose kernels are not counted."""
         self.never_waits = {"vit"}
         """Names of threads that must not wait for the device."""
+        self.waiting: set[str] = set()
+        """Names of threads that wait for a held stream."""
         self._pinned: dict[int, Tensor] = {}
         self.registered: dict[int, int] = {}
         """Registered host memory: where each piece begins and ends."""
@@ -192,7 +194,9 @@ class SimulatedGpu:
         if self.host.name in self.never_waits:
             self.finds(f"waits: {self.host.name} waits for the device in {how}")
         for event in held:
+            self.waiting.add(self.host.name)
             assert event.wait(PATIENCE_S), f"{how} never ends"
+        self.waiting.discard(self.host.name)
         join(self.host.clock, clock)
 
     def refuse_in_capture(self, what: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ IMAGES = [
     photo(300, 200, 4),
     photo(256, 256, 5),
 ]
+# Sent after these: the tables of its grid exist, so the wait for them covers none of its patches.
+LATER = photo(256, 256, 6)
 
 
 class SimulatedJpegs(DaliJpegs):
@@ -98,9 +100,9 @@ def model_on(folder: Path, device: str, **options: Any) -> Model:
     return Model(tower, tower.recipe, Decoder(torch.device(device), PillowDecoder(), jpegs), Device(device))
 
 
-async def encode(bench: Bench, count: int = len(IMAGES)) -> list[Tensor]:
+async def encode(bench: Bench, images: Sequence[bytes] = IMAGES) -> list[Tensor]:
     """Queue images together; return the rows of each, on the host."""
-    requests = [bench.rows(image, demanded(str(number))) for number, image in enumerate(IMAGES[:count])]
+    requests = [bench.rows(image, demanded(str(number))) for number, image in enumerate(images)]
     found = []
     for pin in await asyncio.gather(*requests):
         with pin:
@@ -116,9 +118,9 @@ async def test_images_pass_four_streams_without_a_finding(
 ) -> None:
     model = model_on(checkpoint, GPU, graphs=graphs, batch_patches=512)
     async with running(model, batch_patches=512) as bench:
-        rows = await encode(bench)
+        rows = [*await encode(bench), *await encode(bench, [LATER])]
     on_cpu = model_on(checkpoint, "cpu")
-    for image, ours in zip(IMAGES, rows, strict=True):
+    for image, ours in zip([*IMAGES, LATER], rows, strict=True):
         pixels = pixels_of(image)
         grid = on_cpu.tower.geometry.grid(pixels.shape[1], pixels.shape[0])
         [truth] = on_cpu.tower.encode(on_cpu.tower.inputs([pixels], [grid]), [grid])
@@ -196,7 +198,8 @@ async def test_a_missing_wait_or_record_is_found(
     model = model_on(checkpoint, GPU, graphs=False, batch_patches=512)
     monkeypatch.setattr(owner, name, mutant)
     async with running(model, batch_patches=512) as bench:
-        await encode(bench, 4)
+        await encode(bench, IMAGES[:1])
+        await encode(bench, [LATER])
     assert kind in {finding.partition(":")[0] for finding in gpu.findings}
 
 
@@ -220,7 +223,7 @@ async def test_rows_stay_in_memory_until_they_are_copied_whichever_thread_drops_
         monkeypatch.setattr(CudaStream, "receive", receive_before_the_copy_out)
     model = model_on(checkpoint, GPU, graphs=False, batch_patches=512)
     async with running(model, batch_patches=512) as bench:
-        await encode(bench, 1)
+        await encode(bench, IMAGES[:1])
     assert not gpu.findings
     held.clear()  # on this thread, which has waited for nothing
     assert any(finding.startswith("freed") for finding in gpu.findings) != records

@@ -12,6 +12,7 @@ IMAGES = 2
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it has taken 341 s on two busy cores
 def test_every_section_prints_its_figures() -> None:
     found = figures_of_run(BENCHMARK.command(quick=True))
     assert found["left_out"] == []

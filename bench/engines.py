@@ -275,7 +275,7 @@ class MeasuredCell:
             answered = send(self.cell.engine, side.url, self.model, load, seed=seed, folder=self.folder)
         side.distinct += load.distinct
         self.commands[name] = answered.command
-        figures = {**answered.figures, "cpu_s": side.cpu_s()}
+        figures = {**answered.figures, "steps": side.steps(), "cpu_s": side.cpu_s()}
         self.sides.setdefault(side.name, {"loads": {}})["loads"][name] = figures
         print(
             f"{self.name} {side.name} {name}: {figures} ({perf_counter() - began:.0f} s)",

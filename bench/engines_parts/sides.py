@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from bench.engines_parts.generators import MODEL_NAME, NEW_TOKENS, OfferedLoad, chats
+from encoder_service.metrics import ScrapeError, scrape
 from testing.engine_environments import SGLANG_PYTHON, VLLM_PYTHON, VLLM_VARIABLES
 from testing.engine_flags import (
     CONNECTOR,
@@ -67,6 +68,7 @@ class Side:
         """The number of distinct images that were sent."""
         self._cpu_before: dict[str, float] = {}
         self._encodes_before = 0
+        self._steps_before = 0
 
     def warm_up(self) -> None:
         """Send one chat to each engine, and wait for the answers; begin to count."""
@@ -75,6 +77,7 @@ class Side:
         ):
             ask(self.url if self.name == "encoder" else engine.url, content)
         self.cpu_s()
+        self.steps()
         self._encodes_before = self._encodes()
 
     def encodes_per_image(self) -> float | None:
@@ -131,6 +134,15 @@ class Side:
         self._cpu_before = now
         return spent
 
+    def steps(self) -> int:
+        """Return the steps of the engines since the last call; 0 for SGLang, which is started without metrics.
+
+        With the same requests, fewer steps are larger batches.
+        """
+        now = sum(_steps(engine.url) for engine in self.engines)
+        spent, self._steps_before = now - self._steps_before, now
+        return spent
+
     def used_cores(self) -> set[int]:
         """Return the cores on which any thread of any process may run."""
         return {core for _, process in self._tree() for thread in _threads(process) for core in thread}
@@ -178,6 +190,13 @@ def _peak_kib(process: psutil.Process) -> int:
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _steps(url: str) -> int:
+    try:
+        return int(scrape(url, TIMEOUT_S).total("vllm:iteration_tokens_total_count"))
+    except ScrapeError:
+        return 0
 
 
 def _threads(process: psutil.Process) -> list[set[int]]:

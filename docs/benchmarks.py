@@ -118,17 +118,18 @@ def summary(declared: Sequence[Benchmark], results: Sequence[Result]) -> str:
 
 
 def gain(results: Sequence[Result]) -> str:
-    """Return the newest cells of the benchmark of engines; first those in which the engine alone is best."""
+    """Return the newest cells of the benchmark of engines on each machine; first those best for the engine alone."""
     found = [result for result in results if result.benchmark == "engines"]
     if not found:
         return "Not measured yet."
     newest = max(found, key=lambda each: each.measured_at)
     rows = [
         (row, ratio)
-        for name, cell in newest.figures["cells"].items()
+        for result in found
+        for name, cell in result.figures["cells"].items()
         for load in cell["sides"].get("ours", {}).get("loads", ())
         if "own" in cell["sides"]
-        for row, ratio in [_gained(name, load, cell)]
+        for row, ratio in [_gained(name, load, cell, machine(result.hardware))]
     ]
     heads = (
         "cell",
@@ -142,17 +143,17 @@ def gain(results: Sequence[Result]) -> str:
     )
     table = markdown(heads, [row for row, _ in sorted(rows, key=lambda each: each[1])])
     picture = "![Requests a second over the number of callers](img/engines.svg)"
-    return f"{table}\n\n{picture}\n\n{newest.hardware}; `python -m bench.engines`."
+    return f"{table}\n\n{picture}\n\nThe picture: {newest.hardware}. Both: `python -m bench.engines`."
 
 
-def _gained(name: str, load: str, cell: Mapping[str, Any]) -> tuple[list[str], float]:
+def _gained(name: str, load: str, cell: Mapping[str, Any], where: str) -> tuple[list[str], float]:
     """Return a row of `gain`, and our requests a second over those of the engine alone."""
     sides = {side: measured["loads"].get(load, {}) for side, measured in cell["sides"].items()}
     rates = {side: figures.get("requests_per_s") for side, figures in sides.items()}
     ratio = rates["ours"] / rates["own"]
     p99 = sides["own"]["ttft_p99_ms"] / sides["ours"]["ttft_p99_ms"]
     shown = [f"{rates[side]:.2f}/s" if rates.get(side) else ABSENT for side in ("own", "encoder", "ours")]
-    measured = f"{cell['measured_at'][:10]}, {cell['commit'].removesuffix(DIRTY)}"
+    measured = f"{where}; {cell['measured_at'][:10]}, {cell['commit'].removesuffix(DIRTY)}"
     return [name, load, *shown, f"{ratio:.2f}", f"{p99:.2f}", measured], ratio
 
 

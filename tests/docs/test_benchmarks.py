@@ -145,10 +145,12 @@ def test_the_cells_where_the_engine_alone_is_better_come_first() -> None:
     cells = {name: {**cell, **made} for name, cell in {"a": better, "b": worse, "c": alone}.items()}
     older = replace(GOOD, benchmark="engines", measured_at="2025-01-01", figures={"cells": {}})
     newest = replace(older, measured_at="2026-01-02", figures={"cells": cells})
-    rows = [line for line in gain([newest, older, GOOD]).splitlines() if line.startswith("|")][2:]
+    elsewhere = replace(older, hardware="another, AMX", figures={"cells": {"d": {**better, **made}}})
+    rows = [line for line in gain([newest, elsewhere, older, GOOD]).splitlines() if line.startswith("|")][2:]
     assert rows == [
-        "| b | c32 | 4.00/s | – | 3.00/s | 0.75 | 0.50 | 2026-01-02, 0123abc |",
-        "| a | c32 | 2.00/s | 1.00/s | 5.00/s | 2.50 | 4.00 | 2026-01-02, 0123abc |",
+        "| b | c32 | 4.00/s | – | 3.00/s | 0.75 | 0.50 | a machine; 2026-01-02, 0123abc |",
+        "| a | c32 | 2.00/s | 1.00/s | 5.00/s | 2.50 | 4.00 | a machine; 2026-01-02, 0123abc |",
+        "| d | c32 | 2.00/s | 1.00/s | 5.00/s | 2.50 | 4.00 | another; 2026-01-02, 0123abc |",
     ]
 
 

@@ -5,9 +5,9 @@ for all engines: it loads files, selects the frames of videos, submits images, a
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from encoder_contract.errors import EncoderError
 from encoder_contract.video import Clip, VideoInfo, VideoSettings
@@ -21,6 +21,8 @@ from prefill_client.plugin.service import connect
 from prefill_client.plugin.service_settings import ServiceSettings
 from prefill_client.transport.connection import Description
 from prefill_client.video import Video, read_videos
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,10 @@ class Door:
 
         An answer has no grid if only a server can compute it. Raises the error of the first file that is not an image.
         """
-        files, names = files_of(media), names_of(media)
-        images = await asyncio.to_thread(read_images, files, self.client.description.geometry)
-        return [
-            Submitted(image.digest, image.grid, image.tokens, frames=image.frames)
-            for image in without_errors(images, names)
-        ]
+        files, places = _once(files_of(media), by=id)
+        read = await asyncio.to_thread(read_images, files, self.client.description.geometry)
+        images = without_errors([read[place] for place in places], names_of(media))
+        return [Submitted(image.digest, image.grid, image.tokens, frames=image.frames) for image in images]
 
     async def submit(
         self, media: Sequence[Medium], *, request_id: str, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -146,12 +146,14 @@ class Door:
     ) -> KeptImages:
         """Submit the files of media, and keep them submitted as `EncoderClient.keep` does.
 
-        Raises the error of the first that failed; no image is then kept.
+        A file that several media share is submitted once. Raises the error of the first that failed; no image is then
+        kept.
         """
+        files, places = _once(files_of(media), by=id)
         kept = await self.client.keep(
-            files_of(media), request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
+            files, request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
         )
-        return await _without_errors(kept, names_of(media))
+        return await _answered(kept, places, names_of(media))
 
     async def keep_known(
         self,
@@ -163,17 +165,30 @@ class Door:
         timeout_s: float,
         again_s: float,
     ) -> KeptImages:
-        """Keep images that another process has submitted, as `EncoderClient.keep_known` does.
+        """Keep images that another process has submitted, as `EncoderClient.keep_known` does, each of them once.
 
         `names` are what error messages call them. Raises the error of the first that failed; no image is then kept.
         """
+        distinct, places = _once(images, by=lambda image: image.name)
         kept = await self.client.keep_known(
-            images, request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
+            distinct, request_id=request_id, priority=priority, timeout_s=timeout_s, again_s=again_s
         )
-        return await _without_errors(kept, names)
+        return await _answered(kept, places, names)
 
 
-async def _without_errors(kept: KeptImages, names: Sequence[str]) -> KeptImages:
+def _once(items: Sequence[Item], by: Callable[[Item], Hashable]) -> tuple[list[Item], list[int]]:
+    """Return the items without those that equal an earlier one `by` this key, and where each item is among them.
+
+    A request can name one image many times in few bytes.
+    """
+    distinct: dict[Hashable, tuple[int, Item]] = {}
+    places = [distinct.setdefault(by(item), (len(distinct), item))[0] for item in items]
+    return [item for _, item in distinct.values()], places
+
+
+async def _answered(kept: KeptImages, places: Sequence[int], names: Sequence[str]) -> KeptImages:
+    """Return kept images with an answer for each of `names`, of the image at its place."""
+    kept.answers = [kept.answers[place] for place in places]
     try:
         raise_first([answer.error for answer in kept.answers], names)
     except EncoderError:

@@ -17,6 +17,7 @@ from encoder_contract.errors import (
     Status,
     UnknownImageError,
 )
+from encoder_contract.video import Frames
 from prefill_client.client import EncoderClient
 from prefill_client.fleet.submission import KeptImages
 from prefill_client.images import RowRequest, Submitted
@@ -167,8 +168,10 @@ async def failed_image(
     message calls it. An answer without an endpoint belongs to an image that was not submitted for this request, but for
     an earlier one that this `continues`, or by another process.
     """
-    named = list(zip(names, answers, strict=True))
-    submitted = [(name, answer) for name, answer in named if answer.endpoint]
+    named: dict[tuple[bytes, Frames | None], tuple[str, Submitted]] = {}
+    for name, answer in zip(names, answers, strict=True):
+        named.setdefault((answer.digest, answer.frames), (name, answer))
+    submitted = [(name, answer) for name, answer in named.values() if answer.endpoint]
     requests = [
         RowRequest(each.digest, row_end=1, submitted_to=each.endpoint, frames=each.frames)
         for _, each in submitted
@@ -178,7 +181,7 @@ async def failed_image(
             async for outcome in outcomes:
                 if isinstance(outcome.error, InvalidImageError):
                     return InvalidImageError(f"{submitted[outcome.index][0]}: {outcome.error.message}")
-    others = [(name, answer) for name, answer in named if not answer.endpoint]
+    others = [(name, answer) for name, answer in named.values() if not answer.endpoint]
     requests = [RowRequest(each.digest, row_end=1, frames=each.frames) for _, each in others]
     with suppress(EncoderError):
         async with client.fetch(requests, request_id=request_id, timeout_s=timeout_s, grace_ms=0) as outcomes:
@@ -207,23 +210,23 @@ async def first_encoded(
 
     Meanwhile all images are requested as the engine will request them, so that the service encodes them in its order.
     """
-    requests, tokens = [], 0
+    requests: dict[bytes, RowRequest] = {}
+    tokens = 0
     for answer in answers:
         chunk, needed_in_ms = when_needed(tokens, window_tokens)
-        requests.append(
-            RowRequest(
-                answer.digest,
-                row_end=1,
-                chunk=chunk,
-                needed_in_ms=needed_in_ms,
-                submitted_to=answer.endpoint,
-                frames=answer.frames,
-            )
+        request = RowRequest(
+            answer.digest,
+            row_end=1,
+            chunk=chunk,
+            needed_in_ms=needed_in_ms,
+            submitted_to=answer.endpoint,
+            frames=answer.frames,
         )
+        requests.setdefault(request.name, request)
         tokens += answer.tokens
     with suppress(EncoderError):  # the engine waits instead
         async with client.fetch(
-            requests, request_id=request_id, priority=priority, timeout_s=timeout_s, kept=True
+            [*requests.values()], request_id=request_id, priority=priority, timeout_s=timeout_s, kept=True
         ) as outcomes:
             async for outcome in outcomes:
                 if outcome.index == 0:

@@ -11,7 +11,7 @@ from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from prefill_client import Description, EncoderClient
+from prefill_client import Description, EncoderClient, Image, read_images
 from prefill_client.media.destinations import Destinations
 from prefill_client.plugin.door import Door, clips_of, stills
 from prefill_client.plugin.service_settings import ServiceSettings
@@ -19,10 +19,11 @@ from testing.answers import data_url
 from testing.clips import clip
 from testing.photos import photo
 from tests.gate import Gate
+from tests.operator_view import numbers
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
-GOOD, BAD = photo(90, 60, 71), b"no image"
+GOOD, OTHER, BAD = photo(90, 60, 71), photo(60, 90, 72), b"no image"
 SETTINGS = ServiceSettings(("unused",), submit_timeout_s=PATIENCE_S)
 
 
@@ -41,6 +42,28 @@ async def test_the_media_of_a_request_are_submitted_in_its_order(server: Server,
         assert [answer.digest for answer in kept.answers[:2]] == [content_digest(GOOD)] * 2
         assert [answer.frames for answer in kept.answers[2:]] == [*shown.pairs]
     await door.close()
+
+
+async def test_an_image_that_a_request_shows_again_is_submitted_once(
+    server: Server, client: EncoderClient
+) -> None:
+    shown = [GOOD, OTHER, GOOD, OTHER, GOOD]
+    door, before = Door(client), (await numbers(server)).total("submitted_images_total")
+    kept = await door.keep(stills(shown), request_id="x", timeout_s=PATIENCE_S, again_s=PATIENCE_S)
+    digests = [content_digest(each) for each in shown]
+    assert [answer.digest for answer in kept.answers] == digests
+    assert [answer.digest for answer in await door.read(stills(shown))] == digests
+    assert (await numbers(server)).total("submitted_images_total") == before + 2
+    (image,) = read_images([GOOD], client.description.geometry)
+    assert isinstance(image, Image)
+    known = await door.keep_known(
+        [image, image], ["image 0", "image 1"], request_id="y", timeout_s=PATIENCE_S, again_s=PATIENCE_S
+    )
+    assert [answer.digest for answer in known.answers] == [content_digest(GOOD)] * 2
+    await known.close()
+    await kept.close()
+    with pytest.raises(InvalidImageError, match="image 2: not an image"):
+        await door.keep(stills([GOOD, GOOD, BAD]), request_id="z", timeout_s=PATIENCE_S, again_s=PATIENCE_S)
 
 
 async def test_an_error_names_the_image_at_fault(client: EncoderClient) -> None:

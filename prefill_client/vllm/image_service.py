@@ -163,7 +163,8 @@ class ImageService:
         token = getattr(self._config.model_config.hf_config, "image_token_id", None)
         if not body.get("content_parts") or (geometry := await self.geometry()) is None:
             return None
-        parts = ContentParts(body, token, geometry)
+        parts = ContentParts(body, token, geometry, self._config.model_config.max_model_len)
+        check_limits(self._config, images=len(parts), videos=0)
         return parts if len(parts) else None
 
     async def keep(self, request: TokenRequest, info: RequestInfo) -> NamedRequest:
@@ -244,7 +245,10 @@ class ImageService:
             await kept.close()
             raise
         labels = [*(medium.name for medium in continued), *names_of(media)]
-        find_failed = self._find_failed(door, weights, labels, answers, info, continues=bool(earlier.digests))
+        needed = [] if renders_only else answers  # without rows, vLLM fails for another reason
+        find_failed = self._find_failed(
+            door, weights, labels[: len(needed)], needed, info, continues=bool(earlier.digests)
+        )
         begins_with_image = 0 <= body.find(self.signer.identifier(names[0]).encode()) < WORTH_PREFILLING_BYTES
         holds = begins_with_image and not (unsent or renders_only)
         first = self._first(door, labels, answers, info) if holds else None

@@ -43,17 +43,19 @@ def take_names(state: Any) -> None:
 async def chat_of(state: Any, body: Any) -> bytes | None:
     """Return the chat that vLLM renders for a request of Anthropic's API; None for a request that it refuses.
 
-    The API's images have no place for a name, those of a chat do.
+    The API's images have no place for a name, those of a chat do. An engine without `--enable-scale-out` renders none.
     """
+    if (converts := getattr(state, "serving_render", None)) is None:
+        return None
     chats: list[Any] = []
 
     async def noted(chat: Any, *_: object, **__: object) -> None:
         chats.append(chat)
 
-    converter = copy.copy(state.serving_render)
+    converter = copy.copy(converts)
     converter.render_chat_request = noted
     try:
         await converter.render_messages_request(AnthropicMessagesRequest.model_validate(body))
-    except ValueError:
+    except Exception:  # noqa: BLE001 - vLLM converts it again, and answers
         return None
     return chats[0].model_dump_json(exclude_unset=True).encode() if chats else None

@@ -75,7 +75,7 @@ class RequestImages:
         self._form = form
         self._images: list[dict[str, Any]] = []
         self._videos: list[dict[str, Any]] = []
-        _check_parameters(body)
+        check_parameters(body)
         for part in _parts(body, form):
             kind = _allowed_kind(part)
             if kind in IMAGES:
@@ -254,7 +254,8 @@ def _parts(body: Any, form: ApiShape) -> Iterator[dict[str, Any]]:
     return (part for parts in _part_lists(body, form) for part in parts if isinstance(part, dict))
 
 
-def _check_parameters(body: Any) -> None:
+def check_parameters(body: Any) -> None:
+    """Raise `InvalidRequestError` for parameters to which those of the middleware cannot be added."""
     parameters = body.get("ec_transfer_params") if isinstance(body, dict) else None
     if parameters and not isinstance(parameters, dict):
         raise InvalidRequestError("ec_transfer_params must be an object")

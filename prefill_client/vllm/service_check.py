@@ -118,7 +118,7 @@ def video_settings(config: "VllmConfig", description: Description) -> VideoSetti
 
 
 def check_limits(config: "VllmConfig", *, images: int, videos: int, pairs: int = 0) -> None:
-    """Refuse more videos in a prompt than `--limit-mm-per-prompt` allows, and pairs that vLLM would refuse as images.
+    """Refuse more images and videos in a prompt than `--limit-mm-per-prompt` allows, and pairs that count as images.
 
     An engine whose limit for images is 0 has no tower; vLLM then does not count what comes from outside.
     """
@@ -126,10 +126,11 @@ def check_limits(config: "VllmConfig", *, images: int, videos: int, pairs: int =
     most_images, most_videos = limits.get_limit_per_prompt("image"), limits.get_limit_per_prompt("video")
     if not most_images:
         return
-    if videos > most_videos:
-        raise InvalidRequestError(
-            f"At most {most_videos} video(s) may be provided in one prompt, by --limit-mm-per-prompt."
-        )
+    for what, count, most in (("image", images, most_images), ("video", videos, most_videos)):
+        if count > most:
+            raise InvalidRequestError(
+                f"At most {most} {what}(s) may be provided in one prompt, by --limit-mm-per-prompt."
+            )
     if videos and images + pairs > most_images:
         raise UnsupportedVideoError(
             f"{images} images and {pairs} pairs of video frames are {images + pairs} images for vLLM, of which "

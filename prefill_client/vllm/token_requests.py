@@ -20,7 +20,7 @@ from encoder_contract.errors import ForbiddenError, InvalidRequestError
 from encoder_contract.geometry import Geometry, Grid, rows_of_grid
 from prefill_client.images import Image
 from prefill_client.vllm.image_name import UNKNOWN_NAME, ImageName, NameSigner, RequestInfo
-from prefill_client.vllm.request_images import NamedImage
+from prefill_client.vllm.request_images import NamedImage, check_parameters
 
 _IMAGE = "image"
 _PARAMETERS = "ec_transfer_params"
@@ -120,10 +120,14 @@ class ContentParts:
     has_options = loses_parameters = in_background = False
     previous_response = ""
 
-    def __init__(self, body: dict[str, Any], image_token: int | None, geometry: Geometry) -> None:
-        """`image_token` is the placeholder of an image."""
+    def __init__(
+        self, body: dict[str, Any], image_token: int | None, geometry: Geometry, max_tokens: int
+    ) -> None:
+        """`image_token` is the placeholder of an image, and `max_tokens` what the longest prompt has."""
+        check_parameters(body)
         self.body = body
         self._geometry = geometry
+        self._max_tokens = max_tokens
         parts, tokens = body.get("content_parts"), body.get("token_ids")
         self._parts: list[Any] = parts if isinstance(parts, list) else []
         self._tokens: list[Any] = tokens if isinstance(tokens, list) else []
@@ -151,12 +155,18 @@ class ContentParts:
     def replace(self, replacements: Sequence[Sequence[str | NamedImage]], info: RequestInfo) -> None:
         """Expand each placeholder to the rows of its image, and make the images features."""
         named = [part for each in replacements for part in each if isinstance(part, NamedImage)]
-        remaining, ranges = iter(named), []
+        lengths = [rows_of_grid(Grid(*image.grid), self._geometry) for image in named]
+        length = len(self._tokens) - len(named) + sum(lengths)
+        if length > self._max_tokens:  # a placeholder of one token may stand for thousands
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens with those of its images, and the model takes {self._max_tokens}"
+            )
+        remaining, ranges = iter(lengths), []
         tokens: list[int] = []
         for token in self._tokens:
             length = 1
             if token == self._image_token:
-                length = rows_of_grid(Grid(*next(remaining).grid), self._geometry)
+                length = next(remaining)
                 ranges.append({"offset": len(tokens), "length": length})
             tokens += [token] * length
         self.body["token_ids"] = tokens

@@ -114,6 +114,11 @@ def steps(choice: dict[str, Any]) -> list[dict[str, float]]:
     ]
 
 
+def images_of_the_service(http: HttpEngine) -> float:
+    """Return how many images an engine has got from the service."""
+    return sum(value for name, value in http.metrics().items() if "images_total" in name)
+
+
 def names(request: dict[str, Any]) -> list[str]:
     found: list[str] = request["features"]["mm_hashes"]["image"]
     return found
@@ -229,9 +234,42 @@ def test_a_streamed_answer_and_another_tenant(
         [step for each in chunks for choice in each["choices"] for step in steps(choice)],
         right["four images"],
     )
+    assert http.post(GENERATE, {**request, "cache_salt": None}).status_code == 403
 
 
-def test_images_in_messages_of_both_other_apis_are_named(render: RenderServer, http: HttpEngine) -> None:
+def sampled(request: dict[str, Any], server: HttpEngine) -> dict[str, Any]:
+    """Return a rendered request with the sampling parameters of the others, which ask for log-probabilities."""
+    parameters = rendered(server, ["any text"])["sampling_params"]
+    return {
+        **request,
+        "sampling_params": {**parameters, "extra_args": request["sampling_params"].get("extra_args")},
+    }
+
+
+TURNS = [
+    {"role": "system", "content": content(["a system that shows ", PHOTOS[11]])},
+    {"role": "user", "content": content([PHOTOS[12], " a question"])},
+    {"role": "assistant", "content": "an answer"},
+    {"role": "tool", "tool_call_id": "c", "content": content(["a result: ", PHOTOS[13], PHOTOS[11]])},
+    {"role": "user", "content": "and now?"},
+]
+
+
+def test_images_of_system_and_tool_turns_answer_as_those_of_a_stock_render_server(
+    stock: RenderServer, render: RenderServer, http: HttpEngine
+) -> None:
+    ours, pixels = (rendered(each, [], messages=TURNS) for each in (render, stock))
+    assert ours["token_ids"] == pixels["token_ids"]
+    assert len(names(ours)) == 4
+    right = generated(http, pixels)
+    assert_equal(generated(http, ours), right)
+    chat = http.chat([], messages=TURNS)
+    assert_equal(top(chat.json()["choices"][0]), right)
+
+
+def test_images_in_messages_of_both_other_apis_are_named(
+    stock: RenderServer, render: RenderServer, http: HttpEngine
+) -> None:
     image = data_url(PHOTOS[0])
     input_parts = [
         {"type": "input_text", "text": "m "},
@@ -251,10 +289,20 @@ def test_images_in_messages_of_both_other_apis_are_named(render: RenderServer, h
     for route, body, count in (("/v1/responses", responses, 1), ("/v1/messages", messages, 2)):
         response = render.post(f"{route}/render", body)
         assert response.status_code == 200, response.text
-        assert names(response.json()) == [named] * count
-        assert http.post(GENERATE, response.json()).status_code == 200
-    refused = render.post("/v1/messages/render", {**messages, "max_tokens": "x"})
-    assert refused.status_code == 400
+        ours, pixels = response.json(), stock.post(f"{route}/render", body).json()
+        assert names(ours) == [named] * count
+        assert ours["token_ids"] == pixels["token_ids"]
+        assert_equal(generated(http, sampled(ours, render)), generated(http, sampled(pixels, render)))
+    broken = [{**result, "content": [{"type": "image", "source": "no object"}]}]
+    for change in (
+        {"max_tokens": "x"},
+        {"model": "unknown"},
+        {"messages": [{"role": "user", "content": broken}]},
+    ):
+        refused, by_stock = (
+            each.post("/v1/messages/render", {**messages, **change}) for each in (render, stock)
+        )
+        assert refused.status_code == by_stock.status_code >= 400
 
 
 def told(request: dict[str, Any]) -> dict[str, Any]:
@@ -317,6 +365,15 @@ def spans(**changes: int) -> Callable[[Any], Any]:
     ]
 
 
+def in_another_order(request: dict[str, Any]) -> None:
+    for by_modality in filter(None, request["features"].values()):
+        by_modality["image"].reverse()
+
+
+def nulls(request: dict[str, Any]) -> None:
+    request["features"] |= {key: {"image": [None, None]} for key in ("kwargs_data", "mm_metadata")}
+
+
 GRID = grid_item(Grid(1, 40, 40))
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], int]] = {
     "no names": (lambda request: told(request).update(images=[]), 403),
@@ -337,10 +394,14 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], int]] = {
     "no placeholders": (lambda request: request["features"].update(mm_placeholders={}), 400),
     "a placeholder without a token of a row": (features("mm_placeholders", spans(length=-1)), 400),
     "a placeholder with a token too many": (features("mm_placeholders", spans(length=1)), 400),
+    "images in another order, with their placeholders": (in_another_order, 200),
+    "a placeholder over another one": (features("mm_placeholders", lambda each: [each[0]] * 2), 400),
     "a placeholder beyond the prompt": (features("mm_placeholders", spans(offset=5000)), 400),
     "features that are no object": (lambda request: request.update(features=[names(request)]), 403),
     "grids of a caller": (features("mm_metadata", lambda each: [GRID] * 2), 200),
     "tensors of a caller": (features("kwargs_data", lambda each: [GRID] * 2), 200),
+    "grids and tensors that are null": (nulls, 200),
+    "one grid too few": (features("mm_metadata", lambda each: each[:1]), 400),
     "tensors that are garbage": (features("kwargs_data", lambda each: ["x"] * 2), 200),
     "other servers, priorities and traces": (
         lambda request: told(request).update(
@@ -362,9 +423,36 @@ def test_hostile_features_fail_alone_or_change_nothing(
     change(hostile)
     response = http.post(GENERATE, hostile)
     assert response.status_code == status, response.text
+    if change is of_another_key:
+        assert "different keys: set name_key_file" in response.text
     expected = generated(http, good)
     if status == 200:
         assert_equal(steps(response.json()["choices"][0]), expected)
+
+
+@pytest.mark.attack("a request of tokens with names, grids or placeholders of its caller")
+@pytest.mark.parametrize("moved", [{"offset": 1}, {"offset": -1}])
+def test_a_moved_placeholder_changes_no_answer_but_its_own(
+    render: RenderServer, http: HttpEngine, moved: dict[str, int]
+) -> None:
+    """As in vLLM, which checks no tokens: blocks of both are different ones."""
+    good, hostile = pair(render), pair(render)
+    features("mm_placeholders", spans(**moved))(hostile)
+    changed = generated(http, hostile)
+    right = generated(http, good)
+    with pytest.raises(AssertionError):
+        assert_equal(changed, right)
+    assert_equal(generated(http, pair(render, cache_salt="nobody else's blocks")), right)
+
+
+def test_an_image_that_breaks_off_fails_the_request_of_its_tokens(
+    render: RenderServer, http: HttpEngine
+) -> None:
+    """Its header is sound, so it is rendered."""
+    whole = photo(200, 200, 4420, "PNG")
+    response = http.post(GENERATE, rendered(render, ["x ", PHOTOS[6], whole[: len(whole) // 2]]))
+    assert response.status_code == 400
+    assert "image 1: unsupported, damaged or truncated PNG" in response.text
 
 
 def test_pixels_of_a_stock_render_server_go_to_the_own_tower(
@@ -372,12 +460,9 @@ def test_pixels_of_a_stock_render_server_go_to_the_own_tower(
 ) -> None:
     request = rendered(stock, CASES["four images"])
     assert request["token_ids"] == rendered(render, CASES["four images"])["token_ids"]
-    before = http.metrics()
+    before = images_of_the_service(http)
     assert_equal(generated(http, request), right["four images"])
-    counted = http.metrics()
-    assert [counted[name] for name in before if "images_total" in name] == [
-        value for name, value in before.items() if "images_total" in name
-    ]
+    assert images_of_the_service(http) == before
 
 
 @pytest.mark.attack("pixels under the identifier of another image")
@@ -419,13 +504,15 @@ def test_content_parts_are_named_and_laid_out(
     parts = [{"type": "image_url", "url": url} for url in urls]
     body = {"token_ids": tokens, "sampling_params": request["sampling_params"], "content_parts": parts}
     assert_equal(generated(http, body), right["one image three times"])
-    counted = http.metrics()
+    before = images_of_the_service(http)
+    # Names of another tenant, so that no cache has them.
+    assert_equal(generated(http, {**body, "cache_salt": "parts"}), right["one image three times"])
+    assert images_of_the_service(http) == before + 2
     for broken in (
         [{"type": "image_url"}] * 4,
         [{"type": "image_url", "url": "data:image/png;base64,AA"}] * 4,
     ):
         assert http.post(GENERATE, {**body, "content_parts": broken}).status_code == 400
-    assert any("images_total" in name for name in counted)
 
 
 def test_a_render_that_vllm_refuses_is_counted(render: RenderServer) -> None:

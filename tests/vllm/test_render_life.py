@@ -15,7 +15,7 @@ from tests.vllm.restartable import Restartable
 from tests.vllm.service import patient
 from tests.vllm.test_held_back import stopped_device, until
 from tests.vllm.test_middleware import assert_equal, content, top
-from tests.vllm.test_render import GENERATE, generated, rendered, steps
+from tests.vllm.test_render import GENERATE, generated, images_of_the_service, rendered, steps
 from tests.waiting import PATIENCE_S
 
 PARTS = ["a document ", photo(250, 250, 4401, "PNG"), " and many words after it " * 20]
@@ -77,9 +77,9 @@ def test_a_lost_image_is_said_at_once_and_rendered_again(
     request = rendered(render, PARTS)
     right = generated(http, request)
     service.kill()
-    down = http.post(GENERATE, request)
-    assert down.status_code == 503, down.text
-    assert int(down.headers["retry-after"]) >= 1
+    for down in (http.post(GENERATE, request), RenderServer.render(render, content(PARTS))):
+        assert down.status_code == 503, down.text
+        assert int(down.headers["retry-after"]) >= 1
     service.start()
     began_s = time.monotonic()
     while (lost := http.post(GENERATE, request)).status_code == 503:  # until the client sees the new server
@@ -100,13 +100,16 @@ def test_a_decode_leg_needs_no_image(service: Restartable, render: RenderServer,
     one["sampling_params"] = {**request["sampling_params"], "max_tokens": 1}
     assert http.post(GENERATE, one).status_code == 200
     right = generated(http, request)
-    images = sum(value for name, value in http.metrics().items() if "images_total" in name)
+    images = images_of_the_service(http)
     service.kill()
-    response = http.post(GENERATE, {**request, "kv_transfer_params": {"do_remote_prefill": True}})
+    remote = {"kv_transfer_params": {"do_remote_prefill": True}}
+    response = http.post(GENERATE, {**request, **remote})
+    chat = http.chat(content(parts), **remote)
     service.start()
-    assert response.status_code == 200, response.text
+    assert response.status_code == chat.status_code == 200, (response.text, chat.text)
     assert_equal(steps(response.json()["choices"][0]), right)
-    assert sum(value for name, value in http.metrics().items() if "images_total" in name) == images
+    assert_equal(top(chat.json()["choices"][0]), right)
+    assert images_of_the_service(http) == images
 
 
 def queued(server: ServerProcess) -> float:
@@ -153,10 +156,16 @@ def test_the_images_of_a_refused_render_leave_the_queue(server: ServerProcess, r
     assert server.encodes() == encodes + 1
 
 
-def test_without_a_prefix_cache_a_rendered_request_answers_as_a_chat(
-    render: RenderServer, http: HttpEngine
+def test_without_a_prefix_cache_a_rendered_request_answers_as_a_stock_one(
+    checkpoint: Path, render: RenderServer, http: HttpEngine
 ) -> None:
-    request = rendered(render, PARTS)
-    right = top(http.chat(content(PARTS)).json()["choices"][0])
-    for _ in range(2):
-        assert_equal(generated(http, request), right)
+    """Each with names of its own, under which no KV blocks are stored."""
+    with rendering(checkpoint, "") as stock:
+        for count in (1, 4, 16):
+            photos = [photo(64 + 32 * (seed % 5), 64, 44_500 + seed, "PNG") for seed in range(count)]
+            parts = [*photos, " and words"]
+            right = generated(http, rendered(stock, parts))
+            for tenant in ("one", "another"):
+                before = images_of_the_service(http)
+                assert_equal(generated(http, rendered(render, parts, cache_salt=tenant)), right)
+                assert images_of_the_service(http) == before + count

@@ -33,7 +33,7 @@ from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.weight_updates import QUERY
 from testing.photos import photo
 from testing.server_process import ServerProcess
-from testing.vllm_engine import CONNECTOR, raw
+from testing.vllm_engine import CONNECTOR, data_url, raw
 from tests.vllm.service import ROOT
 
 IMAGE, OTHER = photo(200, 120, 1, "PNG"), photo(130, 170, 2, "PNG")
@@ -49,6 +49,7 @@ class Front:
 
     def __init__(self, config: Any, **arguments: Any) -> None:
         self.status = 200
+        self.config = config
         self.weights: str | None = ""
         self._state = SimpleNamespace(
             vllm_config=config, args=SimpleNamespace(**arguments), engine_client=self
@@ -337,6 +338,103 @@ def test_rendered_images_stay_submitted_and_those_for_scores_never_are(
         assert isinstance(known, Image)
         with client.keep_known([known]) as kept:
             assert isinstance(kept.answers[0].error, LostImageError) == scores_only
+
+
+def test_a_render_that_vllm_fails_is_no_lost_image(run: Callable[..., None]) -> None:
+    """VLLM read no rows, so it failed for another reason: an advice to render again would be followed for ever."""
+
+    async def scenario(front: Front) -> None:
+        front.status = 500
+        messages = [{"role": "user", "content": [raw(photo(150, 140, 52, "PNG"))]}]
+        assert await front.post(f"{CHAT}/render", {"messages": messages}) == (500, "ok")
+
+    run(scenario, scores_only=True)
+    run(scenario)
+
+
+def test_an_engine_that_renders_nothing_says_so_itself(run: Callable[..., None]) -> None:
+    """Without `--enable-scale-out`, vLLM answers each of these routes with a 403."""
+    source = {"type": "base64", "media_type": "image/png", "data": "AA"}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    body = {"model": "tiny", "max_tokens": 8, "messages": messages}
+
+    async def scenario(front: Front) -> None:
+        front.status = 403
+        assert await front.post("/v1/messages/render", body) == (403, "ok")
+        assert front.received == [body]
+
+    run(scenario)
+
+
+def of_content_parts(front: Front, *parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a request of tokens with one placeholder for each of these images."""
+    token = front.config.model_config.hf_config.image_token_id
+    return {
+        "token_ids": [token] * len(parts), "sampling_params": {}, "content_parts": [*parts], **fields
+    }  # fmt: skip
+
+
+def url_part(image: bytes, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "url": data_url(image), **fields}
+
+
+@pytest.mark.attack("content parts that vLLM itself would refuse, or that expand to a huge prompt")
+def test_content_parts_are_refused_as_by_vllm_and_expand_to_no_more_than_a_prompt(
+    run: Callable[..., None],
+) -> None:
+    large = photo(256, 256, 53, "PNG")
+    again = {"type": "image_url", "uuid": "mine"}
+
+    async def with_tower(front: Front) -> None:
+        for body, reason in (
+            (of_content_parts(front, url_part(OTHER), ec_transfer_params=[1]), "must be an object"),
+            (of_content_parts(front, *[url_part(OTHER)] * 9), "At most 8 image(s)"),
+        ):
+            status, text = await front.post(GENERATE, body)
+            assert (status, reason in text) == (400, True), text
+        assert not front.received
+        assert (await front.post(GENERATE, of_content_parts(front, *[url_part(OTHER)] * 8)))[0] == 200
+
+    run(with_tower)
+
+    async def without_tower(front: Front) -> None:
+        parts = [url_part(large, uuid="mine"), *[again] * 5000]
+        status, text = await front.post(GENERATE, of_content_parts(front, *parts))
+        assert status == 400
+        assert "the model takes 1024" in text
+        assert not front.received
+        assert (await front.post(GENERATE, of_content_parts(front, *parts[:16])))[0] == 200
+        assert len(front.received[0]["token_ids"]) == 1024
+
+    run(without_tower, limit=0)
+
+
+@pytest.mark.attack("an image that a request names many times in few bytes")
+def test_an_image_that_a_request_names_many_times_is_submitted_once(
+    run: Callable[..., None], service: ServerProcess
+) -> None:
+    """More often than a call may name images, so that a request cannot use up the calls of its server."""
+    image, times = photo(64, 64, 54, "PNG"), 3000
+
+    async def scenario(front: Front) -> None:
+        await front.chat(raw(OTHER))
+        before = service.metrics().total("submitted_images_total")
+        again = {"type": "image_url", "image_url": None, "uuid": "mine"}
+        assert (await front.chat({**raw(image), "uuid": "mine"}, *[again] * times))[0] == 200
+        assert len(set(front.names())) == 1
+        assert len(front.names()) == 1 + times
+        assert service.metrics().total("submitted_images_total") == before + 1
+        messages = [{"role": "user", "content": [raw(image)]}]
+        assert (await front.post(f"{CHAT}/render", {"messages": messages}))[0] == 200
+        (identifier,), told = front.names(), front.received[-1]["ec_transfer_params"]
+        rows = [{"offset": 4 * index, "length": 4} for index in range(times)]
+        features = {"mm_hashes": {"image": [identifier] * times}, "mm_placeholders": {"image": rows}}
+        body = {"token_ids": [1], "features": features, "ec_transfer_params": told}
+        assert (await front.post(GENERATE, body))[0] == 200
+        assert len(front.received[-1]["features"]["mm_metadata"]["image"]) == times
+        assert service.metrics().total("submitted_images_total") <= before + 3
+
+    run(scenario)
 
 
 TAKES_IMAGES = ('"image_url"', '"input_image"', '"image"', '"images"', '"image_embeds"')

@@ -438,18 +438,6 @@ class Images:
 
     # Internals
 
-    def _held_grid(self, key: ImageKey, claimed: Grid | None, *, again: bool) -> Grid | None:
-        """Return the grid of an image whose rows are held here, else None.
-
-        Raises `ImageLimitError`, or `InvalidRequestError` if the caller's grid is impossible or not the image's.
-        """
-        self._validator.check_name(key, claimed)
-        if (pin := self._store.pin(key.address, again=again)) is not None:
-            with pin:
-                return confirmed_grid(pin.grid, claimed)
-        grid = self._store.grid(key.address)
-        return confirmed_grid(grid, claimed) if grid is not None else None
-
     def _file_of(self, key: ImageKey, *, is_video: bool = False) -> Source | None:
         """Return the file of an image or of frames, if this replica has it, and renew its lifetime."""
         files = self._videos if is_video or key.frames is not None else self._sources
@@ -462,8 +450,9 @@ class Images:
             source = self._file_of(image.key, is_video=True)
             return LookupResult(None, video=source.video) if source is not None else None
         try:
-            if (grid := self._held_grid(image.key, image.claimed_grid, again=again)) is not None:
-                return LookupResult(grid, cached=True)
+            self._validator.check_name(image.key, image.claimed_grid)
+            if (grid := self._store.grid(image.key.address, again=again)) is not None:
+                return LookupResult(confirmed_grid(grid, image.claimed_grid), cached=True)
             if (job := self._jobs.join(image.key, image.claim)) is not None:
                 return LookupResult(confirmed_grid(job.grid, image.claimed_grid))
         except EncoderError as error:

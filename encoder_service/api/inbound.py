@@ -193,11 +193,11 @@ class CallGate:
 
     def stream(
         self,
-        serve: Callable[[Inbound[Request]], Answers],
+        serve: Callable[[Inbound[Request]], Awaitable[Answers]],
         parse: Parse[Request],
         refusal: Refusal | None = None,
     ) -> Handler:
-        """Return the handler of a method that reads its requests itself. `parse` may raise `EncoderError`.
+        """Return the handler of a method that reads its requests itself. `serve` and `parse` may raise `EncoderError`.
 
         With `refusal`, a call with the metadata `HALF_CLOSES` ends once its caller has half-closed, as it does after
         its last answer, or the message that `refusal` makes of an error. HAProxy discards the status and the last
@@ -220,9 +220,7 @@ class CallGate:
         async def answers(call: Inbound[Request]) -> Answers:
             if identify is not None:
                 identify(call.caller)
-            async with aclosing(serve(await call.request(self._arriving), call)) as replies:
-                async for reply in replies:
-                    yield reply
+            return serve(await call.request(self._arriving), call)
 
         return self.stream(answers, parse)
 
@@ -257,7 +255,7 @@ class CallGate:
 
     async def _handle(
         self,
-        serve: Callable[[Inbound[Request]], Answers],
+        serve: Callable[[Inbound[Request]], Awaitable[Answers]],
         parse: Parse[Request],
         refusal: Refusal | None,
         _requests: AsyncIterator[bytes],
@@ -273,7 +271,7 @@ class CallGate:
             call = Inbound(self, context, caller, requests, refusal, resources, partial(_log_refusal, caller))
             try:
                 # When the caller disconnects, its call releases its resources now, not at garbage collection.
-                async with aclosing(serve(call)) as answers:
+                async with aclosing(await serve(call)) as answers:
                     async for answer in answers:
                         await self._send(answer, call)
             except Exception as raised:  # noqa: BLE001 - logged with an id, which is sent to the caller

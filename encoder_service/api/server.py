@@ -191,8 +191,7 @@ def _reflection(budgets: Budgets) -> Methods:
 
     async def reflect(call: Inbound[Message]) -> Answers:
         call.admit()
-        async for answer in answers(call.requests, None):
-            yield answer
+        return answers(call.requests, None)
 
     return {
         "ServerReflectionInfo": gate.stream(

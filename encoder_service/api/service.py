@@ -1,7 +1,6 @@
 """The gRPC service: Describe, Submit and Fetch. No method blocks the event loop."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -57,14 +56,15 @@ class EncoderService:
         return description
 
     async def submit(self, inbound: Inbound[RawSubmit]) -> AsyncGenerator[pb.SubmitResponse]:
-        """Accept images; see the contract."""
+        """Accept images; return the answers to them. See the contract."""
         record = self._begin_record("submit", inbound)
         tenant = self._served.info.identity.require("submit", inbound.caller)  # before anything is read
         inbound.admit()
         first = await inbound.requests.first()
-        caller = self._admitted(tenant, inbound.caller, first.caller(), record)
+        message = first.caller()
+        caller = self._admitted(tenant, inbound.caller, message, record)
         served = self._served
-        served.info.check_model(first.caller())
+        served.info.check_model(message)
         inbound.resources.enter_context(served.used())
         limits = served.info.description.limits
         uploads = Uploads(
@@ -76,13 +76,10 @@ class EncoderService:
         )
         call = SubmitCall(served.images, uploads, record, inbound.requests, caller, served.info, self._turns)
         inbound.resources.callback(call.close)
-        async for answer in call.answers(replace(first, open=None)):
-            answer.patches_per_s = served.images.patches_per_s
-            yield answer
-        record.complete = True
+        return call.answers(replace(first, open=None))
 
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[bytes]:
-        """Stream rows; see the contract."""
+        """Find rows; return the messages that stream them. See the contract."""
         record = self._begin_record("fetch", inbound)
         info, tenant, is_peer = self._served.info, None, False
         if inbound.caller.signature:
@@ -114,10 +111,7 @@ class EncoderService:
             self._budgets,
             owed,
         )
-        # When the caller disconnects, its pins are released now, not at garbage collection.
-        async with aclosing(call.answers()) as answers:
-            async for message in answers:
-                yield message
+        return call.answers()
 
     def _begin_record(self, kind: CallKind, inbound: Inbound[Any]) -> CallRecord:
         """Begin the record of a call, and close it when the call ends."""

@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
@@ -89,6 +89,7 @@ class Uploads:
         self._max_bytes = {False: min(max_image_bytes, most), True: min(max_video_bytes, most)}
         self._idle_s = idle_s
         self._uploads: dict[int, Upload] = {}
+        self._arrived_bytes = 0  # of all of them
         self.idle_left_s = idle_s
         """How much longer to wait for the next piece."""
 
@@ -147,15 +148,12 @@ class Uploads:
         self._hold.resize(max(self._hold.amount, total))
         self.idle_left_s = min(self.idle_left_s + size / MIN_BYTES_PER_S, self._idle_s)
         upload.add(piece)
+        self._arrived_bytes = total
 
     def release(self, index: int) -> None:
         """Forget a complete or failed image, and release the space that the others do not need."""
-        del self._uploads[index]
+        self._arrived_bytes -= self._uploads.pop(index).size
         self.settle()
-
-    @property
-    def _arrived_bytes(self) -> int:
-        return sum(upload.size for upload in self._uploads.values())
 
 
 class SubmitCall:
@@ -201,7 +199,7 @@ class SubmitCall:
         self._waiting_frames: dict[bytes, list[SubmittedImage]] = {}
         self._file_errors: dict[bytes, EncoderError] = {}  # by the key of the rejected file
 
-    async def answers(self, first: RawSubmit) -> AsyncIterator[pb.SubmitResponse]:
+    async def answers(self, first: RawSubmit) -> AsyncGenerator[pb.SubmitResponse]:
         """Yield an answer for every name, and one more for every image whose file was awaited.
 
         Raises `InvalidRequestError` if the caller ended the call too early.
@@ -215,6 +213,7 @@ class SubmitCall:
             if states := [*self._ask_for_kept(), *self._time_out_uploads()]:
                 yield self._answer_with(states)
             if self._has_answered_all:
+                self._record.complete = True
                 return
             message = None
             try:
@@ -225,11 +224,12 @@ class SubmitCall:
                 break
         # The caller half-closed or cancelled, and both look the same here. One more message, even an empty one, tells
         # them apart: sending it fails if the caller has cancelled.
-        yield pb.SubmitResponse(states=self._end_uploads())
+        yield self._response(self._end_uploads())
         if not self._is_last and not self._kept:
             raise InvalidRequestError(
                 "the call ended without a message that is `last`: its images do not stay submitted"
             )
+        self._record.complete = True
 
     @property
     def _has_answered_all(self) -> bool:
@@ -238,7 +238,10 @@ class SubmitCall:
     def _answer_with(self, states: Sequence[pb.ImageState]) -> pb.SubmitResponse:
         # Recorded before it is sent: once the caller has the last answer, it may end the call at once.
         self._record.complete = self._has_answered_all
-        return pb.SubmitResponse(states=states)
+        return self._response(states)
+
+    def _response(self, states: Sequence[pb.ImageState]) -> pb.SubmitResponse:
+        return pb.SubmitResponse(states=states, patches_per_s=self._images.patches_per_s)
 
     def close(self) -> None:
         """Drop incomplete uploads and, unless the call is complete, the images that only this call wants."""
@@ -410,7 +413,7 @@ class SubmitCall:
         if known.video is not None:
             return [messages.state_message(image.index, b"", known, 0)]
         if known.grid is not None:
-            if image.claim.task is None:  # it is not queued here: it needs no place in the queue
+            if image.claim.place is not None:  # it is not queued here: it needs no place in the queue
                 self._images.withdraw(image.claim)
             self._record.submitted("cached" if known.cached else "queued")
             tokens = self._info.geometry.tokens(known.grid)

@@ -81,14 +81,14 @@ class Entry(Item):
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """Yield (offset in the arena, length), in bytes, of the rows [begin, end), in order."""
-        layout = self.tier.layout
-        first, last = begin * layout.row_bytes, end * layout.row_bytes  # byte range within the embedding
+        row_bytes, page_bytes = self.tier.layout.row_bytes, self.tier.layout.page_bytes
+        first, last = begin * row_bytes, end * row_bytes  # byte range within the embedding
         run_begin = 0
         for page, pages in self.runs:
-            length = pages * layout.page_bytes
+            length = pages * page_bytes
             low, high = max(first - run_begin, 0), min(last - run_begin, length)
             if low < high:
-                yield page * layout.page_bytes + low, high - low
+                yield page * page_bytes + low, high - low
             run_begin += length
 
 
@@ -171,7 +171,7 @@ class Tier:
         self.order.use(entry, time.monotonic())
 
     def touch(self, entry: Entry) -> None:
-        """Count that a request used an embedding, whose copy in another tier it reads."""
+        """Count that a request used an embedding, of which it reads no row of this tier."""
         if not entry.pins:
             self.order.remove(entry)
         self.order.use(entry, time.monotonic())

@@ -182,14 +182,19 @@ class Tiers(ABC):
         with self.lock:
             return any(address in tier.entries for tier in self.tiers) or self._is_on_disk(address)
 
-    def grid(self, address: bytes) -> Grid | None:
-        """Return the grid of an embedding that any tier holds, else None. Counts no hit."""
+    def grid(self, address: bytes, *, again: bool = False) -> Grid | None:
+        """Return the grid of an embedding that any tier holds, else None. Counts a hit or a miss as `pin` does."""
+        grid = None
         with self.lock:
             for tier in self.tiers:
                 if (entry := tier.entries.get(address)) is not None:
-                    return entry.grid
-        file = self.disk.find(address) if self.disk is not None else None
-        return file.grid if file is not None else None
+                    tier.hits += grid is None
+                    tier.touch(entry)
+                    grid = entry.grid
+            if grid is None and self.disk is not None and (file := self.disk.find(address)) is not None:
+                grid = file.grid
+            self.misses += grid is None and not again
+        return grid
 
     def grids(self) -> dict[bytes, Grid]:
         """Return the grid of every embedding held, by address."""

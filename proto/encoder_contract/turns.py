@@ -189,8 +189,9 @@ class Room:
 
     def leave_line(self, place: "Place") -> None:
         """Give up a place in line, if it is there."""
-        self._line.remove(place.holder, place)
-        self._serve_line()
+        if self._line.holders:
+            self._line.remove(place.holder, place)
+            self._serve_line()
 
     async def wait(self, place: "Place") -> None:
         """Wait in turn until a place is taken. A call that is cancelled has released it."""

@@ -10,7 +10,7 @@ import torch
 from testing.checkpoints import write_checkpoint
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import VllmEngine
-from tests.vllm.service import SERVICE, SETTINGS
+from tests.vllm.service import SERVICE, SETTINGS, patient
 
 HERE = Path(__file__).parent
 SMALL = {
@@ -60,6 +60,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(checkpoint: Path) -> Iterator[ServerProcess]:
     """A server of that checkpoint."""
     with running(checkpoint, executable=SERVICE, **SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def patient_command(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of a server that waits for a stopped device."""
+    return patient(tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="session")
+def patient_service(checkpoint: Path, patient_command: Path) -> Iterator[ServerProcess]:
+    """A server of that checkpoint that waits for a stopped device."""
+    with running(checkpoint, executable=patient_command, **SETTINGS) as server:
         yield server
 
 

@@ -17,9 +17,8 @@ import pytest
 
 from prefill_client.vllm.image_service import WORTH_PREFILLING_BYTES
 from testing.photos import photo
-from testing.server_process import ServerProcess, running
+from testing.server_process import ServerProcess
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
-from tests.vllm.service import SETTINGS, patient
 from tests.vllm.test_middleware import content
 from tests.waiting import soon
 
@@ -27,16 +26,9 @@ TEXT = "worth a step "
 
 
 @pytest.fixture(scope="module")
-def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that waits for a stopped device."""
-    with running(checkpoint, executable=patient(tmp_path_factory.mktemp("service")), **SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(checkpoint: Path, service: ServerProcess) -> Iterator[HttpEngine]:
+def http(checkpoint: Path, patient_service: ServerProcess) -> Iterator[HttpEngine]:
     """A `vllm serve` with our three flags."""
-    with serving(checkpoint, service.endpoint, **PATIENT) as engine:
+    with serving(checkpoint, patient_service.endpoint, **PATIENT) as engine:
         yield engine
 
 
@@ -79,13 +71,13 @@ def empty_steps(http: HttpEngine) -> float:
 
 
 def test_the_engine_makes_no_step_before_the_first_image_is_encoded(
-    http: HttpEngine, service: ServerProcess
+    http: HttpEngine, patient_service: ServerProcess
 ) -> None:
     before = empty_steps(http)
     with ThreadPoolExecutor(2) as threads:
-        with stopped_device(service):
+        with stopped_device(patient_service):
             held = threads.submit(http.chat, content([photo(190, 120, 9100, "PNG"), "What is it?"]))
-            until(lambda: demanded(service) == 1)
+            until(lambda: demanded(patient_service) == 1)
             assert http.chat(content(["text alone"])).status_code == 200
             until(lambda: in_engine(http) == 0)
             assert empty_steps(http) == before
@@ -96,23 +88,25 @@ def test_the_engine_makes_no_step_before_the_first_image_is_encoded(
         assert held.result().status_code == parked.result().status_code == 200
 
 
-def test_a_stored_first_image_does_not_hold_a_request_back(http: HttpEngine, service: ServerProcess) -> None:
+def test_a_stored_first_image_does_not_hold_a_request_back(
+    http: HttpEngine, patient_service: ServerProcess
+) -> None:
     known = photo(190, 120, 9110, "PNG")
     assert http.chat(content([known, "What is it?"])).status_code == 200
     with ThreadPoolExecutor(1) as threads:
-        with stopped_device(service):
+        with stopped_device(patient_service):
             parked = threads.submit(http.chat, content([known, "and", photo(190, 120, 9111, "PNG")]))
             until(lambda: in_engine(http) == 1)
         assert parked.result().status_code == 200
 
 
 def test_the_images_of_a_caller_who_leaves_are_not_waited_for(
-    http: HttpEngine, service: ServerProcess
+    http: HttpEngine, patient_service: ServerProcess
 ) -> None:
-    with stopped_device(service):
+    with stopped_device(patient_service):
         with connected(http, content([photo(190, 120, 9120, "PNG"), "What is it?"])):
-            until(lambda: demanded(service) == 1)
-        until(lambda: demanded(service) == 0)
+            until(lambda: demanded(patient_service) == 1)
+        until(lambda: demanded(patient_service) == 0)
         assert in_engine(http) == 0
     assert http.chat(content(["text alone"])).status_code == 200
 

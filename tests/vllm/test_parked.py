@@ -17,7 +17,7 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
-from tests.vllm.service import SETTINGS, patient
+from tests.vllm.service import SETTINGS
 from tests.vllm.test_held_back import empty_steps, in_engine, stopped_device, until
 from tests.vllm.test_middleware import content
 
@@ -47,10 +47,9 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(slow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def encoder(slow: Path, patient_command: Path) -> Iterator[ServerProcess]:
     """A server of that checkpoint, on one core, which waits for a stopped device."""
-    command = patient(tmp_path_factory.mktemp("service"))
-    with running(slow, executable=command, threads=1, **SETTINGS) as server:
+    with running(slow, executable=patient_command, threads=1, **SETTINGS) as server:
         yield server
 
 

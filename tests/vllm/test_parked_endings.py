@@ -17,7 +17,6 @@ from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
 from tests.vllm.restartable import Restartable
-from tests.vllm.service import patient
 from tests.vllm.test_held_back import demanded, in_engine, stopped_device, until
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_parked import answered
@@ -30,9 +29,9 @@ ABORT_S = 60.0  # generous: it takes a fraction of a second
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restartable]:
+def server(checkpoint: Path, patient_command: Path) -> Iterator[Restartable]:
     """A server that waits for a stopped device, and that tests may kill."""
-    server = Restartable(checkpoint, executable=patient(tmp_path_factory.mktemp("service")))
+    server = Restartable(checkpoint, executable=patient_command)
     server.start()
     yield server
     server.signal(signal.SIGCONT)

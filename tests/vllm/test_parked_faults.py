@@ -16,9 +16,8 @@ import pytest
 
 from prefill_client.vllm.scheduler_side import MAX_SLEEP_S
 from testing.photos import photo
-from testing.server_process import ServerProcess, running
+from testing.server_process import ServerProcess
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
-from tests.vllm.service import SETTINGS, patient
 from tests.vllm.test_held_back import connected, demanded, empty_steps, in_engine, stopped_device, until
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_parked import answered, took_s
@@ -34,17 +33,10 @@ CHECK = {"method": "check_health"}
 
 
 @pytest.fixture(scope="module")
-def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that waits for a stopped device."""
-    with running(checkpoint, executable=patient(tmp_path_factory.mktemp("service")), **SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(checkpoint: Path, service: ServerProcess) -> Iterator[HttpEngine]:
+def http(checkpoint: Path, patient_service: ServerProcess) -> Iterator[HttpEngine]:
     """A `vllm serve` with our three flags, and its routes for development."""
     with serving(
-        checkpoint, service.endpoint, environment={"VLLM_SERVER_DEV_MODE": "1"}, **PATIENT
+        checkpoint, patient_service.endpoint, environment={"VLLM_SERVER_DEV_MODE": "1"}, **PATIENT
     ) as engine:
         yield engine
 
@@ -78,14 +70,14 @@ def parked(http: HttpEngine, service: ServerProcess, *requests: list[Any]) -> It
 
 
 def test_the_only_waiting_request_of_a_caller_who_leaves_is_forgotten_at_once(
-    http: HttpEngine, service: ServerProcess, known: bytes
+    http: HttpEngine, patient_service: ServerProcess, known: bytes
 ) -> None:
     def leave(*parts: Any, waits: int) -> float:
-        with stopped_device(service):
+        with stopped_device(patient_service):
             with connected(http, content([*parts, late()])):
-                until(lambda: (in_engine(http), demanded(service)) == (waits, 1))
+                until(lambda: (in_engine(http), demanded(patient_service)) == (waits, 1))
                 sleep_anew(http)
-            return took_s(lambda: until(lambda: demanded(service) == 0))
+            return took_s(lambda: until(lambda: demanded(patient_service) == 0))
 
     from_middleware_s = min(leave(waits=0) for _ in range(ROUNDS))
     from_engine_s = []
@@ -98,28 +90,30 @@ def test_the_only_waiting_request_of_a_caller_who_leaves_is_forgotten_at_once(
     assert min(next_s) - min(took_s(lambda: sleep_anew(http)) for _ in range(ROUNDS)) < LATE_S
 
 
-def test_one_of_two_waiting_requests_leaves(http: HttpEngine, service: ServerProcess, known: bytes) -> None:
+def test_one_of_two_waiting_requests_leaves(
+    http: HttpEngine, patient_service: ServerProcess, known: bytes
+) -> None:
     shared, own = late(), late()
-    encoded = service.encodes()
-    with parked(http, service, [known, "and", shared]) as (stays,):
+    encoded = patient_service.encodes()
+    with parked(http, patient_service, [known, "and", shared]) as (stays,):
         with connected(http, content([known, "or", shared, "or", own])):
-            until(lambda: (in_engine(http), demanded(service)) == (2, 2))
+            until(lambda: (in_engine(http), demanded(patient_service)) == (2, 2))
             sleep_anew(http)
-        until(lambda: (in_engine(http), demanded(service)) == (1, 1))
+        until(lambda: (in_engine(http), demanded(patient_service)) == (1, 1))
     response = stays.result()
     assert response.status_code == 200, response.text
-    assert service.encodes() == encoded + 1, "nobody wants the other image"
+    assert patient_service.encodes() == encoded + 1, "nobody wants the other image"
     again = http.chat(content([known, "and", shared]))
     assert_equal(*(top(each.json()["choices"][0]) for each in (response, again)))
 
 
 def test_text_and_stored_images_are_answered_as_without_a_waiting_request(
-    http: HttpEngine, service: ServerProcess, known: bytes
+    http: HttpEngine, patient_service: ServerProcess, known: bytes
 ) -> None:
     for parts in (["text alone"], [known, "What is it?"]):
         ask = partial(answered, http, parts, TOKENS)
         alone_s = [took_s(ask) for _ in range(ROUNDS)]
-        with parked(http, service, [known, "and", late()]):
+        with parked(http, patient_service, [known, "and", late()]):
             beside_s = [took_s(ask) for _ in range(ROUNDS)]
             assert in_engine(http) == 1
         assert min(beside_s) - min(alone_s) < LATE_S
@@ -127,7 +121,7 @@ def test_text_and_stored_images_are_answered_as_without_a_waiting_request(
 
 @pytest.mark.parametrize("route", [*CALLS, *OTHER_ROUTES])
 def test_a_call_of_the_engine_is_answered_at_once(
-    http: HttpEngine, service: ServerProcess, known: bytes, route: str
+    http: HttpEngine, patient_service: ServerProcess, known: bytes, route: str
 ) -> None:
     def call() -> None:
         response = http.post(route, CHECK) if route in CALLS else httpx.get(http.url + route, timeout=600)
@@ -135,7 +129,7 @@ def test_a_call_of_the_engine_is_answered_at_once(
 
     alone_s = [took_s(call) for _ in range(ROUNDS)]
     beside_s = []
-    with parked(http, service, [known, "and", late()]) as (waiting,):
+    with parked(http, patient_service, [known, "and", late()]) as (waiting,):
         for _ in range(ROUNDS):
             sleep_anew(http)
             beside_s.append(took_s(call))
@@ -145,11 +139,11 @@ def test_a_call_of_the_engine_is_answered_at_once(
 
 
 def test_a_pause_is_answered_at_once_and_keeps_a_waiting_request(
-    http: HttpEngine, service: ServerProcess, known: bytes
+    http: HttpEngine, patient_service: ServerProcess, known: bytes
 ) -> None:
     image = late()
     paused_s = []
-    with parked(http, service, [known, "and", image]) as (waiting,):
+    with parked(http, patient_service, [known, "and", image]) as (waiting,):
         for _ in range(ROUNDS):
             sleep_anew(http)
             paused_s.append(took_s(lambda: http.post("/pause?mode=keep", {}).raise_for_status()))
@@ -162,21 +156,21 @@ def test_a_pause_is_answered_at_once_and_keeps_a_waiting_request(
 
 
 def test_a_waiting_request_is_aborted_by_a_pause(
-    http: HttpEngine, service: ServerProcess, known: bytes
+    http: HttpEngine, patient_service: ServerProcess, known: bytes
 ) -> None:
-    with parked(http, service, [known, "and", late()]) as (waiting,):
+    with parked(http, patient_service, [known, "and", late()]) as (waiting,):
         assert took_s(lambda: http.post("/pause?mode=abort", {}).raise_for_status()) < 60
         waiting.result(60)
-        until(lambda: demanded(service) == 0)
+        until(lambda: demanded(patient_service) == 0)
         http.post("/resume", {}).raise_for_status()
     sleep_anew(http)
 
 
 def test_a_waiting_request_is_prefilled_again_after_a_reset(
-    http: HttpEngine, service: ServerProcess, known: bytes
+    http: HttpEngine, patient_service: ServerProcess, known: bytes
 ) -> None:
     image = late()
-    with parked(http, service, [known, "and", image]) as (waiting,):
+    with parked(http, patient_service, [known, "and", image]) as (waiting,):
         http.post("/reset_prefix_cache?reset_running_requests=true", {}).raise_for_status()
         before = empty_steps(http)
         until(lambda: empty_steps(http) > before)

@@ -12,7 +12,6 @@ from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.vllm.http_engine import HttpEngine, RenderServer, rendering, serving
 from tests.vllm.restartable import Restartable
-from tests.vllm.service import patient
 from tests.vllm.test_held_back import stopped_device, until
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_render import GENERATE, generated, images_of_the_service, rendered, steps
@@ -26,10 +25,11 @@ TOGETHER = 16
 
 
 @pytest.fixture(scope="module")
-def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restartable]:
+def service(checkpoint: Path, patient_command: Path) -> Iterator[Restartable]:
     """A service with little room, which the tests kill, and whose device they stop."""
-    command = patient(tmp_path_factory.mktemp("service"))
-    service = Restartable(checkpoint, executable=command, store_host_gib=STORE_GIB, source_gib=SOURCE_GIB)
+    service = Restartable(
+        checkpoint, executable=patient_command, store_host_gib=STORE_GIB, source_gib=SOURCE_GIB
+    )
     service.start()
     yield service
     service.kill()

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.harness.benchmark import markdown
 from docs.parts import filled
-from encoder_contract.settings import Settings, declared, flag
+from encoder_contract.settings import Settings, at_most, declared, flag
 from encoder_service.config import Config
 from encoder_service.metrics import PREFIX, Metrics
 from prefill_client.plugin.service_settings import ServiceSettings
@@ -69,7 +69,7 @@ def _sections(program: str, kind: type[Settings]) -> Iterator[str]:
             yield f"### {kind.headings[setting]}\n"
         default = (
             "required" if each.default is MISSING else f"`{each.default}`" if each.default != "" else "empty"
-        )
+        ) + at_most(each)
         name = f"`{flag(setting)}`, `{kind.environment_name(setting)}`"
         choices = " or ".join(f"`{choice}`" for choice in get_args(hint))
         text = f"{choices}: {each.metadata['help']}" if choices else each.metadata["help"]

@@ -17,7 +17,15 @@ __all__ = ["GIB", "Config", "ConfigError", "flag"]
 
 GIB = 1 << 30
 MAX_VIDEO_BYTES = 256 << 20  # a video file
+# Bounds of settings that are whole numbers, by what each costs.
 MAX_DECODE_THREADS = 256  # of a device; each starts a process
+MAX_CALLS = 65_536  # open, of a kind; each takes 40 KB besides what it sends
+MAX_QUEUED_IMAGES = 1_000_000  # each takes 2.7 KB besides its file, and 1.3 KB for each further caller
+MAX_IMAGE_BYTES = GIB  # a file is in memory twice: in the server, and in a decoder process
+MAX_IMAGE_PIXELS = 1_000_000_000  # each takes 28 bytes while it is decoded
+MAX_CALL_WINDOW_KIB = (2 << 20) - 1  # gRPC takes less than 2 GiB
+MAX_INDEX_TIMEOUT_MS = 60_000  # while Redis is silent, each new image waits for it
+QUEUED_PATCHES = 16_000_000  # that all images in the queue may have: 3,900 images of 1024x1024 pixels
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 
@@ -100,7 +108,9 @@ class Config(Settings):
         "memory for a single replica",
     )
     index_prefix: str = knob("encoder", help="prefix of every key in Redis")
-    index_timeout_ms: int = knob(100, help="timeout of one call to the index, milliseconds")
+    index_timeout_ms: int = knob(
+        100, most=MAX_INDEX_TIMEOUT_MS, help="timeout of one call to the index, milliseconds"
+    )
     devices: str = knob(
         "auto",
         help="devices that run the vision tower, comma-separated: cpu, cuda or cuda:N; each gets its own process; "
@@ -124,6 +134,7 @@ class Config(Settings):
     batch_patches: int = knob(
         0,
         zero=True,
+        most=QUEUED_PATCHES,
         help="maximum patches in a batch of the vision tower; a larger image runs alone; 0: 5632 on a GPU, 1024 on the "
         "CPU; if set, larger images have no CUDA graphs",
     )
@@ -138,6 +149,7 @@ class Config(Settings):
     decode_threads: int = knob(
         0,
         zero=True,
+        most=MAX_DECODE_THREADS,
         help="threads that decode and preprocess single images, each with its own decoder process; also the threads in "
         "DALI's pool; 0: 8 with a GPU, 2 without",
     )
@@ -162,9 +174,11 @@ class Config(Settings):
         help="accepted image formats, comma-separated; others are refused with INVALID_ARGUMENT; all: "
         f"{', '.join(FORMATS)}, and the other formats that Pillow reads without plug-ins: {', '.join(RARE_FORMATS)}",
     )
-    max_image_bytes: int = knob(32 << 20, help="largest accepted image file, bytes")
+    max_image_bytes: int = knob(32 << 20, most=MAX_IMAGE_BYTES, help="largest accepted image file, bytes")
     max_image_pixels: int = knob(
-        100_000_000, help="largest accepted image, pixels (width x height in its header)"
+        100_000_000,
+        most=MAX_IMAGE_PIXELS,
+        help="largest accepted image, pixels (width x height in its header)",
     )
     video: Literal["auto", "yes", "no"] = knob(
         "auto",
@@ -177,16 +191,20 @@ class Config(Settings):
     )
     max_calls: int = knob(
         1024,
+        most=MAX_CALLS,
         help="maximum number of open calls (Submit is counted separately); one tenant or host may use 75 %; more are "
         "refused with RESOURCE_EXHAUSTED",
     )
     call_window_kib: int = knob(
         4096,
+        most=MAX_CALL_WINDOW_KIB,
         help="what a caller may send on a call before the server reads it, KiB; less saves memory under attack, and "
         "slows uploads from far hosts: each takes a round trip for every window, or for 1 MiB if that is more",
     )
     max_queued_images: int = knob(
-        4096, help="maximum number of queued images; more are refused with RESOURCE_EXHAUSTED"
+        4096,
+        most=MAX_QUEUED_IMAGES,
+        help="maximum number of queued images; more are refused with RESOURCE_EXHAUSTED",
     )
     max_queued_gib: float = knob(
         1.0,
@@ -219,12 +237,6 @@ class Config(Settings):
         self._require(
             bool(known), "formats", f"must be all, or a list of {', '.join((*FORMATS, *RARE_FORMATS))}"
         )
-        self._require(
-            self.decode_threads <= MAX_DECODE_THREADS,
-            "decode_threads",
-            f"must be at most {MAX_DECODE_THREADS}",
-        )
-        self._require(self.call_window_kib < 1 << 21, "call_window_kib", "must be less than 2 GiB")
         self._require_endpoint("listen")
         if self.advertise and not is_ip(self.advertise):
             self._require_endpoint("advertise")

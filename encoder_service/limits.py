@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.turns import Lack, Place, Room, fair_share
-from encoder_service.config import GIB, Config
+from encoder_service.config import GIB, QUEUED_PATCHES, Config
 from encoder_service.scheduler import Claim, QueueLimits
 
 
@@ -163,8 +163,6 @@ def _refusal(lack: Lack) -> OverloadedError:
 
 # Claims per queueable image. They cost memory but no device time, so joining an image is free up to this number.
 CLAIMS_PER_IMAGE = 16
-# The patches of 3,900 images of 1024×1024 pixels. A limit on images alone would admit any amount of work.
-QUEUED_PATCHES = 16_000_000
 AWAITED_IMAGES = 4096
 # Windows of rows that the rows port sends at a time: each takes a connection. More are sent in their calls.
 TICKETS = 512
@@ -216,7 +214,7 @@ class Budgets:
         return cls(
             queue=QueueLimits(
                 images=config.max_queued_images,
-                patches=QUEUED_PATCHES,
+                patches=QUEUED_PATCHES,  # a limit on images alone would admit any amount of work
                 source_bytes=upload_bytes,
                 claims=claims,
                 seconds=config.max_queue_s,

@@ -11,6 +11,9 @@ from encoder_contract.settings import Settings, group, knob
 from encoder_contract.version import __version__
 from prefill_client.media.destinations import Destinations
 
+# Each is in memory as a whole, for each request that is running.
+MAX_BODY_BYTES, MAX_FILE_BYTES = 4 << 30, 1 << 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpSettings(Settings):
@@ -23,8 +26,8 @@ class HttpSettings(Settings):
     )
     access: AccessSettings = group(AccessSettings, prefix="encoder_")
     listen: str = knob("127.0.0.1:8000", help="host:port to serve HTTP on; port 0 picks a free port")
-    max_body_bytes: int = knob(256 << 20, help="largest request body, bytes")
-    max_image_bytes: int = knob(32 << 20, help="largest image file, bytes")
+    max_body_bytes: int = knob(256 << 20, most=MAX_BODY_BYTES, help="largest request body, bytes")
+    max_image_bytes: int = knob(32 << 20, most=MAX_FILE_BYTES, help="largest image file, bytes")
     image_hosts: str = knob(
         "",
         help="hosts from which images and videos may be downloaded, comma-separated: host names, addresses, networks, "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from encoder_contract.settings import knob
-from prefill_client.http_settings import HttpSettings
+from prefill_client.http_settings import MAX_FILE_BYTES, HttpSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +21,24 @@ class ServiceConfig(HttpSettings):
     dtype: Literal["bfloat16", "float16", "float32"] = knob(
         "bfloat16", help="element type of the language model's weights"
     )
-    threads: int = knob(0, zero=True, help="CPU threads per torch operation; 0: torch's default")
-    chunk_tokens: int = knob(512, help="largest number of tokens in one prefill chunk")
+    threads: int = knob(0, zero=True, most=1024, help="CPU threads per torch operation; 0: torch's default")
+    chunk_tokens: int = knob(
+        512,
+        most=1 << 20,  # the activations of a chunk are in memory at once
+        help="largest number of tokens in one prefill chunk",
+    )
     prefix_tokens: int = knob(
         65536,
         zero=True,
+        most=1 << 24,  # a hundred kilobytes each, for a model of 8 billion parameters
         help="size of the prefix cache, tokens: KV caches of answered prompts, kept for follow-up requests; 0: off",
     )
     max_requests: int = knob(
-        64, help="largest number of requests running at the same time; more are answered with 429"
+        64,
+        most=65_536,  # each is an open connection
+        help="largest number of requests running at the same time; more are answered with 429",
     )
-    max_video_bytes: int = knob(128 << 20, help="largest video file, bytes")
+    max_video_bytes: int = knob(128 << 20, most=MAX_FILE_BYTES, help="largest video file, bytes")
     request_s: float = knob(
         300.0, help="seconds that a request may take to its first token, and again from there to its last"
     )

@@ -49,11 +49,20 @@ class GatewayConfig(HttpSettings):
     virtual_encoders: int = knob(
         8,
         zero=True,
+        most=512,  # a request is sent in as many parts, each an HTTP request
         help="number of encoders to register as, under the paths /v0, /v1 and so on, so that SGLang sends the images "
         "of a request in several parts; 0: one encoder without a path",
     )
-    max_parts: int = knob(64, help="largest number of parts served at the same time; more parts wait unread")
-    max_images: int = knob(256, help="largest number of images in one part")
+    max_parts: int = knob(
+        64,
+        most=65_536,  # each is an open connection
+        help="largest number of parts served at the same time; more parts wait unread",
+    )
+    max_images: int = knob(
+        256,
+        most=65_536,  # their names alone are 16 MB
+        help="largest number of images in one part",
+    )
     part_rows_gib: float = knob(
         1.0, help="largest size of the rows of one part, GiB; a part with more is refused"
     )

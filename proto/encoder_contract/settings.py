@@ -38,10 +38,15 @@ def knob(
     *,
     help: str,  # noqa: A002 - it is the help line
     zero: bool = False,
-    below: float = inf,
+    most: float = inf,
 ) -> Any:
-    """Declare a field with its help line. A number must be positive and less than `below`. With `zero`, it may be 0."""
-    return field(default=default, metadata={"help": help, "zero": zero, "below": below})
+    """Declare a field with its help line. A number must be positive, finite and at most `most`, or with `zero` 0.
+
+    A whole number needs `most`, which follows from what each costs: so a number with digits too many is refused at the
+    start, and does not exhaust a machine under load.
+    """
+    assert most < inf or not isinstance(default, int), f"a whole number without `most`: {help}"
+    return field(default=default, metadata={"help": help, "zero": zero, "most": most})
 
 
 def group(kind: type, *, prefix: str) -> Any:
@@ -97,7 +102,7 @@ class Settings:
                 section = parser.add_argument_group(cls.headings[name])
             kind, choices = _kind(hint)
             default = "required" if each.default is MISSING else f"default {_shown(each.default)}"
-            text = f"{each.metadata['help']} ({default}; {cls.environment_name(name)})"
+            text = f"{each.metadata['help']} ({default}{at_most(each)}; {cls.environment_name(name)})"
             switch = choices is not None and set(choices) == {"no", "yes"}
             section.add_argument(
                 flag(name),
@@ -142,13 +147,12 @@ class Settings:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int | float):
-                below = each.metadata["below"]
-                rule = (
-                    "must be positive and finite" if below == inf else f"must be above 0 and below {below:g}"
-                )
-                if each.metadata["zero"]:
-                    rule = "must be 0 or positive, and finite"
-                self._require(0 < value < below or (value == 0 and each.metadata["zero"]), each.name, rule)
+                most, zero = each.metadata["most"], each.metadata["zero"]
+                rule = "must be 0 or positive, and finite" if zero else "must be positive and finite"
+                if most < inf:
+                    rule = f"must be from {0 if zero else 1} to {most}"
+                holds = (0 < value <= most and value < inf) or (value == 0 and zero)
+                self._require(holds, each.name, rule)
 
     def _require_endpoint(self, name: str, *, tcp: bool = False) -> None:
         try:
@@ -160,6 +164,12 @@ class Settings:
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)}")
+
+
+def at_most(declaration: "Field[Any]") -> str:
+    """Return the bound of a setting, to be put behind its default; empty if it has none."""
+    most = declaration.metadata["most"]
+    return f", at most {most}" if most < inf else ""
 
 
 def metavar(name: str, kind: type) -> str:

@@ -7,8 +7,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from encoder_contract.settings import knob
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.vision.attention import BACKENDS
+from prefill_client.sglang_gateway.config import GatewayConfig
+from prefill_reference.config import ServiceConfig
 
 
 def parse(*arguments: str) -> dict[str, Any]:
@@ -111,7 +114,10 @@ def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
         ({"ENCSVC_MODEL": "a", "ENCSVC_MODLE": "b"}, "ENCSVC_MODLE"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DRAIN_S": "soon"}, "ENCSVC_DRAIN_S=soon"),
         ({"ENCSVC_MODEL": "a", "ENCSVC_DTYPE": "int8"}, "bfloat16"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"}, "--batch-patches must be 0 or positive"),
+        (
+            {"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"},
+            "--batch-patches must be from 0 to 16000000, got -1",
+        ),
         ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
         *(
             ({"ENCSVC_MODEL": "a", "ENCSVC_INDEX": url}, "--index")
@@ -138,3 +144,29 @@ def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], sa
 def test_numbers_must_be_positive_and_finite(number: str, value: float) -> None:
     with pytest.raises(ConfigError, match=flag(number)):
         Config(model=Path("a"), **{number: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (kind, each.name)
+        for kind in (Config, GatewayConfig, ServiceConfig)
+        for each in fields(kind)
+        if type(each.default) is int
+    ],
+)
+def test_a_whole_number_has_a_bound_which_its_refusal_and_its_help_name(kind: Any, number: str) -> None:
+    model = {} if kind is GatewayConfig else {"model": Path("a")}
+    (most,) = (each.metadata["most"] for each in fields(kind) if each.name == number)
+    assert getattr(kind(**model, **{number: most}), number) == most
+    with pytest.raises(ConfigError, match=f"^{flag(number)} must be from [01] to {most}, got {most + 1}$"):
+        kind(**model, **{number: most + 1})
+    parser = argparse.ArgumentParser()
+    kind.add_flags(parser)
+    (action,) = (each for each in parser._actions if flag(number) in each.option_strings)
+    assert f"at most {most};" in str(action.help)
+
+
+def test_a_whole_number_cannot_be_declared_without_a_bound() -> None:
+    with pytest.raises(AssertionError, match="a whole number without `most`"):
+        knob(4, help="number of something")

@@ -229,7 +229,7 @@ async def test_hanging_up_cancels_the_request(service: Service, server: Server, 
     ("given", "environment", "message"),
     [
         ({}, {}, "--model"),
-        ({"model": Path("m"), "chunk_tokens": 0}, {}, "--chunk-tokens must be positive"),
+        ({"model": Path("m"), "chunk_tokens": 0}, {}, "--chunk-tokens must be from 1 to 1048576"),
         ({"model": Path("m")}, {"PREFILLSVC_CHUNKS": "5"}, "PREFILLSVC_CHUNKS is not a setting"),
         (
             {"model": Path("m")},
@@ -257,7 +257,7 @@ def test_an_unservable_model_ends_the_start(capsys: pytest.CaptureFixture[str], 
     assert main(["--model", str(tmp_path)]) == 2
     assert "config.json is missing" in capsys.readouterr().err
     assert main(["--model", str(tmp_path), "--chunk-tokens", "0"]) == 2
-    assert "--chunk-tokens must be positive" in capsys.readouterr().err
+    assert "--chunk-tokens must be from 1 to 1048576" in capsys.readouterr().err
 
 
 async def test_a_chat_about_a_video_is_answered_and_a_bad_one_is_named(service: Service) -> None:

@@ -70,6 +70,12 @@ def test_compose_and_pods_differ_only_in_endpoints_and_machine_settings() -> Non
     assert ours == theirs
 
 
+@pytest.mark.parametrize("own_tower", [False, True])
+def test_a_value_says_whether_the_engine_loads_its_tower(own_tower: bool) -> None:
+    arguments = flags(VLLM.containers({"ownTower": own_tower})["vllm"]["args"])
+    assert ("limit-mm-per-prompt" in arguments) is not own_tower
+
+
 RENDER = {"render": {"replicas": 1}, "nameKeySecret": "vllm-name-key"}
 ONLY_ENGINES = {
     *("ec-manager-config", "gpu-memory-utilization", "enable-scale-out", "no-enable-scale-out"),

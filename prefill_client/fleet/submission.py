@@ -288,7 +288,11 @@ class KeptImages(Submission):
         return next(iter(self._resubmitting.values()), None)
 
     async def lost(self) -> EncoderError:
-        """Wait until some images are lost, because no server accepted them within `again_s`, and return the reason."""
+        """Wait until some images are lost, because no server accepted them within `again_s`, and return the reason.
+
+        It waits for ever if none is lost, also after `close`: cancel it. Any number of callers may wait. All get the
+        first reason, and so do later callers; other images may still be submitted.
+        """
         return await asyncio.shield(self._lost)
 
     async def close(self) -> None:

@@ -36,7 +36,11 @@ class Registration:
             await asyncio.sleep(REGISTER_EVERY_S)
 
     async def end(self) -> None:
-        """Unregister, and return once SGLang no longer sends parts."""
+        """Unregister, and return once SGLang no longer sends parts: the caller serves parts until then.
+
+        Waits for a registration that is running, and up to `_CALL_S` for a server that does not answer: SGLang may go
+        on sending parts then. Cancel `keep` afterwards, which returns only at its next turn. Call it once.
+        """
         self._ended = True
         async with self._lock:
             servers = tuple(self._registered)

@@ -42,7 +42,7 @@ class RedisSettings:
     # Longer, as no caller waits for a heartbeat or a probe: it includes opening connections, TLS and a cluster's map.
     beat_timeout_ms: int = 2000
     heartbeat_ms: int = 500
-    replica_ttl_ms: int = 2000  # four heartbeats
+    replica_ttl_ms: int = 2000  # four heartbeats; the same for all replicas: see `heartbeat.lua`
     # A lease lives as long as its replica: a dead one loses its leases once its `replica_ttl_ms` is over. This time
     # ends leases that nobody asks about, or that were never released. It is long: they are renewed three times within
     # it, and a fleet with full queues has more than 100,000.

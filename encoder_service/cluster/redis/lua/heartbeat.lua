@@ -1,6 +1,7 @@
 -- Adds, renews or removes a replica, removes expired ones, and returns all of them unless the caller knows them.
 -- KEYS: the replicas, a hash of id to "epoch fingerprint endpoint"; their deadlines (ms), a sorted set of ids; the
 -- version of the hash, which changes with it. All times are this server's.
+-- All replicas have the same time to live: one with a shorter time would shorten the deadlines of the others.
 -- ARGV: join, beat, renew (a beat that need not look for expired replicas) or leave; replica id, epoch, fingerprint,
 -- endpoint, time to live (ms), the version that it knows.
 -- Returns {'ok', 1 if it was listed already, version} and, if that is another one, {id, record, ...};
@@ -35,7 +36,7 @@ for _, dead in ipairs(expired) do
   redis.call('ZREM', deadlines, dead)
 end
 for _, late in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '(' .. deadline_ms, '+inf')) do
-  redis.call('ZADD', deadlines, deadline_ms, late) -- the clock was set back: restart its time to live
+  redis.call('ZADD', deadlines, deadline_ms, late) -- the clock was set back: restart its time to live, which is ours
 end
 if #expired > 0 or not version or now_us - version > KEPT_MS / 2 * 1000 then
   set_version()

@@ -185,6 +185,7 @@ async def test_every_exported_metric_is_shown_or_listed_as_left_out(exported: Se
     ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported if name.startswith("encsvc_")}
     for_top_and_queries = {
         "encsvc_model_info",
+        "encsvc_draining",
         "encsvc_foreign_rows_total",
         "encsvc_index_never_joined",
         "encsvc_queue_requests",

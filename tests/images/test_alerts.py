@@ -26,7 +26,6 @@ NOT_PROVOKED = {
     "EncoderFilesLow": BY_CASES + "needs thousands of connections",
     "EncoderCertificateExpires": BY_CASES + "needs a certificate that ends soon",
     "EncoderRendersLost": BY_CASES + "needs a render server, engines and a service that forgets",
-    "EncoderDrainingLong": BY_CASES + "needs a drain of five minutes",
     "EncoderLostToGateway": BY_CASES + "this stack has no gateway",
 }
 

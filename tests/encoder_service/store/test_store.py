@@ -188,6 +188,18 @@ def test_hits_misses_and_pins_are_counted(store):
     assert (stats.pins, stats.misses, stats.tiers[0].hits) == (0, 1, 1)
 
 
+def test_a_grid_that_is_asked_for_counts_as_a_pin_does_and_pins_nothing(store):
+    put(store, b"a")
+    put(store, b"b")
+    assert store.grid(b"a") == store.grids()[b"a"]
+    assert store.grid(b"x") is store.grid(b"x", again=True) is None
+    stats = store.stats()
+    assert (stats.pins, stats.misses, stats.tiers[0].hits) == (0, 1, 1)
+    while store.contains(b"b"):
+        put(store, os.urandom(4))
+    assert store.contains(b"a"), "it was used last"
+
+
 def test_a_store_too_large_for_its_folder_names_the_setting(tmp_path):
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(StoreSizeError, match=r"--store-host-gib.*shm_size.*emptyDir"):

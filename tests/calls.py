@@ -27,6 +27,15 @@ async def collect(
     return outcomes
 
 
+async def encoded(client: EncoderClient, image: bytes, **options: Any) -> FetchedRows:
+    """Submit an image, and return its rows. Neither fails; `options` are those of `fetch`."""
+    (submitted,) = await client.submit([image])
+    assert submitted.error is None, submitted.error
+    (rows,) = (await collect(client, [RowRequest(submitted.digest)], **options)).values()
+    assert rows.error is None, rows.error
+    return rows
+
+
 async def fetched(client: EncoderClient, digest: bytes) -> FetchedRows:
     """Return the rows of an image that is stored already, inline, or its error."""
     (rows,) = (await collect(client, [RowRequest(digest)], grace_ms=0, transports=["inline"])).values()

@@ -19,10 +19,10 @@ import pytest
 
 from deploy import charts
 from encoder_contract.errors import UnavailableError
-from prefill_client import Credentials, EncoderClient, RowRequest
+from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.calls import collect
+from tests.calls import encoded
 from tests.deploy.test_running import START_S
 from tests.pages import ROOT
 from tests.redis_tls import redis_by_tls
@@ -243,11 +243,7 @@ async def fetched(pod: Pod, credentials: Credentials, seed: int) -> str:
     async with await EncoderClient.connect(
         pod.ports()["grpc"], credentials=credentials, timeout_s=PATIENCE_S, wait=False
     ) as client:
-        (submitted,) = await client.submit([photo(64, 64, seed)])
-        assert submitted.error is None
-        (rows,) = (await collect(client, [RowRequest(submitted.digest)], transports=["inline"])).values()
-        assert rows.error is None
-        return rows.source
+        return (await encoded(client, photo(64, 64, seed), transports=["inline"])).source
 
 
 async def refused(pod: Pod, credentials: Credentials) -> None:

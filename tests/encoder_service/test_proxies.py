@@ -15,11 +15,11 @@ from encoder_contract.errors import ForbiddenError, ImageLimitError, InternalErr
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.hostile_images import with_trailer
 from testing.photos import photo
 from testing.processes import free_port
-from tests.calls import collect
+from tests.calls import encoded
 from tests.operator_view import numbers
 from tests.servers import server_of
 from tests.tenants import RIGHTS, TOKENS, guarded_by, table
@@ -114,10 +114,7 @@ async def test_no_submit_fails_behind_haproxy(server: Server, tmp_path: Path) ->
                 small(number),
                 of_bytes(MIB + 1, number),
             ):  # the second is sent when it is asked for
-                (answer,) = await client.submit([image])
-                assert answer.error is None
-                (rows,) = (await collect(client, [RowRequest(answer.digest)])).values()
-                assert rows.error is None
+                await encoded(client, image)
             async with await client.keep([small(number)]) as kept:
                 assert kept.error is None
             (answer,) = await client.submit([small(number)], all_or_nothing=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.photos import photo
-from tests.calls import collect
+from tests.calls import encoded
 from tests.processes import running
 from tests.waiting import START_S, soon
 
@@ -25,9 +25,7 @@ async def test_no_harmless_signal_ends_a_server_and_sigquit_drains_it(checkpoint
                 os.kill(pid, signal.Signals[name])
         async with await EncoderClient.connect(server.endpoint) as client:
             await client.submit([image := photo(64, 48, 1)])
-            (submitted,) = await client.submit([image])
-            (rows,) = (await collect(client, [RowRequest(submitted.digest)])).values()
-            assert rows.error is None
+            await encoded(client, image)
         assert server.process.poll() is None
         assert all(each.is_running() for each in devices)
         await soon(lambda: any("certificates and tenants are checked" in line for line in server.lines))

@@ -22,7 +22,7 @@ from encoder_service.limits import Caller
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo, with_comment
 from testing.tcp_proxy import from_another_host
-from tests.calls import collect, named, raw_submit
+from tests.calls import collect, encoded, named, raw_submit
 from tests.gate import Gate
 from tests.servers import server_of
 from tests.tenants import RIGHTS, TOKENS, guarded_by, table
@@ -254,8 +254,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_them(
         token.write_text(TOKENS["chat"])
         credentials = Credentials(token_file=str(token))
         async with await EncoderClient.connect(server.endpoint, credentials=credentials) as client:
-            (submitted,) = await client.submit([PICTURE])
-            assert (await collect(client, [RowRequest(submitted.digest)]))[0].error is None
+            await encoded(client, PICTURE)
         assert [entry.holder for entry in server.store.host.entries.values()] == ["tenant chat"]
 
 

@@ -30,7 +30,7 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
-from tests.calls import connection, fetched, naming, next_state, refused, stub
+from tests.calls import connection, encoded, fetched, naming, next_state, refused, stub
 from tests.cluster_replica import starting
 from tests.counting import counted, settled, stop_timers
 from tests.tenants import TOKENS, As
@@ -88,9 +88,7 @@ async def test_a_client_without_a_token_is_refused_at_once(guard: Server) -> Non
 async def test_a_tenant_has_exactly_its_rights(as_tenant: As) -> None:
     picture = photo(64, 64, 1)
     async with as_tenant(TOKENS["chat"]) as chat:
-        (submitted,) = await chat.submit([picture])
-        assert submitted.error is None
-        assert (await fetched(chat, submitted.digest)).error is None
+        await encoded(chat, picture)
     async with as_tenant(TOKENS["reader"]) as reader:
         (submitted,) = await reader.submit([picture])
         assert isinstance(submitted.error, ForbiddenError)

@@ -28,7 +28,7 @@ from encoder_service.http import MAX_CONNECTIONS
 from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.certificates import HOSTS, Authority, Issued
 from testing.photos import photo
-from tests.calls import collect, connection
+from tests.calls import connection, encoded
 from tests.processes import run
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
@@ -61,13 +61,9 @@ def serving(config: Config, model: Model, issued: Issued) -> Serving:
     return partial(server_of, config, model, tls_cert=issued.cert, tls_key=issued.key)
 
 
-async def encoded(client: EncoderClient, seed: int, transport: str = "inline") -> str:
+async def transport_of(client: EncoderClient, seed: int, transport: str = "inline") -> str:
     """Encode an image, and return the transport of its rows."""
-    (submitted,) = await client.submit([photo(64, 64, seed)])
-    assert submitted.error is None
-    (rows,) = (await collect(client, [RowRequest(submitted.digest)], transports=[transport])).values()
-    assert rows.error is None
-    return rows.transport
+    return (await encoded(client, photo(64, 64, seed), transports=[transport])).transport
 
 
 async def refused(server: Server, credentials: Credentials) -> str:
@@ -87,7 +83,7 @@ async def test_rows_are_served_over_tls_and_through_shared_memory(
         serving() as server,
         await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client,
     ):
-        assert await encoded(client, 1, transport) == transport
+        assert await transport_of(client, 1, transport) == transport
 
 
 async def test_tls_refuses_other_authorities_and_clients_without_tls(
@@ -105,7 +101,7 @@ async def test_a_server_with_another_certificate_name_is_refused(serving: Servin
         assert "TLS handshake failed" in await refused(server, Credentials(ca, server_name="somebody.else"))
         named = Credentials(ca, server_name="encoder")
         async with await EncoderClient.connect(server.endpoint, credentials=named) as client:
-            assert await encoded(client, 2) == "inline"
+            assert await transport_of(client, 2) == "inline"
 
 
 async def test_with_a_client_authority_only_its_certificates_are_accepted(
@@ -119,7 +115,7 @@ async def test_with_a_client_authority_only_its_certificates_are_accepted(
         assert "set one and its key (cert, key)" in await refused(server, Credentials(ca))
         assert "may refuse the client certificate" in await refused(server, Credentials(ca, *foreign))
         async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca, *ours)) as client:
-            assert await encoded(client, 3) == "inline"
+            assert await transport_of(client, 3) == "inline"
 
 
 async def test_certificates_of_both_sides_are_replaced_without_a_restart(
@@ -137,7 +133,7 @@ async def test_certificates_of_both_sides_are_replaced_without_a_restart(
                     new.issue(tmp_path, name, hosts)
                 os.replace(new.write(tmp_path / "new-ca.pem"), ca)
                 # New connections use the new authority; calls on the old one continue.
-                assert await encoded(client, 4) == "inline"
+                assert await transport_of(client, 4) == "inline"
                 assert await connection(client) is not before
                 assert not waiting.done()
                 waiting.cancel()
@@ -153,7 +149,7 @@ async def test_an_invalid_key_file_is_not_loaded(serving: Serving, ca: str, issu
     async with serving() as server:
         Path(issued.key).write_text("no key")
         async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client:
-            assert await encoded(client, 5) == "inline"
+            assert await transport_of(client, 5) == "inline"
 
 
 async def test_the_http_port_speaks_tls_and_follows_the_files(

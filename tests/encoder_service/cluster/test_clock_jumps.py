@@ -12,12 +12,12 @@ import pytest
 
 from encoder_contract.digest import content_digest
 from encoder_contract.v1 import encoder_pb2 as pb
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.jumping_clock import BACK, FORWARD, HOUR_S
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
-from tests.calls import collect, naming, next_state, stub
+from tests.calls import encoded, naming, next_state, stub
 from tests.cluster_load import alone, encodes, joined, traffic
 from tests.cluster_replica import PATIENCE
 from tests.pages import ROOT
@@ -95,9 +95,7 @@ async def test_clock_jumps_change_no_duration_and_no_stage_time(
             name = pb.ImageName(digest=content_digest(picture), variant=variant)
             assert (await answered(client, name)).state == pb.STATE_QUEUED, "the server still has its file"
             asked_s = time.monotonic()
-            (new,) = await client.submit([photo(64, 96, 70 + number)])
-            (rows,) = (await collect(client, [RowRequest(new.digest)])).values()
-            assert rows.error is None
+            rows = await encoded(client, photo(64, 96, 70 + number))
             for began_s in rows.stage_began_s.values():
                 assert asked_s - OFF_S < began_s < time.monotonic() + OFF_S
 

@@ -81,15 +81,19 @@ class VllmEngine:
         self._grids: dict[bytes, Grid] = {}  # of all submitted images
 
     @property
+    def core(self) -> Any:
+        """The engine core of vLLM."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
     def scheduler(self) -> Any:
         """The scheduler of vLLM."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler
+        return self.core.scheduler
 
     @property
     def model(self) -> Any:
         """The model that the worker runs."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        return core.model_executor.driver_worker.worker.model_runner.model
+        return self.core.model_executor.driver_worker.worker.model_runner.model
 
     @property
     def side(self) -> Any:
@@ -232,7 +236,7 @@ class VllmEngine:
         processes no time on them for up to a minute.
         """
         core = max(os.sched_getaffinity(0))
-        for worker in self.llm.llm_engine.engine_core.engine_core.model_executor.workers:
+        for worker in self.core.model_executor.workers:
             os.sched_setaffinity(worker.proc.pid, {core})
 
     def _part(self, part: Part | dict[str, Any], *, own: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from prefill_client.vllm.service_check import check_service, row_kind
 from prefill_client.vllm.vllm_settings import VllmSettings
 from prefill_client.vllm.weight_updates import WeightUpdates, watch_calls
 from prefill_client.vllm.worker_side import RowLoader
-from prefill_client.vllm.worker_weights import WorkerWeights, keep_rows
+from prefill_client.vllm.worker_weights import WorkerWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,7 +103,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         check_service(settings, config)
         keep_deepstack(config)
         let_worker_sleep()
-        keep_rows()
         self.weights = None if settings.takes_any_model else WorkerWeights(config)
         self._loader = RowLoader(kind.width, kind.dtype, device)
         self._signer = NameSigner(read_name_key(settings.name_key_file))

@@ -2,12 +2,12 @@
 
 Trainers write weights by calls of all workers (`/update_weights`, `/collective_rpc`), which run between two steps. The
 core therefore knows before its next step whether the vision weights are still those of the encoder service. If not, it
-takes rows only of a service with the new ones.
+takes rows only of a service with the new ones. The same calls end what the engine's encoder caches hold.
 """
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
@@ -35,6 +35,8 @@ LEAVE_WEIGHTS = frozenset(
     )
 )  # fmt: skip
 """vLLM's own calls of all workers that change no weights of the model."""
+RESET = "reset_encoder_cache"
+"""The only one of them that empties the workers' encoder caches."""
 
 CallWorkers = Callable[..., list[Any]]
 """Calls a function with each worker as its first argument, on all workers, and returns the results by rank."""
@@ -199,18 +201,37 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        connector = getattr(getattr(core, "scheduler", None), "ec_connector", None)
-        updates: WeightUpdates | None = getattr(connector, "updates", None)
-        if updates is None:
-            return original(core, method, timeout, args, kwargs)
-        if method == QUERY:
+        call = partial(original, core, method, timeout, args, kwargs)
+        connector: Any = getattr(getattr(core, "scheduler", None), "ec_connector", None)
+        if not hasattr(connector, "updates"):
+            return call()
+        updates: WeightUpdates | None = connector.updates
+        if updates is not None and method == QUERY:
             return [updates.told]
-        return updates.watch(
-            core.model_executor.collective_rpc,
-            method,
-            None if args else kwargs or {},
-            lambda: original(core, method, timeout, args, kwargs),
-            are_asleep="weights" in core.model_executor.sleeping_tags,
-        )
+        try:
+            if updates is None:
+                return call()
+            return updates.watch(
+                core.model_executor.collective_rpc,
+                method,
+                None if args else kwargs or {},
+                call,
+                are_asleep="weights" in core.model_executor.sleeping_tags,
+            )
+        finally:
+            if method == RESET or not (isinstance(method, str) and method in LEAVE_WEIGHTS):
+                _empty_encoder_caches(core)
 
     return collective_rpc
+
+
+def _empty_encoder_caches(core: Any) -> None:
+    """Empty the encoder caches of the scheduler and of its workers.
+
+    What writes weights may empty those of the workers alone, as `reload_weights` does. The engine would end at the next
+    step that reads a row on which the scheduler counts. Or it leaves rows that the engine's own tower has encoded with
+    the old weights. The table has the rows of the service until no request needs them.
+    """
+    if getattr(core.scheduler.encoder_cache_manager, "cached", ()):  # not of encoder-decoder models
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()

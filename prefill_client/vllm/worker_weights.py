@@ -144,36 +144,6 @@ def tower_digest(model: Any) -> bytes:
     return digest_of(outside) if all(each.numel() for _, each in outside) else b""
 
 
-def keep_rows() -> None:
-    """Patch vLLM's worker to keep the rows of named images as it reloads weights. Does nothing again.
-
-    Both of vLLM's model runners then empty their caches. The scheduler counts on what was in them, and the engine ends
-    at the next step that reads it. A name says which tower has encoded its image, so a new tower has other names.
-    """
-    from vllm.v1.worker.gpu_worker import Worker
-
-    if not hasattr(Worker.reload_weights, "__wrapped__"):
-        Worker.reload_weights = _keeping_rows(Worker.reload_weights)
-
-
-def _keeping_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def reload_weights(worker: Any, *arguments: Any, **options: Any) -> Any:
-        is_named = getattr(get_ec_transfer(), "is_named", None) if has_ec_transfer() else None
-        cache = worker.model_runner.encoder_cache
-        rows = getattr(cache, "encoder_outputs", cache)  # the V2 model runner's, else the V1 model runner's
-        kept = (
-            {image: rows[image] for image in rows if is_named(image)} if rows and is_named is not None else {}
-        )
-        try:
-            return original(worker, *arguments, **options)
-        finally:
-            if kept:
-                rows.update(kept)
-
-    return reload_weights
-
-
 def _weights() -> WorkerWeights:
     weights: WorkerWeights = get_ec_transfer().weights
     return weights

@@ -4,10 +4,11 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,14 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.v1.worker.gpu import model_runner as gpu_model_runner
-from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-from vllm.v1.worker.gpu_worker import Worker
 
 from encoder_contract.checkpoint import model_fingerprint
 from prefill_client import BlockingClient
 from prefill_client.vllm.image_name import producer_of
 from prefill_client.vllm.weight_updates import LEAVE_WEIGHTS, QUERY
 from prefill_client.vllm.worker_weights import tower_digest
-from testing.vllm_engine import Answer, VllmEngine
+from testing.photos import photo
+from testing.vllm_engine import CHUNK_TOKENS, Answer, Part, VllmEngine
 from tests.vllm.http_engine import serving
 from tests.vllm.restartable import Restartable
 from tests.vllm.test_answers import assert_equal, prompt
@@ -45,6 +44,10 @@ from tests.vllm.test_middleware import assert_equal as http_equal
 from tests.vllm.test_middleware import content, top
 
 PARTS, OTHERS = prompt(7100, 2), prompt(7200, 2)
+ACROSS: list[Part] = [
+    "The prefill of this image takes two steps, not one alone: ",
+    photo(256, 256, 7401, "PNG"),
+]
 WEIGHTS = "model.safetensors"
 PATIENCE_S = 300.0
 
@@ -204,32 +207,62 @@ def cached() -> list[str]:
     return sorted(get_ec_transfer()._encoder_cache)
 
 
-def test_workers_keep_the_rows_that_the_scheduler_counts_on(live: Live, frozen: Path) -> None:
-    """Without them, the engine ends at the next step that reads one: in an update beside requests, by chance."""
-    live.engine.ask(PARTS)
-    before = cached()
-    assert before
-    live.load(frozen)
-    assert cached() == before
-    again = ["Once more:", *PARTS]  # the prefix cache has nothing of it
-    assert_equal(live.engine.ask(again), live.own(again))
+def emptied(worker: Any) -> None:
+    worker.model_runner.reset_encoder_cache()
 
 
-def test_the_runner_for_gpus_keeps_them_too(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The V2 model runner and its cache, without the model: it needs Triton."""
-    live.engine.ask(PARTS)
-    rows = dict(get_ec_transfer()._encoder_cache)
-    worker, runner = object.__new__(Worker), object.__new__(gpu_model_runner.GPUModelRunner)
-    worker.vllm_config = runner.vllm_config = live.engine.config
-    worker.model_runner, runner.model = runner, live.engine.model
-    runner.lora_config = runner.pooling_runner = None
-    runner.encoder_cache = EncoderCache()
-    runner.encoder_cache.encoder_outputs.update({**rows, "vLLM's own": next(iter(rows.values()))})
-    monkeypatch.setattr(gpu_model_runner, "reload_weights", lambda *_: None)
-    worker.reload_weights()
-    assert runner.encoder_cache.encoder_outputs == rows
-    runner.encoder_cache = None  # a model without images
-    worker.reload_weights()
+def reloaded(worker: Any, folder: str) -> None:
+    worker.model_runner.reload_weights(weights_path=folder)
+
+
+def paused(live: Live) -> None:
+    live.engine.llm.llm_engine.renderer.clear_mm_cache()
+    live.engine.core.pause_scheduler("keep")
+    live.engine.core.resume_scheduler()
+
+
+def slept(live: Live, level: int) -> None:
+    live.engine.llm.sleep(level, "keep")
+    live.engine.llm.wake_up()
+
+
+EMPTIERS: dict[str, Callable[[Live], Any]] = {
+    "/reset_encoder_cache": lambda live: live.engine.core.reset_encoder_cache(),
+    "/reset_mm_cache": lambda live: live.engine.llm.llm_engine.reset_mm_cache(),
+    "/pause": paused,
+    "/sleep, level 1": partial(slept, level=1),
+    "/sleep, level 2": partial(slept, level=2),
+    "reset_encoder_cache of all workers": lambda live: live.call("reset_encoder_cache"),
+    "reload_weights": lambda live: live.load(live.checkpoint),
+    "reload_weights of an extension": lambda live: live.call(reloaded, folder=str(live.checkpoint)),
+    "reset_encoder_cache of an extension": lambda live: live.call(emptied),
+}
+
+
+def test_no_row_of_the_old_tower_is_left_in_the_engine(live: Live, trained: Path) -> None:
+    again = ["Once more: ", *ACROSS[1:]]  # the prefix cache has nothing of it
+    live.engine.ask(ACROSS, own=True)
+    live.call(load_by_name, folder=str(trained))
+    assert_equal(live.engine.ask(again, own=True), live.own(again))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["service", "own tower"])
+@pytest.mark.parametrize("way", EMPTIERS)
+def test_a_request_goes_on_when_vllm_empties_its_encoder_caches(live: Live, way: str, own: bool) -> None:
+    """The engine ends at a step that reads rows of which only the scheduler believes that they are cached."""
+    expected = live.engine.ask(ACROSS, own=own)
+    live.engine.forget()
+    live.engine.core.reset_encoder_cache()
+    request = live.engine.start(ACROSS, own=own)
+    live.engine.run_until(lambda: live.engine.computed(request) == CHUNK_TOKENS)
+    assert len(cached()) == 1, "the next step reads it"
+    EMPTIERS[way](live)
+    assert sorted(live.engine.scheduler.encoder_cache_manager.cached) == cached()
+    answer = live.engine.run(request)[request]
+    if live.told is None and not own:
+        assert answer.reason == "error"
+    else:
+        assert_equal(answer, expected)
 
 
 def test_a_trained_tower_gets_no_rows_of_the_old_one(
@@ -442,8 +475,8 @@ def test_sixteen_chats_go_on_while_a_frozen_tower_is_written(checkpoint: Path, t
     written = threading.Event()
     with serving(checkpoint, service.endpoint, environment={"VLLM_SERVER_DEV_MODE": "1"}) as http:
 
-        def load(folder: Path) -> None:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        def call(method: str, **options: str) -> None:
+            body = {"method": method, "kwargs": options}
             assert httpx.post(f"{http.url}/collective_rpc", json=body, timeout=600).status_code == 200
 
         def chats(index: int) -> int:
@@ -462,11 +495,12 @@ def test_sixteen_chats_go_on_while_a_frozen_tower_is_written(checkpoint: Path, t
         with ThreadPoolExecutor(len(prompts)) as pool:
             running = [pool.submit(chats, index) for index in range(len(prompts))]
             for _ in range(3):
-                load(checkpoint)
+                call("reload_weights", weights_path=str(checkpoint))
+                call("reset_encoder_cache")
             written.set()
             for each in running:
                 each.result()
-        load(trained)
+        call("reload_weights", weights_path=str(trained))
         refused = http.chat(prompts[0])
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True), refused.text
         moved = Restartable(trained)

@@ -11,7 +11,13 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
-from encoder_contract.errors import DeadlineError, InvalidImageError, UnavailableError, UnknownImageError
+from encoder_contract.errors import (
+    DeadlineError,
+    InvalidImageError,
+    ModelMismatchError,
+    UnavailableError,
+    UnknownImageError,
+)
 from prefill_client.blocking import BlockingClient
 from prefill_client.images import FetchedRows, RowRequest
 from prefill_client.plugin.service import connect_blocking
@@ -25,6 +31,8 @@ _log = logging.getLogger("sglang.encoder_service")
 
 # How long chunks do not ask the service after it failed one, because each attempt would stall the engine.
 PAUSE_S = 10.0
+# The same if it has other weights. It says so at once, and may have these soon: a trainer updates one after the other.
+OTHER_WEIGHTS_PAUSE_S = 1.0
 
 Found = Tensor | InvalidImageError | None
 """The rows of an image, the error of an image that the service cannot decode, or None if the rows did not arrive."""
@@ -38,6 +46,7 @@ class ChunkRows:
         self._client: BlockingClient | None = None
         self._fingerprint = b""
         self._not_before_s = 0.0
+        self._said = ""  # why rows do not arrive
 
     def fetch(
         self, images: Sequence[tuple[SglangImageName, Any]], like: Tensor, fingerprint: bytes = b""
@@ -55,9 +64,13 @@ class ChunkRows:
         if monotonic() >= self._not_before_s:
             try:
                 self._fill(rows, images, like)
+                self._said = ""
             except Exception as error:  # noqa: BLE001 - the engine would end
-                _log.warning("rows of a prefill chunk did not arrive: %r", error)
-                self._not_before_s = monotonic() + PAUSE_S
+                if repr(error) != self._said:
+                    _log.warning("rows of a prefill chunk did not arrive: %r", error)
+                self._said = repr(error)
+                has_others = isinstance(error, ModelMismatchError)
+                self._not_before_s = monotonic() + (OTHER_WEIGHTS_PAUSE_S if has_others else PAUSE_S)
         return [rows.get(index) for index in range(len(images))]
 
     def _fill(

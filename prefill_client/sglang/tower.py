@@ -38,10 +38,16 @@ class TowerWeights:
     """The weights of the tower on one rank. Used by the thread that runs forwards and loads weights."""
 
     def __init__(
-        self, tower: Callable[[], torch.nn.Module], folder: Callable[[], Path], dtype: torch.dtype
+        self,
+        tower: Callable[[], torch.nn.Module],
+        folder: Callable[[], Path],
+        dtype: torch.dtype,
+        *,
+        takes_any_model: bool = False,
     ) -> None:
         """`tower` returns SGLang's tower, which an update may replace. The checkpoint in `folder` will be loaded."""
         self._tower = tower
+        self._takes_any_model = takes_any_model
         self._vision: VisionWeights | None = None
         self._why_unknown = ""
         try:
@@ -56,12 +62,16 @@ class TowerWeights:
 
     @property
     def fingerprint(self) -> bytes | None:
-        """The model fingerprint of the weights; empty before the first update, None if it is unknown.
+        """The model fingerprint of the weights; None if it is unknown, empty if rows of any model are taken.
 
-        The first call after an update is for all ranks, at the same time.
+        The first call, and the first after an update, are for all ranks, at the same time. The very first reads the
+        vision tensors of the checkpoint: the tokenizer compares them too, but not once SGLang's caches were emptied.
         """
-        if not self._has_begun:
+        if self._takes_any_model:
             return b""
+        if not self._has_begun:
+            self._begun(memory=False)
+            self._at_start, self._found = _of_first_rank(self._at_start, self._found)
         if self._updated:
             self._updated = False
             self._compare()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -10,13 +11,14 @@ import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.runtime_context import get_parallel
 
+from encoder_contract.checkpoint import model_fingerprint
 from prefill_client import BlockingClient, RowRequest
 from prefill_client.sglang import rows as chunk_rows
 from prefill_client.sglang.image_name import KEY, SglangImageName, file_as_feature
 from prefill_client.sglang.rows import ChunkRows
 from prefill_client.sglang.sglang_settings import SglangSettings
 from testing.photos import photo
-from tests.sglang.conftest import service_of
+from tests.sglang.conftest import checkpoint_of, service_of
 from tests.vllm.restartable import Restartable
 
 LIKE = torch.empty(0)
@@ -98,6 +100,28 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_pause(
     now_s += chunk_rows.PAUSE_S
     found = rows.fetch(wanted, LIKE)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
+
+
+def test_a_service_of_other_weights_is_soon_asked_again(
+    service: Restartable, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that has updated the engine updates the service next."""
+    wanted, right = encoded(service)
+    before = Restartable(checkpoint_of("qwen3_vl", tmp_path / "before", seed=3))
+    before.endpoint = service.endpoint
+    rows = ChunkRows(SglangSettings(endpoints=(service.endpoint,)))
+    fetch = partial(rows.fetch, wanted, LIKE, model_fingerprint(checkpoint))
+    now_s = monotonic()
+    monkeypatch.setattr(chunk_rows, "monotonic", lambda: now_s)
+    service.kill()
+    before.start()
+    assert fetch() == [None] * len(FILES)
+    before.kill()
+    service.start()
+    encoded(service)
+    assert fetch() == [None] * len(FILES), "within the pause"
+    now_s += chunk_rows.OTHER_WEIGHTS_PAUSE_S
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fetch(), right, strict=True))
 
 
 def test_an_item_from_another_processor_has_no_name(service: Restartable) -> None:

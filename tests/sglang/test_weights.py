@@ -21,8 +21,16 @@ from encoder_contract.checkpoint import model_fingerprint
 from prefill_client.sglang import tower
 from testing.answers import Part
 from testing.photos import photo, with_comment
-from testing.sglang_engine import SglangEngine
-from tests.sglang.conftest import PROMPTS, Own, answers_of, assert_equal, checkpoint_of
+from testing.sglang_engine import SglangEngine, serving
+from tests.sglang.conftest import (
+    PROMPTS,
+    Own,
+    answers_of,
+    assert_equal,
+    checkpoint_of,
+    service_of,
+    variables,
+)
 from tests.sglang.counters import by_own_tower, fetched, server_of
 from tests.sglang.test_faults import until_served
 from tests.sglang.trainers import BUCKET, Tensors, Write, broadcasting, post, send
@@ -111,6 +119,22 @@ def test_the_own_tower_encodes_while_it_has_other_weights_than_the_service(
         assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
     assert fetched(engine) == before[0] + 3
     assert by_own_tower(engine) == before[1]
+
+
+def test_an_engine_without_updates_takes_no_rows_of_other_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """Once its caches were emptied, the tokenizer compares no weights: it cannot know whether others were loaded."""
+    with service_of(checkpoint_of("qwen3_vl", tmp_path / "other", seed=3)) as moved:
+        moved.kill()  # its address is known
+        with serving(checkpoint, environment=variables(moved.endpoint, start_timeout_s=1.0)) as engine:
+            by_itself = engine.ask(SEEN)
+            engine.forget()
+            moved.start()
+            deadline = time.monotonic() + PATIENCE_S
+            while server_of(moved).encodes() == 0:
+                assert time.monotonic() < deadline, engine.log.read_text()
+                assert_equal(engine.ask(SEEN), by_itself)
+                engine.forget()
+            assert fetched(engine) == 0
 
 
 def by_tensors(engine: SglangEngine, *, load_format: str | None = None) -> AbstractContextManager[Write]:

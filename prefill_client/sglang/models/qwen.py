@@ -50,11 +50,15 @@ class EncoderServiceRows:
         self._width = vision.out_hidden_size * (
             1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
         )
-        self._rows = ChunkRows(SglangSettings.from_environment())
+        settings = SglangSettings.from_environment()
+        self._rows = ChunkRows(settings)
         self._without_rows = ImagesWithoutRows()
         self._without_rows.watch_forwards()
         self._tower_weights = TowerWeights(
-            lambda: self.visual, checkpoint_of_engine, torch.get_default_dtype()
+            lambda: self.visual,
+            checkpoint_of_engine,
+            torch.get_default_dtype(),
+            takes_any_model=settings.takes_any_model,
         )
         self._tower_weights.watch_updates(self)  # type: ignore[arg-type]  # one of SGLang's models
         # Load it now, because nothing may fail at the time when the service does.

@@ -109,9 +109,9 @@ class Outcomes:
     right: Counter[str] = field(default_factory=Counter)
     """Answers of a version that the engine had, by version."""
     stale: list[str] = field(default_factory=list)
-    """Answers of a version that it did not have at any time of the request."""
+    """Answers nearest to a version that it did not have at any time of the request, at any distance."""
     mixed: list[str] = field(default_factory=list)
-    """Answers of no version."""
+    """Other answers, of no version."""
     failed: list[str] = field(default_factory=list)
     refused: int = 0
     """Answers of 503, after which the same request was sent again."""
@@ -195,9 +195,9 @@ class Chats:
         said = f"picture {picture}, {sorted(versions)}: {distances}"
         with self._lock:
             outcomes.farthest = max(outcomes.farthest, distances[nearest] / distances[next_nearest])
-            if distances[nearest] > TOLERANCE:
-                outcomes.mixed.append(said)
-            elif nearest not in versions:
+            if nearest not in versions:
                 outcomes.stale.append(said)
+            elif distances[nearest] > TOLERANCE:
+                outcomes.mixed.append(said)
             else:
                 outcomes.right[nearest] += 1

@@ -10,6 +10,7 @@ from bench.updates_parts.chats import (
     FAR,
     PHOTOS,
     REPEATS,
+    TOLERANCE,
     Answer,
     Chats,
     Outcomes,
@@ -45,6 +46,9 @@ def test_an_answer_is_that_of_a_version_that_the_engine_had_during_the_request()
     assert len(judged(timeline, ANSWERS[TRAINED], before_s - 1, before_s).stale) == 1
     assert len(judged(timeline, ANSWERS[FROZEN], before_s, after_s).stale) == 1
     assert len(judged(timeline, (-1.25, -2.0), before_s, after_s).mixed) == 1
+    nearly = (-1.0 - 3 * TOLERANCE, -2.0)
+    assert len(judged(timeline, nearly, before_s, after_s).mixed) == 1
+    assert len(judged(timeline, nearly, after_s, after_s).stale) == 1, "however it differs from its version"
 
 
 def test_versions_that_answer_alike_are_refused() -> None:

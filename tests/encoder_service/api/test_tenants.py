@@ -110,13 +110,22 @@ async def test_operator_calls_need_the_right_and_the_host(
     for name in TOKENS:
         path = tmp_path / f"{name}.operator"
         path.write_text(TOKENS[name])
-        answers = run("flush", guard.endpoint, credentials=Credentials(token_file=str(path)))
-        flush = asyncio.to_thread(list, answers)
-        if name == "ops":
-            assert "entries dropped" in (await flush)[0]
-        else:
-            with pytest.raises(OperatorError, match="lacks the right `operate`"):
-                await flush
+        for command in ("flush", "reload"):
+            answers = run(
+                command,
+                guard.endpoint,
+                folder=str(tmp_path / "absent"),
+                credentials=Credentials(token_file=str(path)),
+            )
+            called = asyncio.to_thread(list, answers)
+            if name != "ops":
+                with pytest.raises(OperatorError, match="lacks the right `operate`"):
+                    await called
+            elif command == "flush":
+                assert "entries dropped" in (await called)[0]
+            else:
+                with pytest.raises(OperatorError, match="the server goes on as before"):
+                    await called
     async with as_tenant(TOKENS["ops"]) as ops:
         operator: Any = AdminServiceStub((await connection(ops)).channel)
         metadata = (("authorization", f"Bearer {TOKENS['ops']}"),)

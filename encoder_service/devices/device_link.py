@@ -208,10 +208,10 @@ class Link(asyncio.Protocol):
 
     # Pushing work
 
-    def push_batches(self, others: Sequence["Link"], group_number: int) -> None:
+    def push_batches(self, others: Sequence["Link"], group_number: int | None) -> None:
         """Send batches within the credit, and then images that may overtake them.
 
-        A large image is encoded with the `others` if all devices are idle.
+        A large image is encoded with the `others` if all devices are idle, and have formed the group of this number.
         """
         device, may_encode = self.device.number, self._scheduler.may_encode
         tower, overtakes, wait_s = self.tower, self.device.facts.overtakes, 0.0
@@ -303,7 +303,7 @@ class Link(asyncio.Protocol):
     def _can_send(self) -> bool:
         return self.is_up and self._transport.get_write_buffer_size() < UNSENT_BYTES
 
-    def _push_batch(self, others: Sequence["Link"], group_number: int) -> bool:
+    def _push_batch(self, others: Sequence["Link"], group_number: int | None) -> bool:
         """Form a batch, reserve pages for its rows, and send it. Return whether one was sent."""
         budget = self.device.facts.batch_patches
         batch: SentBatch | None = None
@@ -393,11 +393,13 @@ class Link(asyncio.Protocol):
                 self._queue.end(job, self._store.full_error())
         return placed, True
 
-    def _group(self, placed: list[tuple[Job, Entry]], others: Sequence["Link"], number: int) -> Group | None:
-        """Return the group that encodes a batch, if it is one large image and all devices are idle."""
+    def _group(
+        self, placed: list[tuple[Job, Entry]], others: Sequence["Link"], number: int | None
+    ) -> Group | None:
+        """Return the group that encodes a batch, if it is one large image, all devices are idle, and have formed it."""
         [(job, _), *more] = placed
         least = self.device.facts.group_patches
-        if more or not least or job.key.frames or job.grid.patches < least:
+        if number is None or more or not least or job.key.frames or job.grid.patches < least:
             return None
         # An image whose encoding was interrupted is encoded by one device.
         if (

@@ -6,7 +6,6 @@ On the event loop: there is no thread for a device, and no lock.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from encoder_contract.backoff import backoff_s
 from encoder_contract.geometry import Grid
@@ -31,6 +30,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 30.0
 _SHORTAGE_PAUSE_S = 1.0
 GROUP_S = 10.0
 """How long the start of the server waits for the devices to form their group."""
+FIRST_GROUP_PAUSE_S, LAST_GROUP_PAUSE_S = 1.0, 300.0
+"""Pauses before the devices form another group after one has failed."""
 STOP_S = 10.0
 """How long the devices may take for the batches that they have, when the server stops."""
 KILL_S = 5.0
@@ -63,15 +64,18 @@ class Dispatcher:
             metrics=metrics,
             tokens=tokens,
             devices=len(devices),
-            on_lost_group=self._group_lost,
+            on_lost_group=self._group_failed,
             decode_pixels=decode_pixels,
         )
         self.links = [Link(device, self._shared) for device in devices]
         self._others = {link: [other for other in self.links if other is not link] for link in self.links}
         self._group_number = 0
+        self._group_asked = -1  # the number of the last group that the devices were to form
+        self._group_failures = 0
+        self._forms_groups = any(device.facts.group_patches for device in devices)
         self._rendezvous = start_rendezvous() if len(devices) > 1 else None
-        self._is_group_due = any(device.facts.group_patches for device in devices)
-        self._group_formed = asyncio.Event()
+        self._is_group_due = self._forms_groups
+        self._group_settled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self.on_answers: Callable[[bool], None] = lambda _answers: None
@@ -88,9 +92,17 @@ class Dispatcher:
 
     async def formed(self) -> None:
         """Wait until the devices have formed a group, or failed to, but not for long."""
-        with suppress(TimeoutError):
+        began = self._loop.time()
+        try:
             async with asyncio.timeout(GROUP_S):
-                await self._group_formed.wait()
+                await self._group_settled.wait()
+        except TimeoutError:
+            log.warning(
+                "the devices have not formed a group within %g s: images wait until they have", GROUP_S
+            )
+        else:
+            if self._group is not None:
+                log.info("the devices formed a group in %.1f s", self._loop.time() - began)
 
     async def stop(self) -> None:
         """Wait until the devices have finished the batches that they have, but not for long. Close the queue first."""
@@ -119,10 +131,10 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         """Push what the devices may have now. Waits for nothing."""
-        if not self._group_formed.is_set():
+        if not self._group_settled.is_set():
             self._form_group()
         for link in self.links:
-            link.push_batches(self._others[link], self._group_number)
+            link.push_batches(self._others[link], self._group)
         self._share_out(Link.push_decode_batch, single=False)
         self._share_out(Link.push_single, single=True)
         if idle := [link for link in self.links if link.tower.is_idle]:
@@ -153,25 +165,44 @@ class Dispatcher:
             wait.since = None
         self._queue.poke()
 
-    def _form_group(self) -> None:
-        """Have the devices form a group as soon as all are idle, so that no image waits for it: NCCL takes seconds.
+    # The group of all devices
 
-        A group that fails is not formed again until an image needs it, or a device was restarted.
-        """
+    @property
+    def _group(self) -> int | None:
+        """The number of the group that the devices have formed; None if they have not."""
+        is_formed = self._group_settled.is_set() and self._group_asked == self._group_number
+        return self._group_number if is_formed else None
+
+    def _want_group(self) -> None:
+        """Have the devices form a group, unless they have or do."""
+        if self._forms_groups and self._group_asked != self._group_number:
+            self._is_group_due = True
+            self._group_settled.clear()
+            self._queue.poke()
+
+    def _form_group(self) -> None:
+        """Have the devices form a group as soon as all are idle, so that no image waits for it: NCCL takes seconds."""
         if self._is_group_due:
             if all(link.is_up and link.tower.is_idle for link in self.links):
-                self._is_group_due = False
+                self._is_group_due, self._group_asked = False, self._group_number
                 for link in self.links:
                     link.form_group(self._group_number)
         elif all(link.tower.forming is None for link in self.links):
-            self._group_formed.set()
+            self._group_settled.set()
 
-    def _group_lost(self, number: int) -> None:
-        """Have all devices leave a group that one of them has left; the next image gets another."""
+    def _group_failed(self, number: int) -> None:
+        """Have the devices form another group after a pause: until then, one of them encodes a large image."""
         if number == self._group_number:
-            self._group_number += 1
-            for link in self.links:
-                link.leave_group(number)
+            self._group_lost()
+            pause_s = backoff_s(self._group_failures, FIRST_GROUP_PAUSE_S, LAST_GROUP_PAUSE_S)
+            self._group_failures += 1
+            self._loop.call_later(pause_s, self._want_group)
+
+    def _group_lost(self) -> None:
+        """Have all devices leave the group that one of them has left."""
+        number, self._group_number = self._group_number, self._group_number + 1
+        for link in self.links:
+            link.leave_group(number)
 
     # The processes
 
@@ -179,20 +210,25 @@ class Dispatcher:
         device = link.device
         while True:
             await link.connect(self._rendezvous.port if self._rendezvous is not None else 0)
-            if device.facts.group_patches:
-                self._is_group_due = True
-                self._group_formed.clear()
+            self._want_group()
             self._queue.poke()
             await link.lost.wait()
+            was_forming = link.tower.forming is not None
             entries = link.disown()
             if self._rendezvous is not None:
-                self._group_lost(self._group_number)
+                self._group_lost()
             why = await asyncio.to_thread(device.ended)
             for entry in entries:
                 self._store.abandon(entry)
             if self._stopping.is_set():
                 return
             log.error("the process of %s ended (%s): starting another", device.name, why)
+            if was_forming and why != "killed":
+                self._forms_groups = self._is_group_due = False
+                log.error(
+                    "%s ended while it formed a group: from now on, one device encodes a large image",
+                    device.name,
+                )
             while not await self._start(device, why):
                 if self._stopping.is_set():
                     return

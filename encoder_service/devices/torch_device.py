@@ -193,6 +193,9 @@ DECODE_S = 12.0
 FRAME_S = 0.01
 """The same for each frame of a video that is decoded on the way. 50 times this is beyond the limit for one frame."""
 
+FORM_S = 1.2
+"""Predicted time to form a group. NCCL takes 2 to 20 s; 50 times this is a hang."""
+
 
 class HungDeviceError(RuntimeError):
     """Work on the device takes so long that it will not end."""

@@ -23,7 +23,15 @@ from encoder_contract.extents import views
 from encoder_service.devices import messages
 from encoder_service.devices.device_inbox import DeviceImage, Inbox
 from encoder_service.devices.model import Model
-from encoder_service.devices.torch_device import DECODE_S, DEVICE_LOST, FRAME_S, CudaStream, Faults, Watchdog
+from encoder_service.devices.torch_device import (
+    DECODE_S,
+    DEVICE_LOST,
+    FORM_S,
+    FRAME_S,
+    CudaStream,
+    Faults,
+    Watchdog,
+)
 from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear
 from encoder_service.store.tensors import copy_bytes, flat
@@ -448,7 +456,7 @@ class Vit:
         try:
             if isinstance(sent, messages.FormGroup):
                 assert self._group is not None
-                with self._watchdog.watching("forming a group"):
+                with self._watchdog.watching("forming a group", FORM_S):
                     self._group.form(number)
             else:
                 with self._watchdog.watching("a group encode", sent.seconds):

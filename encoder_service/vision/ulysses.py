@@ -33,6 +33,8 @@ _NO_WATCHDOG = dict.fromkeys(
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"), "0"
 )
 """Our own watchdog judges what hangs."""
+_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""Of NCCL's first connections. NCCL's own choice is one that other hosts reach, or that a firewall cuts off."""
 
 
 def even_shares(total: int, count: int, unit: int = 1) -> list[int]:
@@ -107,6 +109,9 @@ class UlyssesGroup:
             self._last_aborted = max(number, self._last_aborted)
             connected = self._connected if number == self._number else None
         if connected is not None:
+            if self._device.type == "cuda":
+                # NCCL makes this thread's current device current again: that would create a context on the first GPU.
+                torch.cuda.set_device(self._device)
             connected.abort()
 
     def complete(self, number: int) -> None:
@@ -155,6 +160,7 @@ class UlyssesGroup:
             # Else torch's watchdog ends this process when another one has failed; and after one exchange of 30 s its
             # monitor does so eight minutes after each later group, because that leaves a flag in the server's store.
             os.environ.update(_NO_WATCHDOG)
+            os.environ.setdefault(_INTERFACE, "lo")
             nccl = c10d.ProcessGroupNCCL.Options()
             nccl._timeout = self._limit
             return c10d.ProcessGroupNCCL(store, self.rank, self.size, nccl)

@@ -42,7 +42,7 @@ FOREIGN = {
     *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "smart_resize", "exif_transpose", "emptyDir"),
     *("ec_connector_module_path", "encoder_cache_manager_cls", "ECExampleConnector", "ECCPUConnector"),
     *("ECMooncakeConnector", "ec_producer", "cross_encoder_cache", "mm_payload", "sparse_nccl", "cpu_shares"),
-    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "NCCL_SOCKET_IFNAME"),
+    *("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_P2P_DISABLE"),
     *("preprocess_kwargs", "max_long_side_pixel", "time_stats_json", "zmq_to_tokenizer", "zmq_to_scheduler"),
     *("SGLANG_ENCODER_MM_RECEIVER_MODE", "SGLANG_ENCODER_RECV_TIMEOUT", "MMReceiverGrpc", "TypeError"),
     *("pillow_heif", "register_heif_opener"),

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +12,7 @@ from encoder_contract.errors import InternalError, OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.devices import device_link as linking
-from encoder_service.devices import messages, tower_credit
+from encoder_service.devices import dispatcher, messages, tower_credit
 from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.job_queue import Job
 from encoder_service.devices.model import Model
@@ -410,27 +410,77 @@ async def test_an_image_waits_until_the_devices_have_formed_their_group(model: M
         await formed
 
 
-async def test_a_group_that_does_not_form_is_formed_by_the_next_image_or_after_a_restart(
-    model: Model,
+async def test_a_group_that_does_not_form_is_formed_later_and_no_image_waits_for_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """NCCL that cannot work on a machine takes seconds to say so: not before each large image."""
+    pauses: list[float] = []
+    held: list[Callable[[], None]] = []
+    called = asyncio.get_running_loop().call_later
+
+    def call_later(pause_s: float, call: Any, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        if call == at.engine._want_group:
+            pauses.append(pause_s)
+            held.append(call)
+            pause_s = PATIENCE_S
+        return called(pause_s, call, *args, **options)
+
     async with floor(model, devices=2, forms_group=False, group_patches=3072) as at:
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
         first, second = at.devices
-        await first.forms_group(failed=True)
-        await second.next(messages.FormGroup)
-        assert (await second.next(messages.LeaveGroup)).number == 0
-        second.tell(messages.LeftGroup(0, failed=True))
+        for number in range(2):
+            assert await first.forms_group(failed=True) == number
+            await second.next(messages.FormGroup)
+            assert (await second.next(messages.LeaveGroup)).number == number
+            second.tell(messages.LeftGroup(number, failed=True))
+            await at.engine.formed()
+            large = at.submit(b"large %d" % number, demanded("large"), grid=LARGE)
+            await at.prepare(large)
+            batch = await first.next(messages.Encode)
+            assert batch.group is None
+            first.encoded(batch)
+            await soon(lambda count=number: len(at.ended) > count)  # type: ignore[misc]
+            held.pop()()
+        assert pauses == [dispatcher.FIRST_GROUP_PAUSE_S, 2 * dispatcher.FIRST_GROUP_PAUSE_S]
+        assert await first.forms_group() == await second.forms_group() == 2
         await at.engine.formed()
         large = at.submit(b"large", demanded("large"), grid=LARGE)
         await at.prepare(large)
         batch = await first.next(messages.Encode)
-        assert batch.group == messages.Group(1, 0, 2, LARGE), "nothing was sent before it"
+        assert batch.group == messages.Group(2, 0, 2, LARGE)
         await second.next(messages.JoinGroup)
-        second.tell(messages.LeftGroup(1, failed=False))
+        second.tell(messages.LeftGroup(2, failed=False))
         first.encoded(batch)
         second.kill()
         numbers = {await first.forms_group(), await second.forms_group()}
         assert numbers == {at.engine._group_number}
-        assert min(numbers) > 1
+        assert min(numbers) > 2
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+async def test_devices_form_no_other_group_once_forming_one_has_ended_a_process(
+    model: Model, caplog: pytest.LogCaptureFixture, is_stuck: bool
+) -> None:
+    """Where NCCL hangs, it would hang again after each restart, and no image would ever be encoded."""
+    async with floor(model, devices=2, forms_group=False, group_patches=3072) as at:
+        first, second = at.devices
+        assert await first.forms_group() == 0
+        await second.next(messages.FormGroup)
+        second.is_stuck = is_stuck  # else another process has killed it
+        second.kill()
+        assert (await first.next(messages.LeaveGroup)).number == 0
+        await second.next(messages.Begin)
+        await soon(lambda: all(link.is_up for link in at.links))
+        if not is_stuck:
+            assert await first.forms_group() == await second.forms_group()
+            return
+        await at.engine.formed()
+        at.submit(b"large", demanded("large"), grid=LARGE)
+        _, sent = await asyncio.to_thread(first.sent.get, timeout=PATIENCE_S)
+        assert isinstance(sent, messages.Decode), "no group forms"
+        first.prepared(sent.images[0].number)
+        assert (await first.next(messages.Encode)).group is None
+        assert "from now on, one device encodes a large image" in caplog.text
 
 
 async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> None:
@@ -481,7 +531,10 @@ async def test_the_least_image_of_a_group_depends_on_the_kind_of_device(
 
 
 @pytest.mark.parametrize("how", ["fails", "ends"])
-async def test_all_devices_leave_a_group_that_one_of_them_has_left(model: Model, how: str) -> None:
+async def test_all_devices_leave_a_group_that_one_of_them_has_left(
+    model: Model, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(dispatcher, "FIRST_GROUP_PAUSE_S", 0.0)
     async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
         large = at.submit(b"large", demanded("large"), grid=LARGE)
@@ -497,8 +550,7 @@ async def test_all_devices_leave_a_group_that_one_of_them_has_left(model: Model,
         first.encoded(batch)  # alone
         if how == "fails":
             await second.next(messages.LeaveGroup)
-        else:
-            assert await first.forms_group() == await second.forms_group()
+        assert await first.forms_group() == await second.forms_group()
         await soon(lambda: len(at.ended) == 1 and all(link.is_up and link.tower.is_idle for link in at.links))
         number = at.engine._group_number
         assert number > 0

@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 import pytest
@@ -22,8 +22,10 @@ from encoder_contract.header import read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.devices import EXIT_LOST
+from encoder_service.devices.messages import FormGroup
 from encoder_service.devices.model import Model
-from encoder_service.devices.torch_device import Device, Watchdog
+from encoder_service.devices.torch_device import Device, Faults, Watchdog
+from encoder_service.devices.workers import CopyOut, Vit
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.source import Source
@@ -177,6 +179,20 @@ def test_slow_work_is_not_a_hang_before_its_limit() -> None:
         assert [dog.check() for _ in range(79)] == [None] * 79
         assert "long" in str(dog.check())
     assert dog.check() is None
+
+
+def test_forming_a_group_is_no_hang_before_a_minute(model: Model) -> None:
+    """NCCL may take longer than the 30 s of unpredicted work, and the devices form no other group after a hang."""
+    dog, ticks = Watchdog(lambda _: None), list[int]()
+
+    def form(_number: int) -> None:
+        ticks.append(next(tick for tick in count(1) if dog.check() is not None))
+
+    inbox, group = cast(Any, SimpleNamespace(tell=lambda _: None)), cast(Any, SimpleNamespace(form=form))
+    faults = Faults(model.device, lambda *_: None)
+    vit = Vit(inbox, model, cast(CopyOut, None), faults, dog, group)
+    vit._join_group(FormGroup(0), model.device.stream())
+    assert ticks == [60]
 
 
 @pytest.mark.parametrize("name", ["tier-migrator", "cluster-leases"])

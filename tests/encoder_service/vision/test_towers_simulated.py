@@ -176,8 +176,10 @@ def test_an_aborted_group_gives_no_rows(folders, gpu):
     threads[0].join()
     asyncio.run(soon(lambda: threads[1].name in gpu.waiting or bool(ended)))
     assert not ended, "its stream waits for the other process"
-    group.abort(7)
+    reading = threading.Thread(target=group.abort, args=(7,))  # its current device is the first GPU
+    reading.start()
     threads[1].join(PATIENCE_S)
+    reading.join()
     assert "another process of group 7 has failed" in str(ended)
     with pytest.raises(RuntimeError, match="another process of group 7"), group.joined(7):
         pass

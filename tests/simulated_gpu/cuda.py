@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ def simulated_gpu(devices: int = 2) -> Iterator[SimulatedGpu]:
             for name, value in names.items():
                 patches.enter_context(mock.patch.object(owner, name, value, create=True))
         modules = {"fa3_fwd_interface": ModuleType("fa3_fwd_interface"), **ipc.in_place_of_cuda_bindings(gpu)}
-        patches.enter_context(mock.patch.dict(sys.modules, modules))
+        patches.enter_context(_importable(modules))
         patches.enter_context(OnDevice(gpu))
         # With AMX, oneDNN's bf16 products round a row by how many others there are, which no GPU kernel of ours does.
         patches.callback(torch._C._set_mkldnn_enabled, torch.backends.mkldnn.enabled)
@@ -36,6 +36,21 @@ def simulated_gpu(devices: int = 2) -> Iterator[SimulatedGpu]:
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         yield gpu
+
+
+@contextmanager
+def _importable(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Have these modules imported by their names. Others that the block imports stay: torch's load only once."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def _replaced(gpu: SimulatedGpu) -> list[tuple[Any, dict[str, Any]]]:

@@ -81,8 +81,8 @@ def eager_launches(spec: TowerSpec, images: int) -> int:
 
 
 def graph_launches(images: int) -> int:
-    """Return how many a graph takes: its inputs (7 and the tables of several images), the replay, the copy of rows."""
-    return 2 * (images > 1) + 7 + 1 + 1
+    """Return how many a graph takes: its inputs (6 and the tables of several images), the replay, the copy of rows."""
+    return 2 * (images > 1) + 6 + 1 + 1
 
 
 def product_s(rows: int, columns: int, inner: int, bytes_per_s: float) -> float:
@@ -149,7 +149,7 @@ def predict(
         "norms": (2 * depth * norm_passes * value * embed * patches, 2 * depth),
         "rotation": (depth * rotation_passes * value * embed * patches, depth if rotation_passes else 0),
         "ends": (patches * (per_patch + mergers * per_merged), 4 + 4 * mergers),
-        "finite": (value * spec.width * rows, 9),
+        "finite": (value * spec.width * rows, 4),
         "inputs and rows": (
             (2 * spec.patch_values + 2 * value * embed) * patches + 2 * value * spec.width * rows,
             graph_launches(2),

@@ -265,7 +265,7 @@ class Batch:
     sent: messages.Encode
     images: list[DeviceImage]
     rows: list[Tensor]
-    finite: Tensor  # see `are_finite`
+    largest: Tensor  # see `largest_values`
     devices: int  # how many encoded it
     began_at: float
     ended_at: float
@@ -343,7 +343,7 @@ class CopyOut:
         """
         errors: list[EncoderError | None] = [None] * len(batch.images)
         good = []
-        for at, is_finite in enumerate(batch.finite.tolist()):
+        for at, is_finite in enumerate(batch.largest.isfinite().tolist()):
             if is_finite:
                 good.append(at)
             else:  # stored, these rows would be served again and again
@@ -382,15 +382,14 @@ def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | Non
     )
 
 
-def are_finite(rows: Sequence[Tensor]) -> Tensor:
-    """Return whether each image's rows are finite: bool [images], on the host once an event after this has passed."""
-    if rows[0].is_cuda:  # about ten launches for all images, not seven for each
-        largest = torch._foreach_norm(list(rows), math.inf)  # NaN if any element is
-        return torch.stack(largest).isfinite().to("cpu", non_blocking=True)
-    flags = [
-        torch.stack(each.aminmax()).isfinite().all() for each in rows
-    ]  # min and max are NaN if any element is
-    return torch.stack(flags)
+def largest_values(rows: Sequence[Tensor]) -> Tensor:
+    """Return the largest size of a value in each image's rows, NaN if one is: [images].
+
+    It is on the host; on CUDA, once an event after this has passed.
+    """
+    if rows[0].is_cuda:  # four launches for all images, not seven for each
+        return torch.stack(torch._foreach_norm(list(rows), math.inf)).to("cpu", non_blocking=True)
+    return torch.stack([torch.stack(each.aminmax()).abs().amax() for each in rows])
 
 
 class Overtaking:
@@ -503,14 +502,14 @@ class Vit:
                     rows = self._encode_in_group(sent.group, patches[0], overtaking)
                     devices = sent.group.devices if rows else 1
                 rows = rows or self._tower.encode(patches, grids, overtaking or (lambda: None))
-                finite = are_finite(rows)
+                largest = largest_values(rows)
         except Exception as error:  # noqa: BLE001 - this thread must survive any failure of a library
             self._failed(sent, images, error)
             return
         for image in images:
             image.patches = None
         ended, overtaken_s = monotonic(), overtaking.seconds if overtaking is not None else 0.0
-        encoded = Batch(sent, images, rows, finite, devices, began, ended, overtaken_s, begin, stream.mark())
+        encoded = Batch(sent, images, rows, largest, devices, began, ended, overtaken_s, begin, stream.mark())
         self._copy_out.put(encoded)
 
     def _failed(self, sent: messages.Encode, images: list[DeviceImage], error: Exception) -> None:

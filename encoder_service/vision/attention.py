@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from encoder_service.vision.graphs import CudaCapture
-from encoder_service.vision.layers import Attention, Segments, running_bounds
+from encoder_service.vision.layers import Attention, Segments, running_bounds, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,9 @@ class _Case:
         self.scale = head_size**-0.5
 
     def segments(self, lengths: Sequence[int]) -> Segments:
-        return Segments(tuple(lengths), running_bounds(lengths, self.device), max(*LENGTHS, *OTHER_LENGTHS))
+        return Segments(
+            tuple(lengths), to_device(running_bounds(lengths), self.device), max(*LENGTHS, *OTHER_LENGTHS)
+        )
 
     def run(self, attend: Attention, packed: Tensor, segments: Segments) -> Tensor:
         """Run attention on query, key and value as strided views of one tensor [rows, 3, heads, head size]."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from encoder_contract.tower_spec import TowerSpec
-from encoder_service.vision.layers import PackedBatch, Segments, running_bounds
+from encoder_service.vision.layers import PackedBatch, Segments, pinned_for, running_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,8 @@ class StaticBatch:
     def _load_bounds(self, static: Segments, lengths: Sequence[int]) -> None:
         slots = len(static.bounds) - 1
         padded = padded_lengths(lengths, self.budget.patches, static.longest, slots)
-        static.bounds.copy_(running_bounds(padded, static.bounds.device))
+        bounds = pinned_for(running_bounds(padded), static.bounds.device)
+        static.bounds.copy_(bounds, non_blocking=True)
 
 
 class StaticMemory:

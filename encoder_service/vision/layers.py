@@ -32,21 +32,22 @@ class Segments:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
         """Return segments of these lengths, which have at least one row."""
-        return cls(tuple(lengths), running_bounds(lengths, device), max(lengths))
+        return cls(tuple(lengths), to_device(running_bounds(lengths), device), max(lengths))
 
 
-def running_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return the running sum of `lengths` from 0, int32 [len(lengths) + 1] on `device`."""
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return to_device(bounds, device)
+def running_bounds(lengths: Sequence[int]) -> Tensor:
+    """Return the running sum of `lengths` from 0, int32 [len(lengths) + 1] on the host."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the host to `device` without waiting for the device."""
-    if device.type == "cuda":
-        # Only a copy from pinned memory never waits.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return pinned_for(tensor, device).to(device, non_blocking=True)
+
+
+def pinned_for(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host in pinned memory if `device` is a GPU: only a copy from there never waits."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Attention(Protocol):

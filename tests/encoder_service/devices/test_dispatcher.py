@@ -1,6 +1,7 @@
 """What the server pushes to its devices, and when: credit, overtaking, groups, space in the store, lost devices."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -394,7 +395,10 @@ async def test_short_waiting_batches_of_a_tower_that_cannot_be_interrupted_are_n
 # Groups
 
 
-async def test_an_image_waits_until_the_devices_have_formed_their_group(model: Model) -> None:
+async def test_an_image_waits_until_the_devices_have_formed_their_group(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with floor(model, devices=2, forms_group=False, group_patches=3072) as at:
         first, second = at.devices
         formed = asyncio.create_task(at.engine.formed())
@@ -408,6 +412,7 @@ async def test_an_image_waits_until_the_devices_have_formed_their_group(model: M
         first.tell(messages.LeftGroup(0, failed=False))
         assert (await first.next(messages.Encode)).group == messages.Group(0, 0, 2, LARGE)
         await formed
+        assert "the devices formed a group in" in caplog.text
 
 
 async def test_a_group_that_does_not_form_is_formed_later_and_no_image_waits_for_it(

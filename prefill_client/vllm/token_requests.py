@@ -9,7 +9,7 @@ takes no image without pixels there. They are therefore expanded here, and the i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ class TokenRequest:
     """The body of a request of tokens, and the named images in its features.
 
     Raises `ForbiddenError` for identifiers where no image can be, for those of another key, and for those without their
-    name. Raises `InvalidRequestError` for an image with neither a name nor pixels.
+    name. Raises `InvalidRequestError` for an image with neither a name nor pixels, and for pixels whose placeholder
+    would end vLLM's engine.
     """
 
     def __init__(self, body: Any, signer: NameSigner) -> None:
@@ -112,6 +113,29 @@ class TokenRequest:
         if not isinstance(item, str) or len(item) <= _GRID_CHARACTERS:
             raise InvalidRequestError(f"{modality} {index} has neither pixels nor a name")
         self.has_pixels = True
+        ranges = _items(self._features, "mm_placeholders") if modality == _IMAGE else []
+        place = _object(ranges[index]) if index < len(ranges) else {}
+        offset, length = place.get("offset"), place.get("length")
+        if not isinstance(offset, int) or not isinstance(length, int):
+            return  # vLLM refuses it
+        if 0 <= offset < len(self._run_ends) and offset + length > self._run_ends[offset]:
+            raise InvalidRequestError(
+                f"image {index}: a request of tokens cannot say which tokens of its placeholder have rows, and vLLM's "
+                "engine would end, because they are not all the same (as for models with separators between tiles): "
+                "send a chat instead"
+            )
+
+    @cached_property
+    def _run_ends(self) -> list[int]:
+        """For each token of the prompt, the index after the last of the equal tokens that follow it."""
+        tokens = self.body.get("token_ids")
+        tokens = tokens if isinstance(tokens, list) else []
+        ends, end = [0] * len(tokens), len(tokens)
+        for at in reversed(range(len(tokens))):
+            if at + 1 < len(tokens) and tokens[at] != tokens[at + 1]:
+                end = at + 1
+            ends[at] = end
+        return ends
 
 
 class ContentParts:

@@ -13,10 +13,11 @@ from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Part, VllmEngine, data_url, raw, tower_output
 from testing.vllm_families import OPTIONS, SQUARE, TALL, WIDE, write_small_family
-from tests.vllm.http_engine import HttpEngine, serving
+from tests.vllm.http_engine import HttpEngine, rendering, serving
 from tests.vllm.service import SERVICE, SETTINGS
 from tests.vllm.test_answers import TOLERANCE
 from tests.vllm.test_middleware import assert_equal, content, top
+from tests.vllm.test_render import GENERATE
 from tests.vllm.test_service_check import check, config_of
 
 FAMILY = "idefics3"  # tiles of several sizes, with separators between them
@@ -149,6 +150,26 @@ def test_vllm_serve_answers_chats_and_responses_with_stand_ins(
         rare = http.chat(content(["x", photo(64, 48, 4, "TIFF")]))
         assert rare.status_code == 400
         assert "image 0: vLLM cannot lay out an image of this format" in rare.text
+
+
+def test_a_model_with_separators_is_rendered_as_by_vllm_and_its_tokens_end_no_engine(
+    model: Path, service: ServerProcess, right: list[dict[str, float]]
+) -> None:
+    """VLLM's answer does not say which tokens of such an image have rows: vLLM's own engine ends."""
+    flags = ["--max-num-batched-tokens", str(OPTIONS["max_num_batched_tokens"])]
+    flags += ["--limit-mm-per-prompt", '{"image": 4}']
+    with (
+        rendering(model, service.endpoint, *flags) as render,
+        serving(model, service.endpoint, *flags, "--enable-scale-out") as http,
+    ):
+        rendered = render.render(content(QUESTION))
+        assert rendered.status_code == 200, rendered.text
+        refused = http.post(GENERATE, rendered.json())
+        assert refused.status_code == 400
+        assert "image 0: a request of tokens cannot say which tokens of its placeholder" in refused.text
+        response = http.chat(content(QUESTION))
+        assert response.status_code == 200, response.text
+        assert_equal(top(response.json()["choices"][0]), right)
 
 
 def fed(http: HttpEngine) -> int:

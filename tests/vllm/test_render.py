@@ -516,8 +516,18 @@ def test_content_parts_are_named_and_laid_out(
 
 
 def test_a_render_that_vllm_refuses_is_counted(render: RenderServer) -> None:
+    before = renders(render)
+    rendered(render, [PHOTOS[0]])
     assert RenderServer.render(render, content([PHOTOS[0]]), model="unknown").status_code == 404
     assert RenderServer.render(render, content([b"no image"])).status_code == 400
-    counted = render.metrics()
-    assert counted['vllm:encoder_service_renders_total{result="refused"}'] == 1
-    assert counted['vllm:encoder_service_renders_total{result="named"}'] >= 1
+    now = renders(render)
+    assert {result: now[result] - before[result] for result in now} == {"named": 1, "refused": 1}
+
+
+def renders(server: HttpEngine) -> dict[str, float]:
+    """Return how many renders with images had each result."""
+    counted = server.metrics()
+    return {
+        result: counted.get(f'vllm:encoder_service_renders_total{{result="{result}"}}', 0)
+        for result in ("named", "refused")
+    }

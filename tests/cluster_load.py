@@ -46,4 +46,5 @@ async def steady(replicas: Sequence[ReplicaProcess], prompts: int = 15) -> None:
     async with traffic(replicas) as load:
         await load.more(prompts)
     assert load.errors == []
-    assert await encodes(replicas) - before == load.distinct
+    encoded = await encodes(replicas) - before
+    assert encoded == load.distinct, f"{encoded} images were encoded, {load.distinct} were sent"

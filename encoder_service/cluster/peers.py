@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, time
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from cachetools import LRUCache
@@ -29,6 +29,7 @@ from encoder_contract.spans import CallSpan, SpanName, current
 from encoder_contract.stream import RowReader, check_rows
 from encoder_contract.traceparent import TRACEPARENT
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_service.cluster.cluster import Location
 from encoder_service.keys import ImageKey, Recipe
 
 log = logging.getLogger(__name__)
@@ -94,28 +95,29 @@ class Peers:
         """Return the number of rows of an image with this grid; 0 if no image of the model has this grid."""
         return self._geometry.tokens(grid) if self._geometry.has(grid) else 0
 
-    async def fetch(self, endpoint: str, key: ImageKey, grid: Grid, into: Sequence[memoryview]) -> int:
-        """Write the rows of an image that the peer at `endpoint` holds into `into`; return their checksum. One attempt.
+    async def fetch(self, location: Location, key: ImageKey, into: Sequence[memoryview]) -> int:
+        """Write the rows of an image that a peer holds into `into`; return their checksum. One attempt.
 
-        The views in `into` have `tokens(grid)` rows in all. Nothing writes to them once this has returned or raised.
-        Raises an `EncoderError` if the peer does not hold the image, fails, is silent or too slow, or sends anything
-        but the rows of an image with this grid: then `into` may have some of what it sent.
+        The views in `into` have `tokens(location.grid)` rows in all. Nothing writes to them once this has returned or
+        raised. Raises an `EncoderError` if the peer does not hold the image, fails, is silent or too slow, or sends
+        anything but the rows of an image with this grid: then `into` may have some of what it sent.
         """
         try:
-            return await self._fetch(endpoint, key, grid, into)
+            return await self._fetch(location, key, into)
         except StaleHandleError:  # its rows port cannot be reached: from now on, its rows come inline
-            return await self._fetch(endpoint, key, grid, into)
+            return await self._fetch(location, key, into)
 
-    async def _fetch(self, endpoint: str, key: ImageKey, grid: Grid, into: Sequence[memoryview]) -> int:
+    async def _fetch(self, location: Location, key: ImageKey, into: Sequence[memoryview]) -> int:
         began, ok = monotonic(), False
+        endpoint, grid = location.endpoint, location.grid
         request = self._request(key, local_only=True)
-        if self._rows_ports.usable(endpoint):
+        if self._rows_ports.usable(location):
             request.transports.extend((pb.TRANSPORT_TCP, pb.TRANSPORT_INLINE))
         span = CallSpan.begin(SpanName.PEER_FETCH, current.get(), **{"server.address": endpoint})
-        call = self._call(endpoint, request, span)
+        call = self._call(location.replica_id, endpoint, request, span)
         try:
             with _naming_peer(endpoint):
-                checksum = await self._receive(endpoint, call, key.address, grid, into)
+                checksum = await self._receive(location, call, key.address, into)
             ok = True
         finally:
             call.cancel()
@@ -127,12 +129,12 @@ class Peers:
             self.bytes_per_s += RATE_WEIGHT * (rate - self.bytes_per_s)
         return checksum
 
-    async def offer(self, endpoint: str, key: ImageKey) -> None:
-        """Have the peer fetch an image from this replica, by requesting one row of it. The caller bounds the time.
+    async def offer(self, replica_id: str, endpoint: str, key: ImageKey) -> None:
+        """Have a peer fetch an image from this replica, by requesting one row of it. The caller bounds the time.
 
         Raises an `EncoderError` if the peer fails.
         """
-        call = self._call(endpoint, self._request(key, local_only=False))
+        call = self._call(replica_id, endpoint, self._request(key, local_only=False))
         try:
             with _naming_peer(endpoint):
                 await _read(call)
@@ -144,16 +146,18 @@ class Peers:
         while self._rows_ports:
             self._rows_ports.popitem()
         for endpoint in list(self._channels):
-            await self._channels.pop(endpoint).close()
+            await self._channels.pop(endpoint).channel.close()
 
-    def _call(self, endpoint: str, request: pb.FetchRequest, span: CallSpan | None = None) -> Any:
+    def _call(
+        self, replica_id: str, endpoint: str, request: pb.FetchRequest, span: CallSpan | None = None
+    ) -> Any:
         raw = request.SerializeToString()
         metadata: list[tuple[str, str | bytes]] = []
         if self._key is not None:
             metadata.append((SIGNATURE_METADATA, self._key.sign_request(endpoint, raw, time())))
         if span is not None:
             metadata.append((TRACEPARENT, span.traceparent))
-        fetch: Any = self._channels.to(endpoint).unary_stream(FETCH)
+        fetch: Any = self._channels.to(replica_id, endpoint).unary_stream(FETCH)
         return fetch(raw, metadata=metadata)
 
     def _request(self, key: ImageKey, *, local_only: bool) -> pb.FetchRequest:
@@ -181,8 +185,9 @@ class Peers:
         )
 
     async def _receive(
-        self, endpoint: str, call: Any, address: bytes, grid: Grid, into: Sequence[memoryview]
+        self, location: Location, call: Any, address: bytes, into: Sequence[memoryview]
     ) -> int:
+        grid = location.grid
         message = await self._next(call)
         if isinstance(message, tuple) or len(message.ready) != 1:
             raise InternalError("the peer did not announce the rows of one image")
@@ -190,7 +195,7 @@ class Peers:
         self._check(ready, address, grid)
         async with asyncio.timeout(self._silence_s + ready.row_bytes / MIN_BYTES_PER_S):
             if ready.HasField("ticket"):
-                port = self._rows_ports.to(endpoint, ready.ticket.port)
+                port = self._rows_ports.to(location, ready.ticket.port)
                 found = await port.receive(ready.ticket.secret, into)
             else:
                 found = await self._fill(call, message, into)
@@ -263,8 +268,13 @@ def _naming_peer(endpoint: str) -> Iterator[None]:
         raise UnavailableError(f"the connection to the peer {endpoint} was closed") from error
 
 
-class _Channels(LRUCache[str, grpc.aio.Channel]):
-    """An open channel for each endpoint; the least recently used one is closed to make room."""
+class _Channel(NamedTuple):
+    replica_id: str
+    channel: grpc.aio.Channel
+
+
+class _Channels(LRUCache[str, _Channel]):
+    """An open channel to the peer at each endpoint; the least recently used one is closed to make room."""
 
     def __init__(self, certificates: Certificates | None, name: str, silence_s: float) -> None:
         super().__init__(MAX_CHANNELS)
@@ -274,55 +284,77 @@ class _Channels(LRUCache[str, grpc.aio.Channel]):
             # gRPC also uses these as the time limit of an attempt to connect, which is twenty seconds by default.
             ("grpc.min_reconnect_backoff_ms", int(1000 * silence_s)),
             ("grpc.max_reconnect_backoff_ms", int(1000 * silence_s)),
+            # Otherwise a new channel to an endpoint waits as long as the last one would have.
+            ("grpc.use_local_subchannel_pool", 1),
             *((("grpc.ssl_target_name_override", name),) if name else ()),
         )
         self._pem = certificates.pem if certificates else None
 
-    def to(self, endpoint: str) -> grpc.aio.Channel:
-        """Return the channel to `endpoint`; close all channels first if the certificates have changed."""
+    def to(self, replica_id: str, endpoint: str) -> grpc.aio.Channel:
+        """Return the channel to a peer; close all channels first if the certificates have changed.
+
+        A channel that was refused fails at once until its next attempt to connect. So a peer that starts at the
+        endpoint of an earlier one gets another channel.
+        """
         if self._certificates is not None and (pem := self._certificates.pem) is not self._pem:
             self._pem = pem
             while self:
                 self.popitem()
-        return self[endpoint]
+        if endpoint in self and self[endpoint].replica_id != replica_id:
+            _close_later(self.pop(endpoint))
+        if endpoint not in self:
+            self[endpoint] = _Channel(replica_id, self._open(endpoint))
+        return self[endpoint].channel
 
-    def __missing__(self, endpoint: str) -> grpc.aio.Channel:
+    def _open(self, endpoint: str) -> grpc.aio.Channel:
         options = self._options + channel_options(endpoint)
         if (pem := self._pem) is None:
-            channel = grpc.aio.insecure_channel(endpoint, options=options)
-        else:
-            credentials = grpc.ssl_channel_credentials(pem.ca or None, pem.key, pem.cert)
-            channel = grpc.aio.secure_channel(endpoint, credentials, options=options)
-        self[endpoint] = channel
-        return channel
+            return grpc.aio.insecure_channel(endpoint, options=options)
+        credentials = grpc.ssl_channel_credentials(pem.ca or None, pem.key, pem.cert)
+        return grpc.aio.secure_channel(endpoint, credentials, options=options)
 
-    def popitem(self) -> tuple[str, grpc.aio.Channel]:
+    def popitem(self) -> tuple[str, _Channel]:
         endpoint, channel = super().popitem()
-        asyncio.get_running_loop().create_task(channel.close(CLOSE_S))
+        _close_later(channel)
         return endpoint, channel
 
 
-class _RowsPorts(LRUCache[str, RowsConnections]):
-    """The connections to the rows port of each peer, by endpoint, as `_Channels`."""
+def _close_later(channel: _Channel) -> None:
+    asyncio.get_running_loop().create_task(channel.channel.close(CLOSE_S))
+
+
+class _RowsPort(NamedTuple):
+    replica_id: str
+    connections: RowsConnections
+
+
+class _RowsPorts(LRUCache[str, _RowsPort]):
+    """The connections to the rows port of the peer at each endpoint, as `_Channels`."""
 
     def __init__(self, certificates: Certificates | None, name: str) -> None:
         super().__init__(MAX_CHANNELS)
         self._context = certificates.client_context if certificates else None
         self._name = name
 
-    def usable(self, endpoint: str) -> bool:
+    def usable(self, location: Location) -> bool:
         """Return whether the port of a peer can be reached, as far as this replica knows."""
-        return endpoint not in self or self[endpoint].usable
+        known = self.get(location.endpoint)
+        return known is None or known.replica_id != location.replica_id or known.connections.usable
 
-    def to(self, endpoint: str, port: int) -> RowsConnections:
-        """Return the connections to a peer's port, which changes if the peer restarts."""
-        if endpoint in self and self[endpoint].port != port:
-            self.pop(endpoint).close()
+    def to(self, location: Location, port: int) -> RowsConnections:
+        """Return the connections to a peer's port."""
+        endpoint, replica_id = location.endpoint, location.replica_id
+        if endpoint in self and (self[endpoint].replica_id, self[endpoint].connections.port) != (
+            replica_id,
+            port,
+        ):
+            self.pop(endpoint).connections.close()
         if endpoint not in self:
-            self[endpoint] = RowsConnections(Endpoint.parse(endpoint).host, port, self._context, self._name)
-        return self[endpoint]
+            connections = RowsConnections(Endpoint.parse(endpoint).host, port, self._context, self._name)
+            self[endpoint] = _RowsPort(replica_id, connections)
+        return self[endpoint].connections
 
-    def popitem(self) -> tuple[str, RowsConnections]:
-        endpoint, connections = super().popitem()
-        connections.close()
-        return endpoint, connections
+    def popitem(self) -> tuple[str, _RowsPort]:
+        endpoint, port = super().popitem()
+        port.connections.close()
+        return endpoint, port

@@ -32,6 +32,7 @@ from encoder_service.cluster.cluster import (
 from encoder_service.cluster.leases import COLLECT_S, Leases, Republisher
 from encoder_service.cluster.peers import MAX_CHANNELS, Peers
 from encoder_service.cluster.redis import RedisIndex, RedisSettings
+from encoder_service.cluster.redis.schema import Peer
 from encoder_service.cluster.redis.session import OnCall
 from encoder_service.cluster.tasks import cancel_task, start_task
 from encoder_service.cluster.waiting import PeerWaiters
@@ -295,7 +296,7 @@ class Transfers:
         rows = self._store.rows(pages)
         try:
             with self._store.filling(pages):
-                pages.checksum = await self._peers.fetch(location.endpoint, key, location.grid, rows)
+                pages.checksum = await self._peers.fetch(location, key, rows)
         except EncoderError as error:
             log.info("peer %s (%s) failed: %s", location.replica_id, location.endpoint, error)
             if isinstance(error, UnknownImageError):
@@ -338,21 +339,21 @@ async def hand_over(held: Sequence[ImageKey], index: RedisIndex, peers: Peers, w
     remaining = iter([key for key in held if key.address not in located])
     handed_over: list[ImageKey] = []
 
-    async def offer(endpoints: Iterator[str]) -> None:
+    async def offer(turns: Iterator[Peer]) -> None:
         for key in remaining:
-            endpoint = next(endpoints)
+            peer = next(turns)
             try:
-                await peers.offer(endpoint, key)
+                await peers.offer(peer.replica_id, peer.endpoint, key)
                 handed_over.append(key)
             except EncoderError as error:
-                log.info("the peer %s did not take over %s: %s", endpoint, key.named, error)
+                log.info("the peer %s did not take over %s: %s", peer.endpoint, key.named, error)
 
     if peers_now := list(index.peers()):
         random.shuffle(peers_now)  # several replicas may leave at once
-        endpoints = itertools.cycle([peer.endpoint for peer in peers_now])
+        turns = itertools.cycle(peers_now)
         try:
             async with asyncio.timeout(within_s):
-                await asyncio.gather(*(offer(endpoints) for _ in range(CONCURRENT_HANDOVERS)))
+                await asyncio.gather(*(offer(turns) for _ in range(CONCURRENT_HANDOVERS)))
         except TimeoutError:
             log.info("the handover stopped after %g s (--hand-over-s)", within_s)
     log.info("handed over %d of %d requested images", len(handed_over), len(held))

@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,14 @@ async def malformed_message_among_rows() -> AsyncIterator[bytes]:
 
 
 @asynccontextmanager
-async def peer(answer: Answer) -> AsyncIterator[str]:
-    """Run a peer that gives every Fetch the same answer; yield its endpoint."""
+async def peer(
+    answer: Answer, endpoint: str = "127.0.0.1:0", asked: list[pb.FetchRequest] | None = None
+) -> AsyncIterator[str]:
+    """Run a peer that gives every Fetch the same answer; yield its endpoint. Requests are added to `asked`."""
 
-    async def fetch(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+    async def fetch(request: bytes, _context: object) -> AsyncIterator[bytes]:
+        if asked is not None:
+            asked.append(pb.FetchRequest.FromString(request))
         async for message in answer():
             yield message
 
@@ -117,7 +122,7 @@ async def peer(answer: Answer) -> AsyncIterator[str]:
     server = grpc.aio.server()
     handlers = {method: grpc.unary_stream_rpc_method_handler(fetch)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(endpoint)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -130,11 +135,59 @@ async def fetched(answer: Answer, silence_s: float = SILENCE_S) -> bytes:
     peers, rows = Peers(*OURS, silence_s=silence_s), memoryview(bytearray(b"\1" * BYTES))
     try:
         async with peer(answer) as endpoint:
-            found = await peers.fetch(endpoint, IMAGE, GRID, [rows[:999], rows[999:]])
+            found = await peers.fetch(Location("peer", endpoint, GRID), IMAGE, [rows[:999], rows[999:]])
             assert found == checksum([rows])
             return bytes(rows)
     finally:
         await peers.close()
+
+
+@contextmanager
+def reserved_endpoint() -> Iterator[str]:
+    """Yield an endpoint at which nothing listens; a gRPC server may, no other process can."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gRPC sets it too
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+async def test_a_replica_that_starts_where_another_was_is_asked_at_once() -> None:
+    rows = [memoryview(bytearray(BYTES))]
+    # A channel that was refused connects again only after this time.
+    peers = Peers(*OURS, silence_s=PATIENCE_S)
+    try:
+        with reserved_endpoint() as endpoint:
+            with pytest.raises(UnavailableError, match="refused"):
+                await peers.fetch(Location("stopped", endpoint, GRID), IMAGE, rows)
+            async with peer(sound, endpoint):
+                with pytest.raises(UnavailableError, match="refused"):
+                    await peers.fetch(Location("stopped", endpoint, GRID), IMAGE, rows)
+                assert await peers.fetch(Location("started", endpoint, GRID), IMAGE, rows) == checksum(rows)
+    finally:
+        await peers.close()
+
+
+async def test_a_port_that_could_not_be_reached_is_tried_again_after_a_restart() -> None:
+    rows = [memoryview(bytearray(BYTES))]
+    asked: list[pb.FetchRequest] = []
+
+    async def unreachable_or_inline() -> AsyncIterator[bytes]:
+        if asked[-1].transports:
+            yield ready(ticket=pb.Ticket(port=int(nobody.rpartition(":")[2]), secret=b"s" * 16))
+        else:
+            async for message in sound():
+                yield message
+
+    peers = Peers(*OURS, silence_s=PATIENCE_S)
+    try:
+        with reserved_endpoint() as nobody:
+            async with peer(unreachable_or_inline, asked=asked) as endpoint:
+                for replica_id in ("first", "first", "second"):
+                    await peers.fetch(Location(replica_id, endpoint, GRID), IMAGE, rows)
+    finally:
+        await peers.close()
+    # The first fetch of each start tries its port, and reads the rows inline when that fails.
+    assert [bool(request.transports) for request in asked] == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("answer", [sound, inside_the_announcement])
@@ -179,7 +232,7 @@ async def test_transfers_into_a_full_store_ask_no_peer_before_there_is_room(tmp_
     pin = write(store, b"pinned", torch.zeros(64, WIDTH), GRID)
     asked: list[bytes] = []
 
-    async def fetch(_endpoint: str, key: ImageKey, _grid: Grid, into: Sequence[memoryview]) -> int:
+    async def fetch(_location: Location, key: ImageKey, into: Sequence[memoryview]) -> int:
         asked.append(key.address)
         return checksum(into)
 
@@ -218,8 +271,8 @@ async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=8 * MAX_TRANSFERS)
     running: set[bytes] = set()
 
-    async def fetch(endpoint: str, key: ImageKey, _grid: Grid, into: Sequence[memoryview]) -> int:
-        if endpoint == "slow":
+    async def fetch(location: Location, key: ImageKey, into: Sequence[memoryview]) -> int:
+        if location.endpoint == "slow":
             running.add(key.address)
             await asyncio.Event().wait()
         return checksum(into)
@@ -338,7 +391,7 @@ async def test_rows_of_another_writer_win_and_the_transfers_pages_are_freed(tmp_
     store = make_store(tmp_path, host_pages=4)
     other: list[Pin] = []
 
-    async def fetch(_endpoint: str, key: ImageKey, _grid: Grid, into: Sequence[memoryview]) -> int:
+    async def fetch(_location: Location, key: ImageKey, into: Sequence[memoryview]) -> int:
         other.append(write(store, key.address, torch.ones(64, WIDTH), GRID))
         return checksum(into)
 

@@ -8,22 +8,23 @@ import argparse
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 MAX_BODY_BYTES = 64 << 20
-ROUTE = "/v1/chat/completions"
+ROUTE, MODELS = "/v1/chat/completions", "/v1/models"
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
 class EngineProxy:
     """Forwards chats; `session` is set while it runs."""
 
-    def __init__(self, engines: Iterator[str], encoder: str | None) -> None:
+    def __init__(self, engines: Sequence[str], encoder: str | None) -> None:
         self._engines = engines
+        self._turns = itertools.cycle(engines)
         self._encoder = encoder
         self.session: aiohttp.ClientSession
 
@@ -33,7 +34,7 @@ class EngineProxy:
         if self._encoder:
             chat = json.loads(body)
             await asyncio.gather(*(self._encode(chat, image) for image in images(chat)))
-        async with self.session.post(next(self._engines) + request.path, data=body, headers=JSON) as answer:
+        async with self.session.post(next(self._turns) + request.path, data=body, headers=JSON) as answer:
             response = web.StreamResponse(
                 status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
             )
@@ -42,6 +43,11 @@ class EngineProxy:
                 await response.write(piece)
             await response.write_eof()
             return response
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Answer with the models of the first engine, which SGLang's load generator waits for."""
+        async with self.session.get(self._engines[0] + request.path) as answer:
+            return web.Response(status=answer.status, body=await answer.read(), headers=JSON)
 
     async def _encode(self, chat: dict[str, Any], image: dict[str, Any]) -> None:
         """Let the encoder store the rows of an image. Raises `aiohttp.ClientError` if it fails."""
@@ -67,7 +73,7 @@ def main() -> None:
     parser.add_argument("--encoder", help="its URL")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
-    proxy = EngineProxy(itertools.cycle(args.engines), args.encoder)
+    proxy = EngineProxy(args.engines, args.encoder)
 
     async def healthy(_: web.Request) -> web.Response:
         return web.Response()
@@ -79,7 +85,7 @@ def main() -> None:
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(connected)
-    app.add_routes([web.get("/health", healthy), web.post(ROUTE, proxy.chat)])
+    app.add_routes([web.get("/health", healthy), web.get(MODELS, proxy.models), web.post(ROUTE, proxy.chat)])
     web.run_app(app, host="127.0.0.1", port=args.port, print=None)
 
 

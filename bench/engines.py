@@ -1,8 +1,8 @@
 """Compares engines under load by their own load generators: own tower, own encoder disaggregation, with the service.
 
 A cell is one kind of load on one kind of engine. Its sides have the same cores, which Linux shares among all processes
-of a side and the generator; `spare` cells give what encodes one core more. Sides take turns at each load. With several
-engines, one side runs at a time, for want of memory.
+of a side and the generator; `spare` cells give what encodes one core more, `favoured` cells run the engines at a lower
+priority. Sides take turns at each load. With several engines, one side runs at a time, for want of memory.
 
 `vllm bench serve` and `sglang.bench_serving` send the requests, each with one image: new images, or with a share that
 earlier requests had. The model is small; the `stages` cells say what encoding an image, prefilling as many tokens and
@@ -67,6 +67,8 @@ class Cell:
     """Request rates, as shares of what the own tower reached in the first load."""
     spare: bool = False
     """Whether what encodes has one more core than the engine alone."""
+    favoured: bool = False
+    """Whether what encodes comes first on the cores that it shares with engines."""
     sides: tuple[str, ...] = tuple(SIDES)
     seconds: float = 450.0
     """A run begins no cell that takes longer than the time that is left."""
@@ -84,6 +86,7 @@ def cells_of(engine: str) -> dict[str, Cell]:
         "fleet-half": Cell(engine, closed(0.5, 32), engines=3),
         "rates": Cell(engine, closed(0, 32), shares=(0.5, 0.8, 1.0)),
         "spare": Cell(engine, closed(0, 32), spare=True, seconds=300.0),
+        "fleet-favoured": Cell(engine, closed(0, 32), engines=3, favoured=True),
         "stages": Cell(engine, stages, sides=("own",), seconds=120.0),
     }
     return {f"{engine}-{kind}": cell for kind, cell in kinds.items()}
@@ -229,7 +232,7 @@ def cores_for(cell: Cell) -> Cores:
     """Return the cores of a cell: all of the machine for every process, or the last one for what encodes only."""
     every = frozenset(os.sched_getaffinity(0))
     if not cell.spare:
-        return Cores(every, every)
+        return Cores(every, every, 10 if cell.favoured else 0)
     return Cores(every - {max(every)}, frozenset({max(every)}))
 
 

@@ -48,6 +48,8 @@ class Cores:
 
     engines: frozenset[int]
     encoder: frozenset[int]
+    nice: int = 0
+    """The niceness of the engines: with 10, what encodes comes first on cores that both use."""
 
     @property
     def every(self) -> frozenset[int]:
@@ -272,20 +274,20 @@ class VllmSides:
             flags = ("--ec-transfer-config", json.dumps(transfer(rows, "ec_consumer")))
             producer = ("--ec-transfer-config", json.dumps(transfer(rows, "ec_producer")))
             with pinned(side.cores.encoder):
-                encoder = self._engine(side.cores.encoder, *producer, "--no-enable-prefix-caching")
+                encoder = self._engine(side.cores.encoder, 0, *producer, "--no-enable-prefix-caching")
             side.processes["encoder"] = encoder
         with pinned(side.cores.engines):
             for number in range(engines):
-                process = self._engine(side.cores.engines, *flags)
+                process = self._engine(side.cores.engines, side.cores.nice, *flags)
                 side.processes[f"engine{number}"] = process
                 side.engines.append(process)
         before_them(side, VLLM_PYTHON, encoder.url if side.name == "encoder" else "")
 
-    def _engine(self, cores: Collection[int], *flags: str) -> EngineProcess:
+    def _engine(self, cores: Collection[int], nice: int, *flags: str) -> EngineProcess:
         port = free_port()
         command: list[str | Path] = [
-            VLLM_PYTHON.with_name("vllm"), "serve", self._model, "--host", "127.0.0.1", "--port", str(port),
-            "--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager",
+            *niced(nice), VLLM_PYTHON.with_name("vllm"), "serve", self._model, "--served-model-name", MODEL_NAME,
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
             "--max-model-len", "2048", "--max-num-seqs", str(SEQUENCES),
             "--max-num-batched-tokens", str(STEP_TOKENS), "--block-size", "32",
             "--limit-mm-per-prompt", '{"image": 1, "video": 0}', *flags,
@@ -311,22 +313,22 @@ class SglangSides:
             back_end = ("--encoder-transfer-backend", "zmq_to_tokenizer")
             with pinned(side.cores.encoder):
                 encoder = self._engine(
-                    side.cores.encoder, "--encoder-only", *back_end, "--enable-prefix-mm-cache"
+                    side.cores.encoder, 0, "--encoder-only", *back_end, "--enable-prefix-mm-cache"
                 )
             side.processes["encoder"] = encoder
             flags = ("--language-only", "--encoder-urls", encoder.url, *back_end)
         with pinned(side.cores.engines):
             for number in range(engines):
                 port = ("--encoder-bootstrap-port", str(free_port())) if side.name == "encoder" else ()
-                process = self._engine(side.cores.engines, *flags, *port, **variables)
+                process = self._engine(side.cores.engines, side.cores.nice, *flags, *port, **variables)
                 side.processes[f"engine{number}"] = process
                 side.engines.append(process)
         before_them(side, SGLANG_PYTHON, "")
 
-    def _engine(self, cores: Collection[int], *flags: str, **variables: str) -> EngineProcess:
+    def _engine(self, cores: Collection[int], nice: int, *flags: str, **variables: str) -> EngineProcess:
         port = free_port()
         command: list[str | Path] = [
-            SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", self._model, "--port", str(port),
+            *niced(nice), SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", self._model, "--port", str(port),
             *SGLANG_FLAGS, "--chunked-prefill-size", str(STEP_TOKENS), "--sleep-on-idle",
             "--max-running-requests", str(SEQUENCES), *flags,
         ]  # fmt: skip
@@ -334,6 +336,11 @@ class SglangSides:
         return EngineProcess(
             f"http://127.0.0.1:{port}", command, {**SGLANG_VARIABLES, **ASLEEP, **threads, **variables}
         )
+
+
+def niced(nice: int) -> list[str | Path]:
+    """Return what precedes a command to run it with this niceness."""
+    return ["nice", "-n", str(nice)] if nice else []
 
 
 def start_service(side: Side, model: Path) -> ServerProcess:

@@ -32,7 +32,7 @@ from encoder_service.devices.torch_device import Device
 from encoder_service.devices.workers import DeviceWorkers, Memory
 from encoder_service.families.model import CountedRows, VisionModel
 from encoder_service.logs import known_error, set_up_logging
-from encoder_service.store.registration import CudaRegistration
+from encoder_service.store.registration import registration_of
 from encoder_service.store.tensors import tensor_over
 from encoder_service.vision import Tower
 from encoder_service.vision.ulysses import UlyssesGroup
@@ -118,7 +118,7 @@ def _memory(begin: messages.Begin, device: Device) -> Memory:
     os.close(file)
     memory = {"host": segment[begin.data_offset :]}
     if device.kind == "cuda":  # copies to registered memory run at full speed, beside the tower
-        CudaRegistration(segment, device.name)
+        registration_of(segment, device.name)
     if begin.tier is not None:
         gpu = int(device.name.partition(":")[2] or 0)
         memory["device"] = tensor_over(open_memory(*begin.tier, gpu, writes=True), device.name)

@@ -12,7 +12,7 @@ from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, Devi
 from encoder_contract.fleet_key import FleetKey
 from encoder_service.store.disk import Disk
 from encoder_service.store.moves import Moves
-from encoder_service.store.registration import CudaRegistration
+from encoder_service.store.registration import registration_of
 from encoder_service.store.segment import Segment, StoreSizeError, device_error
 from encoder_service.store.stats import StoreStats, disk_stats, tier_stats
 from encoder_service.store.tensors import tensor_over
@@ -70,7 +70,7 @@ class Store(Tiers):
         super().__init__(segment, host, on_device, disk, wait_s, on_evict)
         self.moves = Moves(self)
         on_gpu = on_device is not None and device.startswith("cuda")
-        self._registration = CudaRegistration(host.memory, device) if on_gpu else None
+        self._registration = registration_of(host.memory, device) if on_gpu else None
         if prefault and not on_gpu:
             threading.Thread(target=segment.prefault, name="store-prefault", daemon=True).start()
 

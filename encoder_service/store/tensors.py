@@ -7,7 +7,7 @@ from torch import Tensor
 
 from encoder_contract.device_memory import DeviceMemory
 from encoder_contract.extents import cut, pairs
-from encoder_service.store.registration import within_piece
+from encoder_contract.registration import within_piece
 
 
 def copy_bytes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

@@ -79,4 +79,3 @@ class MappedMemory:
             self.whole = np.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED, access), np.uint8)
         finally:
             os.close(file)
-        self.path = path

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Iterable
-from contextlib import suppress
+from functools import partial
 
 import torch
 
-from encoder_contract.extents import pairs, views
+from encoder_contract.extents import cut, pairs, views
+from encoder_contract.registration import CudaRegistration, within_piece
 from prefill_client.transport.rows import element_type, tensor_view
 from prefill_client.vllm.host_memory import MappedMemory, RowLoad
 from prefill_client.vllm.staging import StagingWorker
@@ -22,8 +23,8 @@ class RowLoader:
         self._width = width
         self._dtype = dtype
         self._device = device
-        self._memory: MappedMemory | None = None
-        self._registered = False
+        self._path = ""
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._staging: StagingWorker | None = None
         # Copies run on a side stream, so that they begin while the compute stream still runs the previous step.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -39,24 +40,32 @@ class RowLoader:
         On a GPU the copies may still run on the side stream when this returns; the current stream waits for them. They
         have ended when the step's output is there, since its forward runs on the current stream.
         """
-        if self._memory is None or self._memory.path != path:
-            is_gpu = self._device.type == "cuda"
-            self._memory = MappedMemory(path, writable=is_gpu)  # CUDA cannot register read-only memory
-            self._registered = is_gpu and register(self._memory, self._device)
+        if self._path != path:
+            self._map(path)
         for load in loads:
             if load.staged:
                 assert self._staging is not None, "this worker has confirmed the copy"
                 cache[load.identifier] = self._staging.rows(load.staged)
             else:
-                cache[load.identifier] = self._copy(self._memory, load)
+                cache[load.identifier] = self._copy(load)
 
-    def _copy(self, memory: MappedMemory, load: RowLoad) -> torch.Tensor:
+    def _map(self, path: str) -> None:
+        """Map the memory and, on a GPU, begin to register it: no step waits for that."""
+        # CUDA cannot register read-only memory.
+        mapped = MappedMemory(path, writable=self._stream is not None)
+        self._path, self._memory = path, tensor_view(mapped.whole, "uint8")
+        if self._stream is not None:
+            # Its device has a number. The engine's "cuda" is another GPU on another thread.
+            CudaRegistration(self._memory, partial(register, device=self._stream.device))
+
+    def _copy(self, load: RowLoad) -> torch.Tensor:
         with torch.cuda.stream(self._stream):  # does nothing without one
             size = sum(length for _, length in load.extents)
             rows = torch.empty(size, dtype=torch.uint8, device=self._device)
-            for target, source in pairs([rows], views(tensor_view(memory.whole, "uint8"), load.extents)):
-                # From unregistered memory, CUDA copies in pieces while this thread waits.
-                target.copy_(source, non_blocking=self._registered)
+            sources = cut(views(self._memory, load.extents), within_piece)
+            for target, source in pairs([rows], sources):
+                # From memory that is not registered, CUDA first copies to memory of its own, while this thread waits.
+                target.copy_(source, non_blocking=True)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -64,19 +73,15 @@ class RowLoader:
         return rows.view(getattr(torch, self._dtype)).view(-1, self._width)
 
 
-def register(memory: MappedMemory, device: torch.device) -> bool:
-    """Register all of `memory` with CUDA. This allocates all of it, and takes 0.3 s per GiB.
+def register(memory: torch.Tensor, device: torch.device) -> bool:
+    """Register a piece of the memory with CUDA. This allocates all of it, and takes 0.3 s per GiB.
 
-    Return False, with a warning, if CUDA refuses. Copies from it are then slower, and the calling thread waits for
-    them.
+    Return False, with a warning, if CUDA refuses: copies from it are then slower, and steps wait for them. CUDA keeps
+    the error for the thread, whose next kernel would report it as its own.
     """
-    whole = memory.whole
     with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaHostRegister(whole.ctypes.data, whole.nbytes, 0))  # type: ignore[no-untyped-call]
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))  # type: ignore[no-untyped-call]
     if error:
-        # CUDA keeps the error of the call, and this thread's next launch of a kernel would report it as its own.
-        with suppress(RuntimeError):
-            torch.ones(1, device=device)
         _log.warning(
             "CUDA cannot register the host memory for rows (cudaError %d), so loading rows is slower. A locked-memory "
             "limit is the usual reason: see `ulimit -l`",

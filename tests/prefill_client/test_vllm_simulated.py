@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from encoder_contract import registration
 from encoder_contract.device_memory import CudaBytes, DeviceMemory, allocate
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES, Handle
 from encoder_contract.segment_file import MAGIC
@@ -20,7 +21,7 @@ from prefill_client.transport import device as transport
 from prefill_client.vllm.host_memory import HostMemory, RowLoad
 from prefill_client.vllm.staging import Staging, StagingWorker
 from prefill_client.vllm.worker_side import RowLoader
-from tests.waiting import soon
+from tests.waiting import PATIENCE_S, soon
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
@@ -87,6 +88,44 @@ def test_rows_that_are_freed_during_the_step_are_found(
     monkeypatch.setattr(DeviceTensor, "record_stream", lambda *_: None)
     load()
     assert kinds(gpu) == {"freed"}
+
+
+@pytest.fixture
+def memory() -> Iterator[HostMemory]:
+    memory = HostMemory(1 << 16)
+    yield memory
+    memory.close()
+
+
+async def test_no_step_waits_for_a_slow_registration(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, memory: HostMemory
+) -> None:
+    """Two GiB take half a second. The memory of this test is registered in pieces, between which copies are cut."""
+    pieces, image = 16, RowLoad("an image", memory.allocate(len(CONTENT)) or ())
+    memory.write(image.extents, CONTENT)
+    across = RowLoad("an image over two pieces", memory.allocate(memory.free_bytes) or ())
+    monkeypatch.setattr(registration, "REGISTERED_BYTES", memory.size_bytes // pieces)
+    register, stepped, used = gpu.register, threading.Event(), set[int]()
+
+    def slow(address: int, size_bytes: int, flags: int) -> int:
+        used.add(gpu.host.device)
+        if len(gpu.registered) == pieces // 2:
+            assert stepped.wait(PATIENCE_S), "a step waits for the registration"
+        return register(address, size_bytes, flags)
+
+    monkeypatch.setattr(gpu, "register", slow)
+    loader = RowLoader(WIDTH, "bfloat16", torch.device("cuda"))  # vLLM names no number
+    for _ in range(2):
+        cache: dict[str, torch.Tensor] = {}
+        loader.load(memory.path, [image, across], cache)
+        assert same(cache["an image"].cpu())
+        await soon(lambda: len(gpu.registered) == pieces // 2)
+    stepped.set()
+    await soon(lambda: sum(end - at for at, end in gpu.registered.items()) == memory.size_bytes)
+    gpu.never_waits.add(threading.current_thread().name)
+    loader.load(memory.path, [image, across], cache)
+    assert used == {SECOND.index}
+    assert not gpu.findings
 
 
 # From a server's GPU

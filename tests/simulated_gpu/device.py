@@ -282,8 +282,10 @@ class SimulatedGpu:
         self._pinned[_key(tensor)] = tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether host memory is pinned."""
-        return _key(tensor) in self._pinned
+        """Whether host memory is pinned, or registered."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        is_registered = any(at <= begin and end <= to for at, to in list(self.registered.items()))
+        return is_registered or _key(tensor) in self._pinned
 
     def register(self, address: int, size_bytes: int, _flags: int = 0) -> int:
         """Note that host memory is registered; return CUDA's code."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from encoder_contract import registration
 from encoder_contract.processor import ProcessorSettings
 from encoder_service.config import Config
 from encoder_service.devices import workers
@@ -20,7 +21,6 @@ from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.pillow import decode_file
-from encoder_service.store import registration
 from encoder_service.vision import attention, load_tower
 from testing.decoding import source_of
 from testing.photos import photo

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -51,17 +52,31 @@ def run(probe: Probe) -> None:
 
 
 def _registration(probe: Probe) -> dict[str, Any]:
-    """Time registering shared memory, and copies from and to it. On the CPU there is nothing to register."""
+    """Time registering shared memory on another thread, launches meanwhile, and then copies from and to the memory.
+
+    A launch that takes as long as the registration has waited for it. On the CPU there is nothing to register.
+    """
     size, copied = (1 << 20, 1 << 19) if probe.dry else (REGISTERED_BYTES, COPIED_BYTES)
     with tempfile.TemporaryFile(dir=SHARED) as file:
         file.truncate(size)
         memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     memory.zero_()  # allocated before it is registered, as the store's is
-    device, found = torch.empty(copied, dtype=torch.uint8, device=probe.device), dict[str, Any]()
-    if probe.device.type == "cuda":
+    device, found = torch.ones(copied, dtype=torch.uint8, device=probe.device), dict[str, Any]()
+
+    def register() -> None:
         began = time.perf_counter()
-        found["error"] = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+        if probe.device.type == "cuda":
+            found["error"] = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         found["s_per_gib"] = (time.perf_counter() - began) / (size / GIB)
+
+    thread, launches_s = threading.Thread(target=register), [0.0]
+    thread.start()
+    while thread.is_alive():
+        began = time.perf_counter()
+        device[:1].add_(1)
+        probe.synchronize()
+        launches_s.append(time.perf_counter() - began)
+    found["slowest_launch_ms"] = max(launches_s) * 1e3
     down = probe.ms(lambda: memory[:copied].copy_(device, non_blocking=True), 5)["ms"]
     up = probe.ms(lambda: device.copy_(memory[:copied], non_blocking=True), 5)["ms"]
     if probe.device.type == "cuda":

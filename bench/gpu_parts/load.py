@@ -1,4 +1,4 @@
-"""Measures a real server on the device under load, beside its tower alone: images per second, latency, stages."""
+"""Measures a real server on the device under load, beside its tower alone: images per second, latency, memory."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu_parts.probe import Probe
 from bench.gpu_parts.server import START_S, connected, settings
-from bench.gpu_parts.tower import load, one_checkpoint
+from bench.gpu_parts.tower import MIB, load, one_checkpoint
 from bench.harness.calls import ms_of, submit_and_fetch
 from encoder_service.metrics import STAGES, ScrapeDelta
 from encoder_service.vision import Tower
@@ -29,6 +29,7 @@ CASES = {
 }
 DRY_CASES = {"128": ([(128, 128), (160, 96)], 2)}
 SECONDS, DRY_SECONDS = 8.0, 1.0
+STATES = ("free", "reserved", "allocated")  # of the device's memory
 
 
 def run(probe: Probe) -> None:
@@ -81,6 +82,8 @@ def _case(
         "eager_batches": window.increase("batches_total", how="eager"),
         "queue_ms": 1e3 * _mean(window, "queue_wait_seconds"),
         **{f"{stage}_ms": 1e3 * _mean(window, "stage_seconds", stage=stage) for stage in STAGES},
+        # What grows from case to case is missing from the server's memory plan.
+        **{f"{state}_mib": window.now.total("device_memory_bytes", state=state) / MIB for state in STATES},
     }
 
 

@@ -102,7 +102,7 @@ def test_a_dry_run_runs_every_part_and_ends_with_a_short_summary(tmp_path: Path)
     assert any(line.get("from") == "device tier" and line["passed"] for line in lines)
     for part, names in {
         "driver": {"launch_us"},
-        "load": {"vit_ms", "service_over_bare_tower"},
+        "load": {"vit_ms", "service_over_bare_tower", "reserved_mib", "allocated_mib"},
         "group": {"group_ms"},
         "edge": {"new_ms", "lag_p99_ms", "upload_far_s"},
     }.items():

@@ -123,6 +123,17 @@ def test_a_forward_launches_as_many_kernels_as_predicted(folders, gpu, images):
         assert gpu.launches.total() - encoded == 3, "the norms of all images, their tensor, and its copy"
 
 
+def test_only_a_nan_or_an_infinity_makes_an_image_of_a_gpu_fail(gpu):
+    most = torch.finfo(torch.bfloat16).max  # its square is an infinity
+    rows = torch.tensor([[1.0, -most], [math.nan, 1.0], [1.0, -math.inf], [0.0, 0.0]], dtype=torch.bfloat16)
+    torch.cuda.set_device("cuda:1")
+    with CudaStream("cuda:1").use():
+        largest = largest_values(rows.pin_memory().to("cuda:1", non_blocking=True).split(1))
+        torch.cuda.current_stream().synchronize()
+    assert largest.isfinite().tolist() == [True, False, False, True]
+    assert not gpu.findings
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_group_of_one_has_the_rows_of_an_eager_forward(folders, gpu, model_type):
     tower, eager = loaded(folders[model_type], graphs=False)

@@ -127,12 +127,20 @@ class EngineProcess(LoggedProcess):
 def free_port(*offsets: int) -> int:
     """Return a port of 127.0.0.1 that is free, as are those `offsets` above it.
 
-    All are below the ephemeral ports: the system does not give them away, and SGLang does not meet its own sockets
-    there.
+    No other call returns one of them while this process runs, in no process of this machine: a server that is started
+    later, or again, finds its port free. All are below the ephemeral ports: the system does not give them away, and
+    SGLang does not meet its own sockets there.
     """
     while True:
         port = random.randint(20000, 32000 - max(offsets, default=0))
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for offset in (0, *offsets):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+        with contextlib.suppress(OSError), contextlib.ExitStack() as taken:
+            for each in (port, *(port + offset for offset in offsets)):
+                with socket.socket() as tried:
+                    tried.bind(("127.0.0.1", each))
+                taken.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0port {each} of encoder-service")
+            _TAKEN.append(taken.pop_all())
             return port
+
+
+# Sockets whose names stand for ports. The names belong to the network namespace, as the ports do, and end with us.
+_TAKEN: list[contextlib.ExitStack] = []

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -44,7 +43,7 @@ class Stack:
 
     def __init__(self, model: Path, folder: Path, replicas: int = 3, *files: Path, **settings: str) -> None:
         """`files` are further compose files, `settings` replace variables of `.env`."""
-        first = next(port for port in iter(free_port, 0) if all(_is_free(port + n) for n in range(replicas)))
+        first = free_port(*range(1, replicas))
         services = ("PREFILL", "PROMETHEUS", "ALERTMANAGER", "GRAFANA")
         self.ports = {f"{name}_PORT": free_port() for name in services}
         self.settings = {
@@ -172,14 +171,6 @@ class Stack:
             if process.returncode:
                 raise RuntimeError(errors)
             found.update(json.loads(said))
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def failure_of(stack: Stack, services: Sequence[str]) -> str:

@@ -35,9 +35,7 @@ class Started:
     def __init__(self, model: Path, folder: Path) -> None:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        # On a busy machine, the last service starts minutes after its port was chosen.
-        self._kept = {name: kept_port() for name in ("6379", "50051", "50052", "9464", "8000", "9090")}
-        self.ports = {name: kept.getsockname()[1] for name, kept in self._kept.items()}
+        self.ports = {name: free_port() for name in ("6379", "50051", "50052", "9464", "8000", "9090")}
         # Values in a container and on this host, longest first.
         self._here = [
             ("http://127.0.0.1:9464", f"http://127.0.0.1:{self.ports['9464']}"),
@@ -116,22 +114,7 @@ class Started:
             except subprocess.TimeoutExpired:
                 process.kill()
                 codes[service] = process.wait()
-        for kept in self._kept.values():
-            kept.close()
         return codes
-
-
-def kept_port() -> socket.socket:
-    """Return a socket that keeps a free port from other tests; servers, which set SO_REUSEADDR, can listen on it."""
-    while True:
-        kept = socket.socket()
-        try:
-            kept.bind(("127.0.0.1", free_port()))
-        except OSError:
-            kept.close()
-            continue
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return kept
 
 
 # The environment of the image, without that of this shell.

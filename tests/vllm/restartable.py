@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from testing.processes import free_port
 from testing.server_process import ServerProcess
 from tests.vllm.service import SERVICE, SETTINGS
 
@@ -15,14 +16,13 @@ class Restartable:
     def __init__(self, model: Path, **settings: Any) -> None:
         self._model = model
         self._settings = {**SETTINGS, **settings}
-        self.endpoint = "127.0.0.1:0"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         self.server: ServerProcess | None = None
 
     def start(self) -> None:
         settings = {**self._settings, "listen": self.endpoint}
         self.server = ServerProcess(self._model, **{"executable": SERVICE, **settings})
         self.server.wait_until_it_listens()
-        self.endpoint = self.server.endpoint
 
     def drain(self) -> None:
         """Send SIGTERM, as a rolling restart does."""

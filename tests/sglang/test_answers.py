@@ -31,13 +31,13 @@ def test_an_answer_is_that_of_the_own_tower(
 ) -> None:
     engine.forget()
     different = images_in(PROMPTS[name])
-    encoded, before = server_of(service).encodes(), fetched(engine)
+    encoded, before, own_before = server_of(service).encodes(), fetched(engine), by_own_tower(engine)
     assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
     assert fetched(engine) - before == len(different)
     assert server_of(service).encodes() - encoded == len(different), (
         "each image is encoded once, by the service"
     )
-    assert by_own_tower(engine) == 0
+    assert by_own_tower(engine) == own_before
 
 
 @pytest.mark.parametrize(("file", "name"), [(TURNED, "upright"), (TRANSPARENT, "on white")])
@@ -49,13 +49,13 @@ def test_an_image_is_seen_upright_and_on_white(
 
 
 def test_all_at_once_are_answered_as_each_alone(engine: SglangEngine, own: Own) -> None:
-    before = fetched(engine)
+    before, own_before = fetched(engine), by_own_tower(engine)
     with ThreadPoolExecutor(len(AT_ONCE)) as pool:
         together = list(pool.map(engine.ask, AT_ONCE.values()))
     for parts, answer in zip(AT_ONCE.values(), together, strict=True):
         assert_equal(answer, own(parts))
     assert fetched(engine) - before == len(images_in(chain(*AT_ONCE.values())))
-    assert by_own_tower(engine) == 0
+    assert by_own_tower(engine) == own_before
 
 
 def test_a_chat_is_answered_as_its_prompt(engine: SglangEngine) -> None:

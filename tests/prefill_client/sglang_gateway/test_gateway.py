@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +20,7 @@ from prefill_client import EncoderClient, RowRequest, content_digest
 from prefill_client.sglang_gateway import delivery, http_service
 from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
-from prefill_client.sglang_gateway.parts import Address, AllowedReceivers
+from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
 from testing.photos import data_url, photo
 from tests.closed_port import closed_port
 from tests.gate import Gate
@@ -246,6 +247,35 @@ async def test_parts_over_the_bound_wait_for_a_slot(
             await soon(lambda: gateway.count("parts_now") == 5)
             await fetches_wait_for(server, 2)
         assert len((await asking).parts) == 5
+
+
+async def test_health_is_answered_while_bodies_are_parsed_one_at_a_time(
+    client: EncoderClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing megabytes of JSON holds the interpreter, and SGLang drops an encoder whose health checks are late."""
+    parse, parsed, held, go_on = Part.parse, list[str](), list[int](), threading.Semaphore(0)
+
+    def parse_later(body: bytes) -> Part:
+        parsed.append(threading.current_thread().name)
+        assert threading.current_thread() is not threading.main_thread(), "the event loop's"
+        assert go_on.acquire(timeout=PATIENCE_S)
+        return parse(body)
+
+    monkeypatch.setattr(Part, "parse", parse_later)
+    async with (
+        gateway_for(client) as gateway,
+        LanguageServer(gateway.url) as sglang,
+        httpx2.AsyncClient(timeout=PATIENCE_S) as http,
+    ):
+        asking = asyncio.create_task(sglang.to_tokenizer(*[[data_url(FIRST)]] * 8))
+        await soon(lambda: gateway.count("parts_now") == 8)
+        for number in range(8):
+            await soon(lambda number=number: len(parsed) > number)
+            assert (await http.get(f"{gateway.url}/v3/health")).status_code == 200
+            held.append(len(parsed) - number)
+            go_on.release()
+        assert len((await asking).parts) == 8
+    assert held == [1] * 8
 
 
 async def test_parts_wait_for_memory_for_their_rows(

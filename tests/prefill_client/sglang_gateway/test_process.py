@@ -3,10 +3,7 @@
 import asyncio
 import json
 import re
-import socket
-import time
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,14 +18,10 @@ from testing.photos import data_url, photo
 from testing.server_process import ServerProcess
 from testing.sglang_gateway import GatewayProcess, running_gateway
 from tests.processes import run, running
-from tests.sglang_messages import body_of
 from tests.sglang_receiver import LanguageServer
 from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S, START_S, soon
 
-# SGLang's own limit on a health check, and how many late ones in a row make it give an encoder up.
-HEALTH_S = 2.0
-MISSES = 3
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2)
 
 
@@ -83,38 +76,6 @@ async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProce
             log = gateway.log.read_text()
     assert "served, 1 images" in log
     assert "Traceback" not in log
-
-
-async def test_health_is_answered_while_large_parts_are_parsed(service: ServerProcess) -> None:
-    # Bytes after the end of a JPEG cost as much as a larger photo in transit, and nothing at the encoder.
-    image = data_url(photo(1600, 1200, 9) + bytes(2 << 20))
-    with (
-        running_gateway(service.endpoint) as gateway,
-        socket.create_server(("127.0.0.1", 0)) as receiver,  # it accepts, and never reads
-    ):
-        port = receiver.getsockname()[1]
-        bodies = [json.dumps(body_of([image] * 8, port=port)).encode() for _ in range(8)]
-        async with httpx2.AsyncClient(timeout=START_S) as http:
-            sending = [
-                asyncio.create_task(http.post(f"{gateway.url}/encode", content=body)) for body in bodies
-            ]
-            took_s = await asyncio.to_thread(health_until, gateway, lambda: gateway.count("images") >= 64)
-            for each in sending:
-                each.cancel()
-            await asyncio.gather(*sending, return_exceptions=True)
-    # SGLang drops an encoder after three late answers. One may be late because the machine was busy.
-    assert sum(each >= HEALTH_S for each in took_s) < MISSES < len(took_s)
-
-
-def health_until(gateway: GatewayProcess, holds: Callable[[], bool]) -> list[float]:
-    """Return how long consecutive health checks took until the condition holds."""
-    took_s = []
-    while not holds():
-        began = time.monotonic()
-        with urllib.request.urlopen(f"{gateway.url}/v3/health", timeout=START_S) as answer:
-            assert answer.status == 200
-        took_s.append(time.monotonic() - began)
-    return took_s
 
 
 async def test_a_gateway_accepts_parts_for_a_while_after_it_unregistered(

@@ -192,7 +192,7 @@ class Config(Settings):
     max_calls: int = knob(
         1024,
         most=MAX_CALLS,
-        help="maximum number of open calls (Submit is counted separately); one tenant or host may use 75 %; more are "
+        help="maximum number of open calls (Submit is counted separately); one host may use 75 %; more are "
         "refused with RESOURCE_EXHAUSTED",
     )
     call_window_kib: int = knob(

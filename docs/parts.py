@@ -1,8 +1,11 @@
-"""Generates the parts of pages that have a single source elsewhere: errors, alerts, attacks, decisions, modules."""
+"""Generates the parts of pages that repeat something: errors, alerts, attacks, decisions, modules, printed tables."""
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from inspect import getdoc
 from pathlib import Path
 
@@ -173,13 +176,23 @@ def _what(file: Path) -> str:
     return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
-PARTS = {
+def printed(program: str) -> str:
+    """Return what `python -m PROGRAM` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+PARTS: dict[str, Callable[[], str]] = {
     "errors": errors_table,
     "alerts": alerts,
     "attacks": attacks,
     "decisions": decisions,
     "path": path,
     "exports": exports,
+    "sizing": partial(printed, "bench.sizing"),
+    "predicted": partial(printed, "bench.gpu_parts.predicted"),
 }
 
 

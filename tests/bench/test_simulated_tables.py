@@ -1,9 +1,8 @@
-"""The simulated and the computed tables of the pages match the code of this commit."""
+"""The simulated tables of the pages match the code of this commit."""
 
 import pytest
 
-from bench.gpu_parts.predicted import main as show_predicted
-from bench.harness.results import ROOT, stored
+from bench.harness.results import stored
 from bench.scheduler import fleet_table
 
 
@@ -17,10 +16,3 @@ def test_the_stored_table_matches_a_new_simulation() -> None:
         (kept,) = (each for each in result.figures["tables"] if each["title"] == computed["title"])
         assert computed["heads"] == kept["heads"]
         assert computed["rows"][0] == kept["rows"][0], "run `make bench ONLY=scheduler`"
-
-
-def test_the_predicted_times_of_gpus_are_what_their_command_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    show_predicted()
-    assert capsys.readouterr().out in (ROOT / "docs/vision-towers.md").read_text()

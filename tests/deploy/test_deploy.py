@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.sizing import main as show_sizing
 from bench.sizing import memory_gib
 from encoder_contract.command_line import BAD_USAGE
 from encoder_contract.version import __version__
@@ -197,11 +196,6 @@ def test_every_gpu_deployment_may_use_the_hardware_jpeg_decoder() -> None:
 
 
 # The operator's page
-
-
-def test_the_capacity_table_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    show_sizing([])
-    assert capsys.readouterr().out in (ROOT / "docs/sizing.md").read_text()
 
 
 def test_the_operators_page_names_the_exit_codes() -> None:

@@ -488,7 +488,22 @@ async def test_devices_form_no_other_group_once_forming_one_has_ended_a_process(
         assert "from now on, one device encodes a large image" in caplog.text
 
 
-async def test_a_group_forms_only_while_all_devices_are_idle(model: Model) -> None:
+async def test_a_device_that_was_restarted_works_until_the_others_are_idle_too(model: Model) -> None:
+    """Forming a group with one that is busy, it would only wait."""
+    async with floor(model, devices=2, group_patches=3072) as at:
+        first, second = at.devices
+        _, busy = await a_batch(at, b"busy")
+        second.kill()
+        assert (await first.next(messages.LeaveGroup)).number == 0
+        await second.next(messages.Begin)
+        _, meanwhile = await a_batch(at, b"meanwhile", device=1)
+        assert at.links[0].tower.forming is None
+        second.encoded(meanwhile)
+        first.encoded(busy)
+        assert await first.forms_group() == await second.forms_group() == at.engine._group_number
+
+
+async def test_a_large_image_has_a_group_only_while_all_devices_are_idle(model: Model) -> None:
     async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
         small = at.submit(b"small", demanded("small"))

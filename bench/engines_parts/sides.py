@@ -35,6 +35,7 @@ SIDES = {
 }
 STEP_TOKENS, SEQUENCES = 2048, 64
 WARM_SEED = 900_000
+STEPS = "vllm:iteration_tokens_total_count"  # vLLM's histogram of tokens has one observation a step
 # OpenMP's threads sleep at once when they have no work. By default they spin, and take the cores of other processes.
 ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 TIMEOUT_S = 300.0
@@ -66,6 +67,8 @@ class Side:
         self.url = ""
         self.processes: dict[str, LoggedProcess] = {}
         self.engines: list[EngineProcess] = []
+        self.has_metrics = False
+        """Whether the engines serve metrics."""
         self.distinct = 0
         """The number of distinct images that were sent."""
         self._cpu_before: dict[str, float] = {}
@@ -136,11 +139,14 @@ class Side:
         self._cpu_before = now
         return spent
 
-    def steps(self) -> int:
-        """Return the steps of the engines since the last call; 0 for SGLang, which is started without metrics.
+    def steps(self) -> int | None:
+        """Return the steps of the engines since the last call; None for SGLang, which is started without metrics.
 
-        With the same requests, fewer steps are larger batches.
+        With the same requests, fewer steps are larger batches. Raises `ScrapeError` if an engine's metrics cannot be
+        read or have no steps.
         """
+        if not self.has_metrics:
+            return None
         now = sum(_steps(engine.url) for engine in self.engines)
         spent, self._steps_before = now - self._steps_before, now
         return spent
@@ -195,10 +201,10 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _steps(url: str) -> int:
-    try:
-        return int(scrape(url, TIMEOUT_S).total("vllm:iteration_tokens_total_count"))
-    except ScrapeError:
-        return 0
+    found = scrape(url, TIMEOUT_S)
+    if not found.series(STEPS):
+        raise ScrapeError(f"{url}: no metric {STEPS}")
+    return int(found.total(STEPS))
 
 
 def _threads(process: psutil.Process) -> list[set[int]]:
@@ -260,6 +266,7 @@ class VllmSides:
 
     def start(self, side: Side, engines: int) -> None:
         """Start the processes of a side, and do not wait for the engines."""
+        side.has_metrics = True
         flags: Sequence[str] = ()
         if side.name == "ours":
             service = start_service(side, self._model)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,11 @@ import pytest
 
 from bench.engines import BENCHMARK, CELLS, RATIOS, figures_of, oldest_first, restrict, rows_of
 from bench.engines_parts.generators import OfferedLoad, chats
+from bench.engines_parts.sides import STEPS, Cores, Side
 from bench.harness.results import ROOT
+from encoder_service.metrics import ScrapeError
 from testing.engine_environments import VLLM_PYTHON
+from testing.processes import EngineProcess, free_port
 from tests.bench.benchmark_run import figures_of_run
 
 
@@ -103,6 +109,39 @@ def test_a_cell_is_restricted_to_sides_and_loads() -> None:
     small = restrict(CELLS["vllm-new"], ["ours"], ["c8"], 4)
     assert (small.sides, [*small.loads], small.loads["c8"].requests) == (("ours",), ["c8"], 4)
     assert rows_of(cell(own=side(1.0, 2.0)))[0] == ["c32", "own", 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 0]
+
+
+@contextmanager
+def side_with_metrics(folder: Path) -> Iterator[Side]:
+    """Yield a side whose only engine is an HTTP server of the files in `folder`."""
+    (folder / "health").touch()
+    port, side = free_port(), Side("own", Cores(frozenset(), frozenset()))
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", folder]
+    side.engines = [EngineProcess(f"http://127.0.0.1:{port}", command, {})]
+    side.has_metrics = True
+    try:
+        side.engines[0].wait_until_it_answers()
+        yield side
+    finally:
+        side.engines[0].stop()
+
+
+@pytest.mark.process
+def test_steps_are_those_since_the_last_call_and_their_absence_is_an_error(tmp_path: Path) -> None:
+    with side_with_metrics(tmp_path) as side:
+        metrics = tmp_path / "metrics"
+        metrics.write_text(f"{STEPS} 7\n")
+        assert side.steps() == 7
+        metrics.write_text(f"{STEPS} 9\n")
+        assert side.steps() == 2
+        metrics.write_text("vllm:num_requests_running 1\n")
+        with pytest.raises(ScrapeError, match=f"no metric {STEPS}"):
+            side.steps()
+        metrics.unlink()
+        with pytest.raises(ScrapeError):
+            side.steps()
+        side.has_metrics = False
+        assert side.steps() is None, "as SGLang, which is started without metrics"
 
 
 @pytest.mark.process

@@ -172,7 +172,7 @@ BENCHMARK = Benchmark(
         Figure("failed_at_128", "failed requests with the service, 128 callers", target="<= 0"),
     ),
     limit_s=595,
-    quick=("--cells", "vllm-new", "--sides", "own", "ours", "--loads", "c8", "--requests", "4"),
+    dry_run=("--cells", "vllm-new", "--sides", "own", "ours", "--loads", "c8", "--requests", "4"),
     why_not=lambda: "" if any(map(Path.exists, PYTHONS.values())) else "no .venv-vllm: make test-vllm",
 )  # fmt: skip
 

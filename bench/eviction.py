@@ -34,7 +34,7 @@ BENCHMARK = Benchmark(
     ),
     limit_s=300,
     arguments=("--plot",),
-    quick=("--seeds", "1", "--minutes", "6"),
+    dry_run=("--seeds", "1", "--minutes", "6"),
 )
 
 GIB = 1 << 30

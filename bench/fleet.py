@@ -52,7 +52,7 @@ BENCHMARK = Benchmark(
         Figure("index_hint_ms", "from publish to waiters on another replica knowing, p50", "ms"),
     ),
     limit_s=240,
-    quick=("--index-only", "--rounds", "20"),
+    dry_run=("--index-only", "--rounds", "20"),
 )
 
 PROMPT = 32  # images of a large prompt, half of which another client has sent before

@@ -121,7 +121,7 @@ BENCHMARK = Benchmark(
         ),
     ),
     limit_s=520,
-    quick=("--attacks", "messages"),
+    dry_run=("--attacks", "messages"),
 )
 
 BUDGET_S = 480.0

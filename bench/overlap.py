@@ -60,7 +60,7 @@ BENCHMARK = Benchmark(
         Figure("rounds", "of so many"),
     ),
     limit_s=270,
-    quick=("--rounds", "1"),
+    dry_run=("--rounds", "1"),
 )
 
 IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each

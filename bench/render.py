@@ -49,7 +49,7 @@ BENCHMARK = Benchmark(
         Figure("load_before", "processes that wanted a core when it began"),
     ),
     limit_s=540,
-    quick=("--rounds", "2", "--loop-s", "2"),
+    dry_run=("--rounds", "2", "--loop-s", "2"),
     why_not=lambda: "" if VLLM_PYTHON.exists() else "no .venv-vllm: make test-vllm",
 )
 SMALL, LARGE = (1280, 720), (1920, 1080)

@@ -40,7 +40,7 @@ BENCHMARK = Benchmark(
         Figure("next_batch_p99_us", "forming a batch with 10 000 images queued, p99", "µs"),
     ),
     limit_s=540,
-    quick=("--cost-only",),
+    dry_run=("--cost-only",),
 )
 
 # A section prints its tables; it returns figures and tables for the JSON line.

@@ -104,7 +104,7 @@ BENCHMARK = Benchmark(
         Figure("load_before", "processes that wanted a core when it began"),
     ),
     limit_s=600,
-    quick=("--rounds", "1"),
+    dry_run=("--rounds", "1"),
     why_not=lambda: "" if SGLANG_PYTHON.exists() else "no .venv-sglang: make test-sglang",
 )
 # Started two at a time. Only the first two take part in the measurement of hits.

@@ -52,7 +52,7 @@ BENCHMARK = Benchmark(
     ),
     limit_s=420,
     arguments=("--minutes", "4"),
-    quick=("--minutes", "0.2", "--events", "flush", "restart"),
+    dry_run=("--minutes", "0.2", "--events", "flush", "restart"),
 )
 
 IDLE_S = 90.0  # longer than a lease, and than the grace period of a fetched image

@@ -45,7 +45,7 @@ BENCHMARK = Benchmark(
         Figure("spans", "spans that the collector received"),
     ),
     limit_s=540,
-    quick=("--ops", "2", "--rounds", "1"),
+    dry_run=("--ops", "2", "--rounds", "1"),
     why_not=lambda: "" if find_spec("rotel") else "needs the collector Rotel, which is for Linux",
 )
 EXPORT_S = 5.0  # the default of OTEL_BSP_SCHEDULE_DELAY

@@ -63,7 +63,7 @@ BENCHMARK = Benchmark(
         Figure("parse_gbps", "inline rows parsed by hand", "GB/s"),
     ),
     limit_s=180,
-    quick=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
+    dry_run=("--no-server", "--entries", "5000", "--rounds", "5", "--images", "3000"),
 )
 
 WIDTH = 16384  # of Qwen3-VL-8B: hidden size 4096, three DeepStack levels

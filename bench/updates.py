@@ -66,7 +66,7 @@ BENCHMARK = Benchmark(
         Figure("compare_ms_per_gb", "comparing the vision tensors of an update, a GB", "ms", "<= 50"),
     ),
     limit_s=595,
-    quick=("--engine", "vllm", "--answers", "64", "--budget-s", "60"),
+    dry_run=("--engine", "vllm", "--answers", "64", "--budget-s", "60"),
     why_not=lambda: "" if any(map(Path.exists, PYTHONS.values())) else "no .venv-vllm: make test-vllm",
 )  # fmt: skip
 

@@ -59,7 +59,7 @@ BENCHMARK = Benchmark(
         Figure("decode_over_encode", "decode / encode of a pair of frames", target="<= 0.15"),
     ),
     limit_s=480,
-    quick=("--rounds", "1", "--shrink", "10"),
+    dry_run=("--rounds", "1", "--shrink", "10"),
 )
 
 CHUNK_TOKENS = 256

@@ -81,7 +81,7 @@ BENCHMARK = Benchmark(
         Figure("load_before", "processes that wanted a core when it began"),
     ),
     limit_s=480,
-    quick=("--rounds", "1"),
+    dry_run=("--rounds", "1"),
     why_not=lambda: "" if VLLM_PYTHON.exists() else "no .venv-vllm: make test-vllm",
 )
 SIDE_PIXELS = 512  # 256 tokens an image

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmarks, markdown
-from bench.harness.results import BUSY, DIRTY, ROOT, Result, stored
+from bench.harness.results import BUSY, DIRTY, OK, ROOT, Result, stored
 
 PAGES = (BENCHMARKS_PAGE, ROOT / "README.md", ROOT / "docs" / "gain.md", ROOT / "docs" / "scheduling.md")
 SUMMARY_ROWS = 7  # the README quotes at most this many
@@ -27,7 +27,9 @@ def section(benchmark: Benchmark, results: Sequence[Result]) -> str:
     """
     if not results:
         return "Not measured yet."
-    return f"{_table(benchmark, results)}\n\n`python -m bench.{benchmark.name}`: {'; '.join(map(caption, results))}."
+    return (
+        f"{_table(benchmark, results)}\n\n`python -m {benchmark.typed}`: {'; '.join(map(caption, results))}."
+    )
 
 
 def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
@@ -58,7 +60,7 @@ def machines(results: Sequence[Result]) -> str:
 
 def caption(result: Result) -> str:
     """Return how a column was measured: day, commit, and what makes it less comparable."""
-    parts = [when(result)]
+    parts = [when(result), *([result.status] if result.status != OK else [])]
     parts += [f"load {result.load:.1f} a core"] if result.load > BUSY else []
     if left_out := result.figures.get("left_out"):
         parts.append(f"no time for {' and '.join(left_out)}")
@@ -110,7 +112,7 @@ def summary(declared: Sequence[Benchmark], results: Sequence[Result]) -> str:
             ]
             if found:
                 newest = max(found, key=lambda each: each.measured_at)
-                where = f"{newest.hardware}; {when(newest)}; `python -m bench.{benchmark.name}`"
+                where = f"{newest.hardware}; {when(newest)}; `python -m {benchmark.typed}`"
                 rows.append((figure.summary, value(figure, newest.figures), target(figure), where))
     if len(rows) > SUMMARY_ROWS:
         raise ValueError(f"{len(rows)} figures have a summary; README.md quotes at most {SUMMARY_ROWS}")

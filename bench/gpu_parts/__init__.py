@@ -1,1 +1,1 @@
-"""The parts of `bench.gpu_check`. Each part is a module with a `run(probe)` that imports only what it measures."""
+"""The parts of `bench.gpu`: a module with a `run(probe)` for each benchmark, which imports only what it measures."""

@@ -22,14 +22,13 @@ def run(probe: Probe) -> None:
     """Note the result of every backend's trial, then its error and time in each case."""
     for name in BACKENDS:
         for head_size in HEAD_SIZES[: 1 if probe.dry else None]:
-            label = {"backend": name, "head_size": head_size}
             reason = why_not(name, probe.device, torch.bfloat16, head_size)
-            probe.note(**label, trial=reason or "passed")
+            probe.note(heads := f"{name}, heads of {head_size}", trial=reason or "passed")
             if reason:
                 continue
             attend = build(name)
             for lengths in DRY_CASES if probe.dry else CASES:
-                case = {**label, "case": f"{len(lengths)}x{lengths[0]}"}
+                case = f"{heads}, {len(lengths)}x{lengths[0]}"
                 probe.attempt(case, partial(_case, probe, attend, head_size, lengths))
 
 

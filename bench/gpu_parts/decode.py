@@ -25,7 +25,7 @@ CASES = {
     "20x960x1280": (960, 1280, 20),
     "1080p": (1920, 1080, 4),
 }
-DRY_CASES = {"2x64": (64, 64, 2)}
+DRY_CASES = {"20x960x1280": (64, 64, 2)}
 THREADS = (2, 8, 16)
 GEOMETRY = Geometry(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
 
@@ -35,29 +35,29 @@ Decode = Callable[[list[bytes]], object]
 def run(probe: Probe) -> None:
     """Note the time of every decoder in every case, then of every resize."""
     cases = DRY_CASES if probe.dry else CASES
-    for label, decode in _decoders(probe):
-        for name, (width, height, count) in cases.items():
+    for name, decode in _decoders(probe):
+        for case, (width, height, count) in cases.items():
             files = list(islice(cycle([photo(width, height, seed) for seed in range(min(count, 4))]), count))
-            probe.attempt({**label, "case": name}, partial(_decode_ms, probe, decode, files))
+            probe.attempt(f"{case}, {name}", partial(_decode_ms, probe, decode, files))
     for resize in _resizes(probe):
-        for name, case in cases.items():
-            probe.attempt({"resize": resize.name, "case": name}, partial(_resize_ms, probe, resize, *case))
+        for case, sizes in cases.items():
+            probe.attempt(f"{case}, resize {resize.name}", partial(_resize_ms, probe, resize, *sizes))
 
 
-def _decoders(probe: Probe) -> Iterator[tuple[dict[str, Any], Decode]]:
+def _decoders(probe: Probe) -> Iterator[tuple[str, Decode]]:
     """Yield DALI and Pillow. On a GPU, a DALI that is not installed is a failure."""
     for threads in THREADS[: 1 if probe.dry else None]:
-        label = {"decoder": "dali", "threads": threads}
+        name = f"dali, {threads} threads"
         try:
             yield (
-                label,
+                name,
                 partial(_decoded, Decoder(probe.device, PillowDecoder(), DaliJpegs(probe.device, threads))),
             )
         except ValueError as error:
-            probe.note(**label, **{"missing" if probe.dry else "failed": str(error)})
+            probe.note(name, **{"missing" if probe.dry else "failed": str(error)})
         pool, one = ThreadPoolExecutor(threads), partial(_decoded, pillow_decoder())
         yield (
-            {"decoder": "pillow", "threads": threads},
+            f"pillow, {threads} threads",
             lambda files, pool=pool, one=one: list(pool.map(one, [[file] for file in files])),  # type: ignore[misc]
         )
 
@@ -82,7 +82,7 @@ def _resizes(probe: Probe) -> Iterator[Resize]:
     if chosen.name != plain.name:
         yield chosen
     elif probe.device.type == "cuda":
-        probe.note(resize="triton", failed="the kernels cannot be used; the log says why")
+        probe.note("resize triton", failed="the kernels cannot be used; the log says why")
 
 
 def _resize_ms(probe: Probe, resize: Resize, width: int, height: int, count: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def run(probe: Probe) -> None:
             "a dead owner's memory": _dead_owner,
         }
     for question, answer in ask.items():
-        probe.attempt({"asks": question}, answer)
+        probe.attempt(question, answer)
 
 
 def _registration(probe: Probe) -> dict[str, Any]:

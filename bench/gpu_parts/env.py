@@ -7,22 +7,23 @@ from importlib import metadata
 import torch
 
 from bench.gpu_parts.probe import Probe
-from bench.harness.results import hardware, versions
 
 PACKAGES = ("triton", "fa3-fwd", "flash-attn", "nvidia-dali-cuda130", "cuda-bindings")
 LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-ml.so.1")
 
 
 def run(probe: Probe) -> None:
-    """Note hardware, versions, libraries and copies."""
-    probe.note(hardware=hardware(), versions=versions() | _versions(), dry=probe.dry)
+    """Note versions, the device, libraries and copies."""
+    probe.note("versions", **_versions())
     if probe.device.type == "cuda":
         has = torch.cuda.get_device_properties(probe.device)
-        probe.note(device=has.name, gib=has.total_memory / 2**30, processors=has.multi_processor_count)
+        probe.note(
+            "device", name=has.name, gib=has.total_memory / 2**30, processors=has.multi_processor_count
+        )
         for library in LIBRARIES:
-            probe.attempt({"library": library}, partial(_loaded, library))
+            probe.attempt(library.partition(".")[0], partial(_loaded, library))
     for pinned in (True, False):
-        probe.attempt({"copy": "pinned" if pinned else "pageable"}, partial(_copies, probe, pinned))
+        probe.attempt(f"{'pinned' if pinned else 'pageable'} copies", partial(_copies, probe, pinned))
 
 
 def _loaded(library: str) -> dict[str, bool]:

@@ -15,7 +15,7 @@ GRID, DRY_GRID = Grid(1, 90, 160), Grid(1, 16, 24)
 
 def run(probe: Probe) -> None:
     """Note the time of the exchanges, the rows' error against one device, and whether an abort is noticed."""
-    probe.attempt({"what": "group of one"}, lambda: _group(probe))
+    probe.attempt("group of one", lambda: _group(probe))
 
 
 @torch.inference_mode()

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from bench.gpu_parts.probe import Probe
-from bench.gpu_parts.server import START_S, connected, settings
+from bench.gpu_parts.server import connected, running_with_log, settings
 from bench.gpu_parts.tower import MIB, load, one_checkpoint
 from bench.harness.calls import ms_of, submit_and_fetch
 from encoder_service.metrics import STAGES, ScrapeDelta
 from encoder_service.vision import Tower
 from testing.photos import photo, with_comment
 from testing.reference_tower import random_patches
-from testing.server_process import ServerProcess, running
+from testing.server_process import ServerProcess
 
 # Name → (sizes of the photos, number of clients). Each client requests images one by one.
 CASES = {
@@ -27,7 +27,7 @@ CASES = {
     "720p": ([(1280, 720)], 16),
     "photos": ([(640 + 96 * n, 1500 - 70 * n) for n in range(12)], 24),
 }
-DRY_CASES = {"128": ([(128, 128), (160, 96)], 2)}
+DRY_CASES = {"256": ([(128, 128), (160, 96)], 2)}
 SECONDS, DRY_SECONDS = 8.0, 1.0
 STATES = ("free", "reserved", "allocated")  # of the device's memory
 
@@ -41,11 +41,11 @@ def run(probe: Probe) -> None:
     if probe.device.type == "cuda":
         torch.cuda.empty_cache()
     numbers = count(time.time_ns())  # no image is requested twice
-    with running(model, log=probe.out / "load.log", within_s=START_S, **settings(probe, 8.0)) as server:
+    with running_with_log(probe, model, **settings(probe, 8.0)) as server:
         for name, (sizes, clients) in cases.items():
             files = [photo(*size, seed) for seed, size in enumerate(sizes)]
             measure = partial(_case, probe, server, files, numbers, clients, alone[name])
-            probe.attempt({"case": name, "clients": clients}, measure)
+            probe.attempt(name, measure)
 
 
 def _alone(probe: Probe, tower: Tower, sizes: list[tuple[int, int]]) -> float:
@@ -71,6 +71,7 @@ def _case(
     window = ScrapeDelta(before, server.metrics(), time.monotonic() - began)
     cuts, images_s = quantiles(spent_ms, n=100, method="inclusive"), len(spent_ms) / window.seconds
     return {
+        "clients": clients,
         "images_s": images_s,
         "tower_images_s": alone,
         "service_over_bare_tower": images_s / alone,

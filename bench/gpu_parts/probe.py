@@ -1,7 +1,6 @@
-"""Times calls with the device's clock, and writes each measurement of a part as a JSON line at once."""
+"""Times calls with the device's clock, and prints each measurement at once."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,47 +9,52 @@ from typing import Any
 
 import torch
 
+from bench.harness.budget import TimeBudget
+
 LEAST_MS = 1e-6  # not 0, which a coarse clock may measure: rates divide by times
 
 
 class DeadDeviceError(Exception):
-    """The device is lost, so the rest of the part cannot be measured."""
+    """The device is lost, so the rest of the benchmark cannot be measured."""
 
 
 class Probe:
-    """The argument of a part: its device, the file for its lines, and its time budget.
+    """The argument of a part: its device and its time budget.
 
     In a dry run the device is the CPU and parts shrink every size: all code runs, but the figures mean nothing.
+    `figures` has all measurements.
     """
 
-    def __init__(self, part: str, out: Path, scratch: Path, *, budget_s: float, dry: bool) -> None:
-        """Write results into `out`. `scratch` is for files that are deleted when the part ends."""
-        self.part, self.out, self.scratch, self.dry = part, out, scratch, dry
+    def __init__(self, budget: TimeBudget, scratch: Path, *, dry: bool) -> None:
+        """`scratch` is for files that are deleted at the end."""
+        self.budget, self.scratch, self.dry = budget, scratch, dry
         self.device = torch.device("cpu" if dry else "cuda:0")
-        self._file = (out / "gpu.jsonl").open("a", buffering=1)
-        self._ends = time.monotonic() + budget_s
+        self.figures: dict[str, dict[str, Any]] = {}
 
-    @property
-    def left_s(self) -> float:
-        """The remaining seconds of the budget; negative when it is exceeded."""
-        return self._ends - time.monotonic()
+    def note(self, what: str, **values: Any) -> None:
+        """Print the values of a measurement. It has failed if there is `failed`, or if `passed` is false."""
+        self.figures[what] = values
+        print(json.dumps({what: values}, default=str), flush=True)
 
-    def note(self, **values: Any) -> None:
-        """Write one line."""
-        self._file.write(json.dumps({"part": self.part, **values}, default=str) + "\n")
+    def failed(self) -> dict[str, str]:
+        """Return the measurements that have failed, each with the reason."""
+        return {
+            what: values.get("failed", "not passed")
+            for what, values in self.figures.items()
+            if "failed" in values or values.get("passed") is False
+        }
 
-    def attempt(self, label: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> bool:
+    def attempt(self, what: str, measure: Callable[[], Mapping[str, Any]]) -> bool:
         """Note what `measure` returns, or its error; return whether it succeeded.
 
         Raises `DeadDeviceError` if the device is lost after a failure.
         """
-        if self.left_s <= 0:
-            self.note(**label, skipped="budget")
+        if not self.budget.affords(what, 0):
             return False
         try:
-            self.note(**label, **measure())
+            self.note(what, **measure())
         except Exception as error:  # noqa: BLE001 - noted; the next measurement may still succeed
-            self.note(**label, failed=f"{type(error).__name__}: {str(error)[:200]}")
+            self.note(what, failed=f"{type(error).__name__}: {str(error)[:200]}")
             self._require_device()
             return False
         return True
@@ -108,5 +112,4 @@ class Probe:
         try:
             self.synchronize()
         except RuntimeError as error:
-            print(f"{self.part}: the device is lost", file=sys.stderr)
-            raise DeadDeviceError(str(error)) from error
+            raise DeadDeviceError(f"the device is lost: {error}") from error

@@ -26,15 +26,15 @@ PATCHES = (1200, 3520, 8160, 14400)
 def run(probe: Probe) -> None:
     """Note the rate of each product."""
     for size in (64,) if probe.dry else (4096, 8192):
-        _note(probe, {"product": f"square {size}"}, (size, size, size), ("plain",))
+        _note(probe, f"square {size}", (size, size, size), ("plain",))
     for patches in (64,) if probe.dry else PATCHES:
         for name, (inputs, outputs, merged) in SHAPES.items():
             shrunk = 16 if probe.dry else 1
             shape = (patches // merged, inputs // shrunk, outputs // shrunk)
-            _note(probe, {"product": name, "patches": patches}, shape, ("bias", "gelu", "residual"))
+            _note(probe, f"{name}, {patches} patches", shape, ("bias", "gelu", "residual"))
 
 
-def _note(probe: Probe, label: dict[str, object], shape: tuple[int, int, int], hows: tuple[str, ...]) -> None:
+def _note(probe: Probe, product: str, shape: tuple[int, int, int], hows: tuple[str, ...]) -> None:
     rows, inputs, outputs = shape
     x, weight, bias, residual = (
         torch.randn(size, device=probe.device).bfloat16()
@@ -52,4 +52,4 @@ def _note(probe: Probe, label: dict[str, object], shape: tuple[int, int, int], h
         return spent | {"tflops": 2.0 * rows * inputs * outputs / spent["ms"] / 1e9}
 
     for how in hows:
-        probe.attempt({**label, "how": how}, partial(measure, how))
+        probe.attempt(f"{product}, {how}", partial(measure, how))

@@ -32,15 +32,14 @@ def run(probe: Probe) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     for tool in ("none",) if probe.dry else TOOLS:
         sanitized = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
-        probe.attempt({"tool": tool}, partial(_run, probe, [*([] if probe.dry else sanitized), *work]))
+        probe.attempt(tool, partial(_run, probe, [*([] if probe.dry else sanitized), *work]))
 
 
 def _run(probe: Probe, command: list[str]) -> dict[str, Any]:
-    left_s = max(probe.left_s, 1)
+    left_s = max(probe.budget.left_s, 1)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
     output = (done.stdout + done.stderr).splitlines()
-    with (probe.out / "sanitize.log").open("a") as log:
-        log.write("\n".join([" ".join(command), *output, ""]))
+    print("\n    ".join([" ".join(command), *output]), flush=True)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {output[-1] if output else ''}")
     walked = [line.removeprefix(WALKED) for line in output if line.startswith(WALKED)]

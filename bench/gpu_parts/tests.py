@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from threading import Timer
 
 from bench.gpu_parts.probe import Probe
 from bench.harness.results import ROOT
@@ -31,21 +32,21 @@ def run(probe: Probe) -> None:
     )
     shown = ("--collect-only", "-q") if probe.dry else ("-v", "-rfE", "--color=no")
     command = [sys.executable, "-m", "pytest", *OPTIONS, *shown, *files]
-    path = probe.out / "tests.log"
-    with path.open("w") as log:
-        try:
-            code: int | str = subprocess.run(
-                command, cwd=ROOT, stdout=log, stderr=log, timeout=max(probe.left_s, 1), check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = "out of time"
-    lines = path.read_text(errors="replace").splitlines()
-    for line in lines:
-        if found := _OUTCOME.match(line):
-            probe.note(test=found[1], outcome=found[2].lower())
-        elif reason := _REASON.match(line):
-            probe.note(test=reason[1], failed=reason[2][:300])
-    collected = {"collected": sum("::" in line for line in lines)} if probe.dry else {}
-    probe.note(files=len(files), **collected, exit_code=code)
-    if code:
-        raise SystemExit(f"pytest ended with {code}")
+    collected = 0
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pytest:
+        timer = Timer(max(probe.budget.left_s, 1), pytest.kill)
+        timer.start()
+        for line in pytest.stdout or ():
+            print(f"    {line}", end="", flush=True)
+            collected += "::" in line
+            if found := _OUTCOME.match(line):
+                failed = {"failed": "no reason"} if found[2] in ("FAILED", "ERROR") else {}
+                probe.note(found[1], outcome=found[2].lower(), **failed)
+            elif reason := _REASON.match(line):
+                probe.note(reason[1], failed=reason[2][:300])
+        timer.cancel()
+    code = pytest.returncode
+    failed = {"failed": f"exit code {code}"} if code else {}
+    probe.note("pytest", files=len(files), **({"collected": collected} if probe.dry else {}), **failed)

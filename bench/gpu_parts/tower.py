@@ -2,8 +2,9 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ MODEL_TYPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
 # A square image, one of several tiles, one with partial windows, and more images than a graph for one image takes.
 PARITY_GRIDS = [Grid(1, 16, 16), Grid(1, 44, 80), Grid(1, 22, 18), *[Grid(1, 16, 16)] * 5]
 DRY_PARITY_GRIDS = [Grid(1, 8, 8), Grid(1, 6, 10), Grid(1, 8, 8)]
-BUDGETS = ({"batch_patches": 9600}, {"batch_patches": 14400})  # 5632 is the default
+DEFAULT = "default"
+VARIANTS: dict[str, dict[str, Any]] = {
+    DEFAULT: {},
+    "no graphs": {"graphs": False},
+    "batch invariant": {"batch_invariant": True},
+    "9600 patches": {"batch_patches": 9600},  # 5632 is the default
+    "14400 patches": {"batch_patches": 14400},
+}
 TOP_KERNELS = 12
-DEFAULT: dict[str, Any] = {"attention": "auto", "graphs": True}
+SQUARE = "square product"  # its rate bounds that of a tower
 MIB = 2**20
 
 
@@ -33,21 +41,43 @@ def run(probe: Probe) -> None:
     """Note speed and exactness of the default, speed of the other variants, other models, then `transformers`."""
     torch.backends.cudnn.allow_tf32 = False  # the reference's convolution must be exact
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder, runs = one_checkpoint(probe), _backends(probe)
-    others: list[dict[str, Any]] = [{"attention": name, "graphs": name != "sdpa"} for name in runs]
-    more: list[dict[str, Any]] = [{"graphs": False}, {"batch_invariant": True}, *BUDGETS]
-    variants = [DEFAULT, *({**DEFAULT, **each} for each in more), *others]
-    for number, options in enumerate(variants):
-        probe.attempt({**options, "what": "variant"}, partial(_variant, probe, folder, options))
-        if not number:  # right comes before fast
+    folder = one_checkpoint(probe)
+    probe.attempt(SQUARE, partial(_square, probe))
+    backends = {name: {"attention": name, "graphs": name != "sdpa"} for name in _backends(probe)}
+    variants: dict[str, dict[str, Any]] = {**VARIANTS, **backends}
+    for name, options in variants.items():
+        probe.attempt(name, partial(_variant, probe, folder, name, options))
+        if name == DEFAULT:  # right comes before fast
             _note_exactness(probe, MODEL_TYPES[0])
     for model_type in () if probe.dry else MODEL_TYPES[1:]:
         _note_exactness(probe, model_type)
-    probe.attempt({"what": "transformers"}, partial(_time_transformers, probe, folder))
+    probe.attempt("transformers", partial(_time_transformers, probe, folder))
+    for case in _cases(probe):
+        note_fastest(probe, case, variants)
 
 
 def _note_exactness(probe: Probe, model_type: str) -> None:
-    probe.attempt({"what": "exactness", "model": model_type}, partial(_exactness, probe, model_type))
+    probe.attempt(f"exactness of {model_type}", partial(_exactness, probe, model_type))
+
+
+def note_fastest(probe: Probe, case: str, variants: Iterable[str]) -> None:
+    """Note the fastest variant of a case, beside the square product and `transformers`."""
+    timed = {name: probe.figures.get(f"{case}, {name}", {}) for name in (*variants, "transformers")}
+    theirs = timed.pop("transformers").get("ms")
+    if not (ours := {name: found for name, found in timed.items() if "ms" in found}):
+        return
+    name, fastest = min(ours.items(), key=lambda each: float(each[1]["ms"]))
+    ratios = {"ratio": theirs / fastest["ms"]} if theirs else {}
+    if square := probe.figures.get(SQUARE, {}).get("tflops"):
+        ratios["of_square"] = fastest["tflops"] / square
+    probe.note(case, variant=name, ms=fastest["ms"], **ratios)
+
+
+def _square(probe: Probe) -> dict[str, float]:
+    size = 64 if probe.dry else 8192
+    square = torch.randn(size, size, device=probe.device).bfloat16()
+    ms = probe.ms(lambda: square @ square)["ms"]
+    return {"ms": ms, "tflops": 2.0 * size**3 / ms / 1e9}
 
 
 def one_checkpoint(probe: Probe, model_type: str = MODEL_TYPES[0]) -> Path:
@@ -77,21 +107,21 @@ def _cases(probe: Probe) -> Sequence[str]:
     return ("256",) if probe.dry else tuple(CASES)
 
 
-def _variant(probe: Probe, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _variant(probe: Probe, folder: Path, variant: str, options: dict[str, Any]) -> dict[str, Any]:
     """Note every case of a variant; return the time and memory that loading took."""
     before_mib, began = _held_mib(probe), time.perf_counter()
     tower = load(probe, folder, **options)
     loaded = {"load_s": time.perf_counter() - began, "held_mib": _held_mib(probe) - before_mib}
-    if probe.dry and options["graphs"]:  # the CPU cannot capture graphs, so replace the capture
+    if probe.dry and options.get("graphs", True):  # the CPU cannot capture graphs, so replace the capture
         with torch.inference_mode():
             example = tower._layout(case_grids(tower, "256"))
             small = budgets(example.patches, example.patches, persistent=False)
             tower._graphs = Graphs(tower._module, tower.spec, example, tower.dtype, small, lambda run: run)
     for name in _cases(probe):
-        probe.attempt({**options, "case": name}, partial(_case, probe, tower, name))
-    if options == DEFAULT:
+        probe.attempt(f"{name}, {variant}", partial(_case, probe, tower, name))
+    if variant == DEFAULT:
         for name in _cases(probe)[::4]:
-            probe.attempt({"profile": name}, partial(_profile, probe, tower, name))
+            probe.attempt(f"{name}, profile", partial(_profile, probe, tower, name))
     return {**loaded, "chosen": tower.attention}
 
 
@@ -153,9 +183,11 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
         return {"mean_error": mean, "max_error": float(packed.max()), "bound": bound, "passed": mean <= bound}
 
     names, choices = ("auto", *_backends(probe)), (False,) if probe.dry else (False, True)
-    variants = [{"attention": name, "graphs": graphs} for name in names for graphs in choices]
-    for options in ({"dtype": "float32", "attention": "sdpa", "graphs": False}, *variants):
-        probe.attempt({"model": model_type, **options}, partial(errors, **options))
+    exact = {"dtype": "float32", "attention": "sdpa", "graphs": False}
+    probe.attempt(f"{model_type}, float32", partial(errors, **exact))
+    for name, graphs in product(names, choices):
+        what = f"{model_type}, {name}{', graphs' if graphs else ''}"
+        probe.attempt(what, partial(errors, attention=name, graphs=graphs))
     return {"theirs_mean_error": reference_error}
 
 
@@ -171,5 +203,5 @@ def _time_transformers(probe: Probe, folder: Path) -> dict[str, Any]:
         return probe.ms(lambda: reference.forward(pixels, shape), 10)
 
     for name in _cases(probe):
-        probe.attempt({"attention": "transformers", "case": name}, partial(measure, name))
+        probe.attempt(f"{name}, transformers", partial(measure, name))
     return {"attention": "sdpa"}

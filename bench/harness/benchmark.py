@@ -7,12 +7,12 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import bench
 from bench.harness.results import ROOT
 
+DEVICES = ("cpu", "cuda")
 BENCHMARKS_PAGE = ROOT / "docs" / "benchmarks.md"
 Table = dict[str, Any]
 """Title, heads and rows of a table that a benchmark prints and a page shows."""
@@ -65,8 +65,11 @@ class Figure:
 class Benchmark:
     """A benchmark, run as `python -m bench.NAME ARGUMENTS --json`: its module declares it as `BENCHMARK`.
 
-    `why_not` returns why it cannot run here. The page's table of a benchmark without figures is the first of the
-    `tables` in its JSON line.
+    `why_not` returns why it cannot run here. `dry_run` replaces the arguments by those of tiny sizes. `program` is the
+    module if that has several benchmarks. The page's table of a benchmark without figures is the first of its `tables`.
+
+    A benchmark `in_steps` takes `--budget-s`, after which no measurement begins, and prints each measurement at once as
+    a JSON object. What it measured is stored even if it fails or is stopped.
     """
 
     name: str
@@ -74,12 +77,21 @@ class Benchmark:
     figures: tuple[Figure, ...] = ()
     limit_s: float = 60.0
     arguments: tuple[str, ...] = ()
-    quick: tuple[str, ...] = ()
+    dry_run: tuple[str, ...] = ()
     why_not: Callable[[], str] = lambda: ""
+    program: str = ""
+    in_steps: bool = False
 
-    def command(self, *, quick: bool) -> list[str]:
-        """Return the arguments of the interpreter."""
-        return ["-m", f"bench.{self.name}", *(self.quick if quick else self.arguments), "--json"]
+    @property
+    def typed(self) -> str:
+        """What a reader types after `python -m`."""
+        return f"{self.program} {self.name}" if self.program else f"bench.{self.name}"
+
+    def command(self, *, dry_run: bool, budget_s: float = 0.0) -> list[str]:
+        """Return the arguments of the interpreter; `budget_s` is for a benchmark in steps."""
+        budget = ["--budget-s", str(round(budget_s, 1))] if self.in_steps else []
+        arguments = self.dry_run if dry_run else self.arguments
+        return ["-m", *self.typed.split(), *arguments, *budget, "--json"]
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -105,17 +117,33 @@ def print_figures(figures: Mapping[str, Any], args: argparse.Namespace) -> None:
         print(json.dumps(figures))
 
 
-@cache
-def benchmarks() -> tuple[Benchmark, ...]:
-    """Return the benchmarks that the modules of bench/ declare, in the order of their page.
+def names(device: str) -> list[str]:
+    """Return the names of the benchmarks of a device, the most important ones first; import none of them.
 
-    The page begins with the questions that a release must answer: when the time runs out, the last ones are left out.
+    Those of "cpu" come in the order of their page, which begins with the questions that a release must answer: when the
+    time runs out, the last ones are left out.
     """
-    names = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.ispkg]
-    found: list[Benchmark] = [
-        importlib.import_module(f"bench.{name}").BENCHMARK for name in names if name != "__main__"
-    ]
+    if device == "cuda":
+        return [each.name for each in _of_cuda()]
+    found = {each.name for each in pkgutil.iter_modules(bench.__path__) if not each.ispkg} - {
+        "__main__",
+        "gpu",
+    }
     on_page = re.findall(r"<!-- bench:(\w+) -->", BENCHMARKS_PAGE.read_text())
-    return tuple(
-        sorted(found, key=lambda each: on_page.index(each.name) if each.name in on_page else len(on_page))
-    )
+    return sorted(found, key=lambda name: on_page.index(name) if name in on_page else len(on_page))
+
+
+def benchmark(name: str) -> Benchmark:
+    """Return a benchmark; import its module, but not those of others, whose packages may be missing."""
+    found: Benchmark | None = next((each for each in _of_cuda() if each.name == name), None)
+    return found or importlib.import_module(f"bench.{name}").BENCHMARK
+
+
+def benchmarks() -> tuple[Benchmark, ...]:
+    """Return the benchmarks of all devices."""
+    return tuple(benchmark(name) for device in DEVICES for name in names(device))
+
+
+def _of_cuda() -> tuple[Benchmark, ...]:
+    found: tuple[Benchmark, ...] = importlib.import_module("bench.gpu").BENCHMARKS  # it imports this module
+    return found

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results"
 OK, NOT_RUN = "ok", "not run"
+STOPPED = "stopped"  # before it ended
 DIRTY = "-dirty"  # suffix of the commit of a result whose code had uncommitted changes
 BUSY = 0.5  # load per core; with more at the start, other work makes the times too long
 PACKAGES = ("torch", "transformers", "numpy", "grpcio", "blake3", "pillow", "redis", "nvidia-dali-cuda130")
@@ -22,7 +23,7 @@ PACKAGES = ("torch", "transformers", "numpy", "grpcio", "blake3", "pillow", "red
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one benchmark. `status` is `OK`, `NOT_RUN` or how it failed; `error` is the reason."""
+    """The outcome of one benchmark. `status` is `OK`, `NOT_RUN`, `STOPPED` or how it failed; `error` is the reason."""
 
     benchmark: str
     hardware: str
@@ -112,8 +113,8 @@ def path_of(result: Result, folder: Path = FOLDER) -> Path:
 def store(result: Result, folder: Path = FOLDER) -> Path:
     """Write a result in the place of the older one of its benchmark and kind of machine; return its path."""
     path = path_of(result, folder)
-    path.write_text(json.dumps(vars(result), indent=1, sort_keys=True) + "\n")
-    return path
+    path.with_suffix(".tmp").write_text(json.dumps(vars(result), indent=1, sort_keys=True) + "\n")
+    return path.with_suffix(".tmp").replace(path)  # a run that is killed leaves a whole file
 
 
 def stored(folder: Path = FOLDER) -> list[Result]:

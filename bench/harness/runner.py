@@ -6,52 +6,68 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 from bench.harness.benchmark import Benchmark
-from bench.harness.results import NOT_RUN, OK, ROOT, Result, load, now, versions
+from bench.harness.results import NOT_RUN, OK, ROOT, STOPPED, Result, load, now, versions
 
 LOGS = ROOT / ".bench"
 END_S = 10.0  # for a benchmark that ran out of time to stop its servers
+LATE_S = 60.0  # a benchmark in steps that ends so long after its budget hangs
+STEP_S = 1.0  # between two looks at what a benchmark in steps has printed
 
 
-def run(benchmark: Benchmark, machine: str, *, quick: bool, limit_s: float) -> Result:
-    """Run a benchmark for at most `limit_s` seconds; its output goes to `.bench/NAME.log`."""
-    command = benchmark.command(quick=quick)
-    LOGS.mkdir(exist_ok=True)
-    log = LOGS / f"{benchmark.name}.log"
-    measured, busy, began = versions(), load(), monotonic()
+def run(
+    benchmark: Benchmark,
+    machine: str,
+    *,
+    dry_run: bool,
+    limit_s: float,
+    logs: Path = LOGS,
+    so_far: Callable[[Result], object] = lambda _: None,
+) -> Result:
+    """Run a benchmark for at most `limit_s` seconds; its output goes to `NAME.log` in the folder `logs`.
+
+    `so_far` is called every `STEP_S` with what a benchmark in steps has measured so far.
+    """
+    command = benchmark.command(dry_run=dry_run, budget_s=limit_s)
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{benchmark.name}.log"
+    typed, busy = shlex.join(["python", *command]), round(load(), 2)
+    result = Result(benchmark.name, machine, STOPPED, typed, now(), load=busy, versions=versions())
+    began = monotonic()
+    deadline = began + limit_s + (LATE_S if benchmark.in_steps else 0.0)
     with log.open("w") as output:
-        status = _status(command, output.fileno(), limit_s)
-    seconds = monotonic() - began
-    figures, error = figures_in(log) if status == OK else ({}, "")
-    if status == OK and error:
-        status = "failed"
-    return Result(
-        benchmark.name,
-        machine,
-        status,
-        shlex.join(["python", *command]),
-        now(),
-        round(seconds, 1),
-        round(busy, 2),
-        figures,
-        error or ("" if status == OK else last_line(log)),
-        measured,
-    )
+        process = _started(command, output.fileno())
+    try:
+        while result.status == STOPPED:
+            status, seconds = _status(process, deadline), round(monotonic() - began, 1)
+            result = replace(
+                result, status=status, measured_at=now(), seconds=seconds, figures=figures_in(log)
+            )
+            if benchmark.in_steps and result.figures:
+                so_far(result)
+    finally:
+        _end(process)
+    if result.status == OK and not result.figures:
+        result = replace(result, status="failed")
+    return result if result.status == OK else replace(result, error=last_line(log))
 
 
 def not_run(benchmark: Benchmark, machine: str, why: str) -> Result:
     """Return the result of a benchmark that was not run."""
-    command = shlex.join(["python", *benchmark.command(quick=False)])
+    command = shlex.join(["python", *benchmark.command(dry_run=False)])
     return Result(benchmark.name, machine, NOT_RUN, command, now(), error=why)
 
 
-def _status(command: list[str], output: int, limit_s: float) -> str:
+def _started(command: list[str], output: int) -> "subprocess.Popen[bytes]":
     # In its own session, so that stopping a benchmark also stops its servers and workers.
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -59,12 +75,14 @@ def _status(command: list[str], output: int, limit_s: float) -> str:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def _status(process: "subprocess.Popen[bytes]", deadline: float) -> str:
+    """Return how a process has ended; `STOPPED` if it still runs `STEP_S` later and may."""
     try:
-        code = process.wait(limit_s)
+        code = process.wait(min(STEP_S, max(deadline - monotonic(), 0)))
     except subprocess.TimeoutExpired:
-        return f"timed out after {limit_s:.0f} s"
-    finally:
-        _end(process)
+        return STOPPED if monotonic() < deadline else "timed out"
     return OK if code == 0 else f"failed with exit code {code}"
 
 
@@ -90,13 +108,13 @@ def _signalled(group: int, number: int) -> bool:
     return True
 
 
-def figures_in(log: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object in a log's last line, and an error if there is none."""
-    try:
-        figures = json.loads(last_line(log))
-    except json.JSONDecodeError:
-        return {}, f"its last line is no JSON object: {last_line(log)!r}"
-    return (figures, "") if isinstance(figures, dict) else ({}, "its last line is no JSON object")
+def figures_in(log: Path) -> dict[str, Any]:
+    """Return the figures in a log: each JSON object that is a line of its own adds to them."""
+    figures: dict[str, Any] = {}
+    for line in log.read_text(errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):  # the last line of a stopped benchmark may be truncated
+            figures |= json.loads(line) if line.startswith("{") else {}
+    return figures
 
 
 def last_line(log: Path) -> str:

@@ -24,7 +24,7 @@ from encoder_service.vision.layers import Attention, Segments, running_bounds, t
 
 logger = logging.getLogger(__name__)
 
-# Best first, according to published measurements. `bench.gpu_check` prints times to check the order.
+# Best first, according to published measurements. `bench.gpu attention` prints times to check the order.
 BACKENDS = ("flash3", "varlen", "flash2", "sdpa")
 # The compute capability of H100 and H200.
 HOPPER = (9, 0)

@@ -14,7 +14,7 @@ IMAGES = 2
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # it has taken 341 s on two busy cores
 def test_every_section_prints_its_figures() -> None:
-    found = figures_of_run(BENCHMARK.command(quick=True))
+    found = figures_of_run(BENCHMARK.command(dry_run=True))
     assert found["left_out"] == []
     longer = {f"images_{count}" for count in (4, 8, 16, 32, 64)} | {"round_8"}
     for figure in BENCHMARK.figures:

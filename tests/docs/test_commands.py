@@ -137,7 +137,7 @@ def test_every_module_and_flag_that_the_makefile_runs_exists(commands: Commands)
             assert program in commands, line
             assert named(FLAG, line) <= flags_of(program, commands), line
             run_by[program] = line
-    assert {"bench", "bench.gpu_check", "demo.run", "demo.local_cluster"} <= set(run_by)
+    assert {"bench", "demo.run", "demo.local_cluster"} <= set(run_by)
 
 
 def test_every_exit_code_on_a_page_is_one_of_ours() -> None:

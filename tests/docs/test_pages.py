@@ -277,8 +277,8 @@ def test_every_file_on_an_images_path_and_every_change_names_a_test() -> None:
 
 def test_every_benchmark_has_a_command_that_exists() -> None:
     for each in benchmarks():
-        source = (ROOT / "bench" / f"{each.name}.py").read_text()
-        given = {flag for flag in (*each.quick, *each.arguments) if flag[:2] == "--"}
+        source = (ROOT / each.typed.split()[0].replace(".", "/")).with_suffix(".py").read_text()
+        given = {flag for flag in (*each.dry_run, *each.arguments) if flag[:2] == "--"}
         assert given <= named(r'"(--[a-z-]+)"', source), each.name
         assert "command_line(__doc__)" in source, f"{each.name} takes --json"
 

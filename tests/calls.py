@@ -1,5 +1,6 @@
 """Calls to a real server: a Fetch read to its end, and raw messages."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,23 @@ async def collect(
     return outcomes
 
 
-async def encoded(client: EncoderClient, image: bytes, **options: Any) -> FetchedRows:
-    """Submit an image, and return its rows. Neither fails; `options` are those of `fetch`."""
-    (submitted,) = await client.submit([image])
-    assert submitted.error is None, submitted.error
-    (rows,) = (await collect(client, [RowRequest(submitted.digest)], **options)).values()
-    assert rows.error is None, rows.error
-    return rows
+async def submitted(client: EncoderClient, images: Sequence[Any]) -> list[RowRequest]:
+    """Submit images, of which none fails; return the requests for their rows."""
+    answers = await client.submit(images, timeout_s=PATIENCE_S)
+    assert [answer.error for answer in answers] == [None] * len(images)
+    return [RowRequest(answer.digest) for answer in answers]
+
+
+async def all_encoded(client: EncoderClient, images: Sequence[Any], **options: Any) -> list[FetchedRows]:
+    """Submit images, and return the rows of each. Nothing fails; `options` are those of `fetch`."""
+    outcomes = await collect(client, await submitted(client, images), **options)
+    assert [rows.error for rows in outcomes.values()] == [None] * len(images)
+    return [outcomes[index] for index in range(len(images))]
+
+
+async def encoded(client: EncoderClient, image: Any, **options: Any) -> FetchedRows:
+    """Do the same for one image."""
+    return (await all_encoded(client, [image], **options))[0]
 
 
 async def fetched(client: EncoderClient, digest: bytes) -> FetchedRows:

@@ -17,18 +17,18 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy import charts
-from encoder_contract.digest import content_digest
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.metrics import Scrape, scrape
-from prefill_client import TRANSPORTS, Credentials, EncoderClient, RowRequest
+from prefill_client import TRANSPORTS, Credentials, EncoderClient
 from prefill_client.sglang_gateway.metrics import GatewayMetrics
 from prefill_client.vllm.counts import METRICS as METRICS_OF_ENGINES
 from prefill_client.vllm.counts import answers, renders
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
 from testing.redis_servers import redis_server
+from tests.calls import encoded
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S
 
@@ -104,12 +104,8 @@ async def exported(config: Config, model: Model, tmp_path: Path) -> AsyncIterato
 async def _serve_some(server: Server, ca: str) -> Series:
     image = photo(160, 120, 1)
     async with await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client:
-        await client.submit([image])
-        requests = [RowRequest(content_digest(image))]
         for transport in TRANSPORTS:
-            async with client.fetch(requests, transports=[transport], timeout_s=PATIENCE_S) as stream:
-                async for _ in stream:
-                    pass
+            await encoded(client, image, transports=[transport])
         now: Scrape = await asyncio.to_thread(scrape, server.watch.url, PATIENCE_S, ca=ca)
     series = {_exported(name): [labels for labels, _ in samples] for name, samples in now.samples.items()}
     for family in text_string_to_metric_families(generate_latest(_gateway_metrics().registry).decode()):

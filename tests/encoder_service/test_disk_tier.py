@@ -11,7 +11,7 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
-from tests.calls import collect
+from tests.calls import collect, encoded
 from tests.operator_view import numbers
 from tests.servers import server_of
 from tests.waiting import soon
@@ -34,15 +34,14 @@ async def encode(server: Server, client: EncoderClient) -> dict[bytes, FetchedRo
     """Encode all photos, and wait until some rows are only on the disk."""
     rows: dict[bytes, FetchedRows] = {}
     for file in PHOTOS:
-        (answer,) = await client.submit([file])
-        assert answer.error is None
-        rows[answer.digest] = await fetched(client, answer.digest)
+        found = await encoded(client, file, transports=["inline"])
+        rows[found.digest] = found
         await soon(lambda: not server.store.moves.is_host_low)
     await soon(lambda: on_disk(server) >= 6)
     return rows
 
 
-async def encoded(server: Server) -> float:
+async def encodes(server: Server) -> float:
     return (await numbers(server)).total("encoded_images_total")
 
 
@@ -57,10 +56,10 @@ async def test_rows_that_left_memory_are_read_back(config: Config, model: Model,
         for digest, before in rows.items():
             # Rows whose next use is unlikely may leave memory without a file, but not once there is room.
             await soon(lambda: not server.store.moves.is_host_low)
-            is_held, count = server.store.contains(before.address), await encoded(server)
+            is_held, count = server.store.contains(before.address), await encodes(server)
             again = await fetched(client, digest)
             assert np.array_equal(again.float32(), before.float32())
-            assert await encoded(server) == count + (not is_held)
+            assert await encodes(server) == count + (not is_held)
             hits += is_held
         assert hits >= 6
         assert (await numbers(server)).total("store_hits_total", tier="disk") >= 4
@@ -86,7 +85,7 @@ async def test_a_restarted_server_serves_what_the_last_one_left(
             assert answer.cached == (answer.address in found)
             again = await fetched(client, answer.digest)
             assert np.array_equal(again.float32(), rows[answer.digest].float32())
-        assert await encoded(server) == len(PHOTOS) - len(found)
+        assert await encodes(server) == len(PHOTOS) - len(found)
 
 
 async def test_a_damaged_file_is_encoded_again(config: Config, model: Model, tmp_path: Path) -> None:

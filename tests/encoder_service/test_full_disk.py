@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.photos import photo
+from tests.calls import encoded
 from tests.full_folder import in_full_folder
 from tests.processes import SCRIPTS
 from tests.waiting import PATIENCE_S, START_S
@@ -50,9 +51,7 @@ async def test_a_server_continues_with_a_full_folder_and_an_unwritable_log(
             _fill(process, folder)
             assert shutil.disk_usage(_seen(process, folder)).free == 0
             for seed in range(3):
-                [submitted] = await client.submit([photo(256, 256, seed)], timeout_s=PATIENCE_S)
-                async with client.fetch([RowRequest(submitted.digest)], timeout_s=PATIENCE_S) as stream:
-                    assert [rows.error async for rows in stream] == [None]
+                await encoded(client, photo(256, 256, seed))
             [damaged] = await client.submit(
                 [b"\xff\xd8\xff no image"], timeout_s=PATIENCE_S
             )  # writes a log line

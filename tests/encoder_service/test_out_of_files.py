@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from encoder_service.devices.dispatcher import MOST_FAILURES
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.photos import photo
+from tests.calls import encoded
 from tests.processes import running
 from tests.waiting import PATIENCE_S, soon
 
@@ -32,13 +33,7 @@ def crowding(endpoint: str, connections: int) -> Iterator[None]:
 
 async def rows_of(client: EncoderClient, image: bytes) -> bytes:
     """Submit an image and return the bytes of its rows."""
-    [submitted] = await client.submit([image], timeout_s=PATIENCE_S)
-    request = RowRequest(submitted.digest)
-    async with client.fetch([request], timeout_s=PATIENCE_S, transports=["inline"]) as stream:
-        async for rows in stream:
-            assert rows.error is None
-            return rows.array.tobytes()
-    raise AssertionError("no rows")
+    return (await encoded(client, image, transports=["inline"])).array.tobytes()
 
 
 @pytest.mark.attack("all file descriptors in use")

@@ -20,7 +20,7 @@ from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.another_host import Host, another_host
-from tests.calls import collect, stub
+from tests.calls import collect, stub, submitted
 from tests.waiting import PATIENCE_S, soon
 
 pytestmark = pytest.mark.fleet
@@ -68,17 +68,11 @@ def server(host: Host, checkpoint: Path, tmp_path: Path) -> Iterator[ServerProce
         yield server
 
 
-async def submitted(client: EncoderClient) -> list[RowRequest]:
-    answers = await client.submit(PHOTOS, timeout_s=PATIENCE_S)
-    assert [each.error for each in answers] == [None] * len(PHOTOS)
-    return [RowRequest(each.digest) for each in answers]
-
-
 async def test_rows_come_by_tcp_and_inline_once_a_firewall_drops_the_port(
     host: Host, server: ServerProcess
 ) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
-        requests = await submitted(client)
+        requests = await submitted(client, PHOTOS)
         by_tcp = await collect(client, requests)
         assert {rows.transport for rows in by_tcp.values()} == {"tcp"}
         inline = await collect(client, requests, transports=["inline"])
@@ -102,7 +96,7 @@ async def test_a_server_killed_while_it_sends_rows_ends_each_image_in_rows_or_on
     server: ServerProcess,
 ) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
-        requests = await submitted(client)
+        requests = await submitted(client, PHOTOS)
         expected = {
             index: rows.array.tobytes()
             for index, rows in (await collect(client, requests, transports=["inline"])).items()

@@ -11,6 +11,7 @@ import pytest
 from encoder_service.app import Server
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo, with_comment
+from tests.calls import encoded, submitted
 from tests.encoder_service.api.test_ended_calls import in_use
 from tests.waiting import PATIENCE_S, soon
 
@@ -21,15 +22,11 @@ Operation = Callable[[EncoderClient, bytes], Coroutine[Any, Any, None]]
 
 
 async def submit(client: EncoderClient, image: bytes) -> None:
-    (answer,) = await client.submit([image])
-    assert answer.error is None
+    await submitted(client, [image])
 
 
 async def fetch(client: EncoderClient, image: bytes) -> None:
-    (answer,) = await client.submit([image])
-    async with client.fetch([RowRequest(answer.digest)]) as stream:
-        async for rows in stream:
-            assert rows.error is None
+    await encoded(client, image)
 
 
 async def keep(client: EncoderClient, image: bytes) -> None:

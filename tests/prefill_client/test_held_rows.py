@@ -25,7 +25,7 @@ from prefill_client import (
     read,
 )
 from testing.photos import photo
-from tests.calls import collect
+from tests.calls import encoded
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon, within_some_limit
 
@@ -44,16 +44,13 @@ async def small(config: Config, model: Model) -> AsyncIterator[Server]:
 async def written_over(client: EncoderClient, seed: int = 100) -> None:
     """Encode other images until all rows that are not held are evicted and their pages reused."""
     for n in range(OTHERS):
-        (other,) = await client.submit([photo(SIDE, SIDE, seed + n)])
-        outcomes = await collect(client, [RowRequest(other.digest)], transports=["inline"])
-        assert outcomes[0].error is None
+        await encoded(client, photo(SIDE, SIDE, seed + n), transports=["inline"])
 
 
 async def submitted(client: EncoderClient, seed: int) -> tuple[RowRequest, np.ndarray]:
     """Submit an image; return its request, and its rows as received inline."""
-    (image,) = await client.submit([photo(SIDE, SIDE, seed)])
-    request = RowRequest(image.digest)
-    return request, (await collect(client, [request], transports=["inline"]))[0].array
+    rows = await encoded(client, photo(SIDE, SIDE, seed), transports=["inline"])
+    return RowRequest(rows.digest), rows.array
 
 
 def lose(server: Server, stream: FetchStream) -> Awaitable[None]:

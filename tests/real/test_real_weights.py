@@ -13,12 +13,12 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model, load_model
 from encoder_service.image.decoder import Decoder, FileDecoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.decoding import decode_files
 from testing.real_weights import head, missing, network_with_rows, normalised, photos, square, write_llava
 from testing.reference_tower import row_errors
 from testing.server_process import ServerProcess, running
-from tests.calls import collect
+from tests.calls import all_encoded
 from tests.servers import server_of
 from tests.small_store import STORE_GIB
 from tests.waiting import START_S, soon
@@ -140,13 +140,9 @@ async def connected(endpoint: str) -> AsyncIterator[EncoderClient]:
 
 async def received(client: EncoderClient, files: list[bytes], **options: Any) -> dict[bytes, Tensor]:
     """Submit files in one call and return their rows."""
-    answers = await client.submit(files)
-    assert [answer.error for answer in answers] == [None] * len(files)
-    outcomes = await collect(client, [RowRequest(answer.digest) for answer in answers], **options)
-    for outcome in outcomes.values():
-        assert outcome.error is None
-        assert outcome.transport in options.get("transports", [outcome.transport])
-    return {file: outcomes[index].tensor() for index, file in enumerate(files)}
+    found = await all_encoded(client, files, **options)
+    assert all(rows.transport in options.get("transports", [rows.transport]) for rows in found)
+    return {file: rows.tensor() for file, rows in zip(files, found, strict=True)}
 
 
 def assert_same_bits(rows: Rows, alone: Rows) -> None:

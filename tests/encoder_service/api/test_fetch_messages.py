@@ -16,7 +16,7 @@ from encoder_service.limits import NAMES_AT_A_TIME
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from testing.raw_http2 import RawConnection
-from tests.calls import collect, connection, stub
+from tests.calls import all_encoded, collect, connection, stub
 from tests.operator_view import numbers, settled
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S
@@ -28,9 +28,7 @@ SERVICE = "encoder_contract.v1.EncoderService"
 
 async def held(client: EncoderClient, files: Iterable[bytes]) -> list[bytes]:
     """Have images encoded; return their digests."""
-    requests = [RowRequest(image.digest) for image in await client.submit([*files])]
-    assert {outcome.error for outcome in (await collect(client, requests)).values()} == {None}
-    return [request.digest for request in requests]
+    return [rows.digest for rows in await all_encoded(client, [*files])]
 
 
 def windows(*digests: bytes, rows: int = 0) -> list[pb.FetchImage]:

@@ -22,7 +22,7 @@ from testing.clips import clip
 from testing.photos import photo
 from testing.processes import free_port
 from testing.server_process import running as running_server
-from tests.calls import LAST, collect, connection, next_states, stub
+from tests.calls import LAST, all_encoded, collect, connection, next_states, stub
 from tests.cluster_replica import starting
 from tests.gate import Gate
 from tests.operator_view import numbers
@@ -72,10 +72,7 @@ def holds_nothing(server: Server) -> bool:
 
 
 async def stored(server: Server, client: EncoderClient, *files: bytes) -> None:
-    for answer in await client.submit(files):
-        assert answer.error is None
-        (rows,) = (await collect(client, [RowRequest(answer.digest)], transports=["inline"])).values()
-        assert rows.error is None
+    await all_encoded(client, files, transports=["inline"])
     await soon(lambda: server.store.stats().pins == 0)
 
 

@@ -13,7 +13,7 @@ from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
-from tests.calls import collect, named, next_states, refused, stub
+from tests.calls import all_encoded, collect, named, next_states, refused, stub
 from tests.gate import Gate
 from tests.operator_view import numbers
 from tests.servers import server_of
@@ -67,8 +67,7 @@ async def test_names_and_files_in_one_message_are_answered_in_one_and_stay_submi
 
 
 async def test_rows_that_are_held_come_in_one_message(server: Server, client: EncoderClient) -> None:
-    await client.submit(PHOTOS)
-    await collect(client, [RowRequest(content_digest(file)) for file in PHOTOS])
+    await all_encoded(client, PHOTOS)
     connection = await client._pool.connection(server.endpoint)
     request = pb.FetchRequest(
         images=[pb.FetchImage(index=n, digest=content_digest(file)) for n, file in enumerate(PHOTOS)],

@@ -15,10 +15,10 @@ from encoder_service.config import Config
 from encoder_service.devices.job_queue import Job
 from encoder_service.devices.model import Model
 from encoder_service.limits import Caller
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.tcp_proxy import from_another_host
-from tests.calls import collect, stub
+from tests.calls import collect, stub, submitted
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -39,12 +39,6 @@ def host_bytes(server: Server) -> tuple[int, int]:
     """Return how many bytes are pinned, and of how many."""
     (tier,) = server.store.stats().tiers
     return tier.pinned_bytes, tier.size_bytes
-
-
-async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowRequest]:
-    for image in await client.submit(images):
-        assert image.error is None
-    return [RowRequest(content_digest(image)) for image in images]
 
 
 async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: Server) -> None:

@@ -35,7 +35,7 @@ from prefill_client.transport import Receiver, receivers
 from prefill_client.transport.channels import Channels
 from testing.photos import photo
 from testing.tcp_proxy import ANOTHER_HOST, TcpProxy
-from tests.calls import collect, stub
+from tests.calls import collect, stub, submitted
 from tests.closed_port import closed_port
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
@@ -55,12 +55,6 @@ async def server(config: Config, model: Model) -> AsyncIterator[Server]:
 def port_of(server: Server) -> RowsPort:
     assert server._rows_port is not None
     return server._rows_port
-
-
-async def submitted(client: EncoderClient, images: list[bytes]) -> list[RowRequest]:
-    answers = await client.submit(images)
-    assert [each.error for each in answers] == [None] * len(images)
-    return [RowRequest(each.digest) for each in answers]
 
 
 @asynccontextmanager

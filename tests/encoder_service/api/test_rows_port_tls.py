@@ -15,8 +15,8 @@ from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.calls import collect
-from tests.encoder_service.api.test_rows_port import first_ready, port_of, raw_fetch, received, submitted
+from tests.calls import collect, submitted
+from tests.encoder_service.api.test_rows_port import first_ready, port_of, raw_fetch, received
 from tests.servers import server_of
 from tests.tenants import guarded_by, table
 from tests.waiting import PATIENCE_S

@@ -25,7 +25,7 @@ from prefill_client.video import Video, read_videos
 from testing.clips import clip
 from testing.device_thread import DeviceThread
 from testing.photos import photo
-from tests.calls import collect
+from tests.calls import all_encoded, collect
 from tests.servers import server_of
 from tests.waiting import START_S, soon
 
@@ -50,14 +50,7 @@ async def serving(
 
 async def fetched(client: EncoderClient, images: Sequence[bytes]) -> list[bytes]:
     """Submit images and return the rows of each."""
-    submitted = await client.submit(images)
-    found: dict[bytes, bytes] = {}
-    requests = [RowRequest(each.digest) for each in submitted]
-    async with client.fetch(requests, transports=["inline"], timeout_s=START_S) as stream:
-        async for rows in stream:
-            assert rows.error is None, rows.error
-            found[rows.digest] = rows.array.tobytes()
-    return [found[each.digest] for each in submitted]
+    return [rows.array.tobytes() for rows in await all_encoded(client, images, transports=["inline"])]
 
 
 async def test_processes_share_one_queue_and_one_store_and_give_the_same_rows(

@@ -22,6 +22,7 @@ from prefill_client.sglang_gateway.frames import Modality
 from prefill_client.sglang_gateway.gateway import TOO_MANY_TOKENS
 from prefill_client.sglang_gateway.parts import Address, AllowedReceivers, Part
 from testing.photos import data_url, photo
+from tests.calls import collect
 from tests.closed_port import closed_port
 from tests.gate import Gate
 from tests.image_host import image_host
@@ -48,12 +49,9 @@ async def sglang(gateway: RunningGateway) -> AsyncIterator[LanguageServer]:
 
 async def rows_of(client: EncoderClient, *images: bytes) -> list[np.ndarray]:
     """Fetch the rows of encoded images directly from the service."""
-    rows: dict[int, np.ndarray] = {}
-    async with client.fetch([RowRequest(content_digest(image)) for image in images]) as stream:
-        async for outcome in stream:
-            assert outcome.error is None
-            rows[outcome.index] = outcome.array
-    return [rows[index] for index in range(len(images))]
+    found = await collect(client, [RowRequest(content_digest(image)) for image in images])
+    assert all(rows.error is None for rows in found.values())
+    return [found[index].array for index in range(len(images))]
 
 
 def grids_of(client: EncoderClient, *sizes: tuple[int, int]) -> list[list[int]]:

@@ -18,7 +18,9 @@ from encoder_service.devices.model import Model
 from encoder_service.image.decoder import FileDecoder
 from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.device_thread import DeviceThread
+from testing.photos import photo
 from tests.gate import Gate
+from tests.servers import kill
 from tests.waiting import PATIENCE_S, soon
 
 
@@ -75,7 +77,7 @@ class Replica:
     async def die(self) -> None:
         """Stop like kill -9 does, for peers: at once, and without leaving the index."""
         await self.index.close()
-        await self.server._listener._server.stop(None)
+        await kill(self.server)
 
     def address(self, digest: bytes, **variant: int) -> bytes:
         """The store address of an image."""
@@ -119,6 +121,12 @@ Start = Callable[..., Awaitable[Replica]]
 PATIENCE = 15.0
 PROMPTLY = 1.0
 fleets = itertools.count()
+seeds = itertools.count(1000)
+
+
+def new_photo(width: int = 300, height: int = 280) -> bytes:
+    """Return a photo that no replica of this process has seen."""
+    return photo(width, height, next(seeds))
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from encoder_service.config import Config
     from encoder_service.devices.model import Model
     from prefill_client import EncoderClient
+    from testing.server_process import ServerProcess
     from tests.gate import Gate
     from tests.index_replicas import Join
 
@@ -47,7 +48,17 @@ STARTING_MODULES = {
     "tests.ulysses_processes",
 }
 NO_DALI = "DALI is not installed here: `make test-dali` installs it and runs this test"
-STARTING_FIXTURES = {"server", "start", "guard", "redis", "redis_url", "cluster_url", "join", "join_watched"}
+STARTING_FIXTURES = {
+    "server",
+    "process",
+    "start",
+    "guard",
+    "redis",
+    "redis_url",
+    "cluster_url",
+    "join",
+    "join_watched",
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests
@@ -193,6 +204,15 @@ async def server(config: Config, model: Model, gate: Gate) -> AsyncIterator[Serv
     from tests.servers import server_of
 
     async with server_of(config, gate.before(model)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def process(checkpoint: Path) -> Iterator[ServerProcess]:
+    """A server process, for the tests of one file."""
+    from tests.processes import running
+
+    with running(checkpoint) as server:
         yield server
 
 

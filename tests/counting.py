@@ -1,6 +1,5 @@
 """Counts the calls of our functions, so that tests compare work without a clock."""
 
-import asyncio
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -41,9 +40,3 @@ def counted() -> Iterator[Counter[str]]:
         yield calls
     finally:
         sys.setprofile(None)
-
-
-async def settled() -> None:
-    """Wait until the server has ended the calls of this loop's clients."""
-    for _ in range(20):
-        await asyncio.sleep(0)

@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 
 from encoder_contract.digest import content_digest
+from encoder_service.api import admin_client
 from encoder_service.app import Server
 from encoder_service.metrics import Scrape, scrape
 from prefill_client import EncoderClient, RowRequest
@@ -70,3 +71,9 @@ async def fetches_wait_for(server: Server, images: int) -> None:
         return sum(count for (_, is_demanded), count in counts.items() if is_demanded)
 
     await soon(lambda: waited_for() == images)
+
+
+async def flush(server: Server) -> None:
+    """Drop all files, and all rows once no call pins them, as `encoder-service flush` does."""
+    await soon(lambda: server.store.stats().pins == 0)
+    await asyncio.to_thread(list, admin_client.run("flush", server.endpoint))

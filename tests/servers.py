@@ -15,6 +15,11 @@ from testing.device_thread import DeviceThread
 NONE: Mapping[str, Any] = {}
 
 
+async def kill(server: Server) -> None:
+    """End all calls and refuse connections, as kill -9 does."""
+    await server._listener._server.stop(0)
+
+
 @asynccontextmanager
 async def server_of(
     config: Config,

@@ -24,6 +24,10 @@ def make_store(folder, host_pages=16, device_pages=0, **settings):
     )
 
 
+def address(number):
+    return number.to_bytes(32, "big")
+
+
 def embedding(seed, pages=1.0):
     tokens = max(1, int(pages * PAGE_ROWS))
     return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed))

@@ -23,6 +23,12 @@ async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = PA
             await asyncio.sleep(0.02)
 
 
+async def settled() -> None:
+    """Run all tasks until they block: also those of a server of this loop, which end the calls of its clients."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def within_some_limit(attempt: Callable[[float], Awaitable[bool]]) -> None:
     """Make attempts with longer and longer limits in seconds, until one succeeds."""
     for limit_s in LIMITS_S:

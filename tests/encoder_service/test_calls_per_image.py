@@ -13,8 +13,9 @@ from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.device_thread import DeviceThread
 from testing.photos import photo
-from tests.counting import counted, settled, stop_timers
+from tests.counting import counted, stop_timers
 from tests.servers import server_of
+from tests.waiting import settled
 
 CALLS = {("miss", 1): 770, ("miss", 2): 787, ("hit", 1): 311, ("hit", 2): 311}
 ROUNDS = 7

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ from tests.processes import run, running
 from tests.servers import server_of
 from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S, soon
-
-
-@pytest.fixture(scope="module")
-def process(checkpoint: Path) -> Iterator[ServerProcess]:
-    with running(checkpoint) as server:
-        yield server
 
 
 @pytest.mark.parametrize("command", ["encoder-service", "prefill-client"])

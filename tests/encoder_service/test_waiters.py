@@ -23,11 +23,8 @@ from testing.tcp_proxy import from_another_host
 from tests.callers import caller
 from tests.calls import collect
 from tests.operator_view import numbers
+from tests.small_store import address
 from tests.waiting import PATIENCE_S, soon
-
-
-def address(number: int) -> bytes:
-    return number.to_bytes(32, "big")
 
 
 def key(number: int) -> ImageKey:

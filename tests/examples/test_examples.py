@@ -7,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,11 @@ from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo
 from testing.processes import START_S
 from testing.server_process import ServerProcess
-from tests.processes import SCRIPTS, running
+from tests.processes import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 WAIT_S = 300
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[ServerProcess]:
-    with running(checkpoint) as server:
-        yield server
 
 
 @pytest.fixture
@@ -45,9 +38,9 @@ def output_of(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_fetch_rows_prints_the_rows_without_torch(server: ServerProcess, photos: list[Path]) -> None:
-    printed = output_of(sys.executable, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint)
-    with BlockingClient.connect(server.endpoint) as client:
+def test_fetch_rows_prints_the_rows_without_torch(process: ServerProcess, photos: list[Path]) -> None:
+    printed = output_of(sys.executable, EXAMPLES / "fetch_rows.py", photos[0], process.endpoint)
+    with BlockingClient.connect(process.endpoint) as client:
         (image,) = client.submit([photos[0]])
         with client.fetch([RowRequest(image.digest)]) as outcomes:
             (rows,) = outcomes
@@ -61,7 +54,7 @@ def test_fetch_rows_prints_the_rows_without_torch(server: ServerProcess, photos:
         "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
     )
     assert (
-        output_of(sys.executable, "-c", code, EXAMPLES / "fetch_rows.py", photos[0], server.endpoint)
+        output_of(sys.executable, "-c", code, EXAMPLES / "fetch_rows.py", photos[0], process.endpoint)
         == printed
     )
 
@@ -74,12 +67,12 @@ def test_fetch_rows_prints_the_rows_without_torch(server: ServerProcess, photos:
         ([__file__], f"{__file__}: not an image of a supported format"),
     ],
 )
-def test_fetch_rows_says_what_is_wrong(server: ServerProcess, arguments: list[str], says: str) -> None:
+def test_fetch_rows_says_what_is_wrong(process: ServerProcess, arguments: list[str], says: str) -> None:
     example = [
         sys.executable,
         EXAMPLES / "fetch_rows.py",
         *arguments,
-        *([server.endpoint] if arguments else []),
+        *([process.endpoint] if arguments else []),
     ]
     done = subprocess.run(example, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout) == (1 if arguments else 2, "")
@@ -88,13 +81,13 @@ def test_fetch_rows_says_what_is_wrong(server: ServerProcess, arguments: list[st
 
 
 def test_prefill_runs_every_chunk_with_its_rows(
-    server: ServerProcess,
+    process: ServerProcess,
     checkpoint: Path,
     photos: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [sys.executable, EXAMPLES / "prefill.py", "--model", checkpoint, "--server", server.endpoint]
+    command = [sys.executable, EXAMPLES / "prefill.py", "--model", checkpoint, "--server", process.endpoint]
     printed = output_of(*command, "--chunk-tokens", "37", *photos)
     chunks = re.findall(r"^tokens (\d+) to (\d+): waited \S+ ms for rows (.*)$", printed, re.MULTILINE)
     ends = [int(end) for _, end, _ in chunks]
@@ -110,9 +103,9 @@ def test_prefill_runs_every_chunk_with_its_rows(
 
 
 def test_openai_chat_asks_the_reference_service(
-    server: ServerProcess, checkpoint: Path, photos: list[Path]
+    process: ServerProcess, checkpoint: Path, photos: list[Path]
 ) -> None:
-    command = [SCRIPTS / "prefill-reference", "--model", checkpoint, "--encoder", server.endpoint]
+    command = [SCRIPTS / "prefill-reference", "--model", checkpoint, "--encoder", process.endpoint]
     process = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -144,14 +137,14 @@ async def run_notebook(server: str, photos: Path) -> None:
 
 
 async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
-    server: ServerProcess, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: ServerProcess, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retry with other photos if a busy machine encodes an image before its rows are requested."""
     monkeypatch.chdir(tmp_path)
     for seed in range(1000, 1030, len(photos)):
         for place, path in enumerate(photos):
             path.write_bytes(photo(300, 200, seed + place))  # which no other test has sent
-        await run_notebook(server.endpoint, photos[0].parent)
+        await run_notebook(process.endpoint, photos[0].parent)
         first, again = (
             {event["name"] for event in json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]}
             for name in ("first", "again")
@@ -170,9 +163,9 @@ async def test_the_notebook_draws_a_request_that_encodes_and_one_that_hits(
 @pytest.mark.skipif(
     not (EXAMPLES / "node/node_modules").exists(), reason="npm install --prefix examples/node was not run"
 )
-def test_a_client_in_javascript_fetches_the_same_bytes(server: ServerProcess, photos: list[Path]) -> None:
-    printed = output_of("node", EXAMPLES / "node/fetch_rows.js", photos[1], server.endpoint)
-    with BlockingClient.connect(server.endpoint) as client:
+def test_a_client_in_javascript_fetches_the_same_bytes(process: ServerProcess, photos: list[Path]) -> None:
+    printed = output_of("node", EXAMPLES / "node/fetch_rows.js", photos[1], process.endpoint)
+    with BlockingClient.connect(process.endpoint) as client:
         (image,) = client.submit([photos[1]])
         windows = [(0, image.tokens >> 1), (image.tokens >> 1, image.tokens)]
         with client.fetch([RowRequest(image.digest, *window) for window in windows]) as outcomes:

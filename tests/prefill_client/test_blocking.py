@@ -17,15 +17,8 @@ from encoder_service.devices.model import load_model
 from prefill_client import BlockingClient, EncoderClient, RowRequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
-from tests.processes import running
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S
-
-
-@pytest.fixture(scope="module")
-def process(checkpoint: Path) -> Iterator[ServerProcess]:
-    with running(checkpoint) as server:
-        yield server
 
 
 @pytest.fixture

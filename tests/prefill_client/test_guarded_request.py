@@ -26,6 +26,7 @@ from prefill_client.vllm.guarded_request import (
     first_encoded,
 )
 from testing.photos import photo
+from tests.servers import kill
 from tests.waiting import PATIENCE_S, soon
 
 PHOTO = photo(90, 90, 41)
@@ -63,10 +64,6 @@ async def never() -> None:
     raise AssertionError("no image should be checked")
 
 
-async def lose(server: Server) -> None:
-    await server._listener._server.stop(0)
-
-
 async def test_lost_images_end_a_request_before_its_answer_begins(server: Server) -> None:
     caller = Caller()
     async with (
@@ -77,7 +74,7 @@ async def test_lost_images_end_a_request_before_its_answer_begins(server: Server
         exchange = GuardedRequest(b"the body", kept, never, caller.receive, caller.send)
         running = asyncio.create_task(exchange.run(never_answer, {}))
         await asyncio.sleep(0)
-        await lose(server)
+        await kill(server)
         assert await running is await kept.lost()
     assert not caller.received
 
@@ -151,7 +148,7 @@ async def test_vllms_errors_are_forwarded_unless_images_are_lost(server: Server,
         await client.keep([PHOTO]) as kept,
     ):
         if lost:
-            await lose(server)
+            await kill(server)
             await soon(lambda: kept.error is not None)
         find = finding(client, kept.answers)
         error = await GuardedRequest(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
@@ -176,7 +173,7 @@ async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: 
             GuardedRequest(b"the body", kept, never, caller.receive, caller.send).run(answers, {})
         )
         await soon(lambda: len(caller.received) == 2)
-        await lose(server)
+        await kill(server)
         await kept.lost()
         may_continue.set()
         assert await running is None
@@ -205,7 +202,7 @@ async def test_lost_images_end_a_request_that_waits_for_its_first_image(server: 
         )
         running = asyncio.create_task(exchange.run(unreached, {}))
         await asyncio.sleep(0)
-        await lose(server)
+        await kill(server)
         assert await running is await kept.lost()
     assert not caller.received
 

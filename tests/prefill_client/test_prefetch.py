@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from encoder_contract.errors import EncoderError, InvalidImageError, UnavailableError
 from prefill_client import Chunk, FetchedRows, PrefetchSession, RowRequest, expand_prompt, plan
 from prefill_client.transport.rows import OwnRows
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, settled
 
 IMAGE = 7
 ROW_BYTES = 10
@@ -82,12 +82,6 @@ def images_of(sizes: Sequence[int], chunk_tokens: int) -> tuple[Chunk, ...]:
     return plan(expand_prompt([IMAGE] * len(sizes), IMAGE, sizes), chunk_tokens)
 
 
-async def settle() -> None:
-    """Run all tasks until they block."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=6),
@@ -123,10 +117,10 @@ async def test_later_chunks_are_requested_while_the_first_one_is_awaited() -> No
     encoder = Encoder()
     async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
         first = asyncio.ensure_future(anext(session))
-        await settle()
+        await settled()
         assert encoder.demanded_chunks() == [0, 1, 2, 3]
         encoder.finish(1)
-        await settle()
+        await settled()
         assert not first.done()
         encoder.finish(0)
         assert named((await first).rows) == [(0, 0, 8)]
@@ -136,10 +130,10 @@ async def test_rows_of_a_chunk_are_released_with_the_next_request() -> None:
     encoder = Encoder(ready=True)
     async with PrefetchSession(encoder.fetch, images_of([8] * 3, 8), IMAGES, row_bytes=ROW_BYTES) as session:
         await anext(session)
-        await settle()
+        await settled()
         assert encoder.open == {0, 1, 2}
         await anext(session)
-        await settle()
+        await settled()
         assert encoder.open == {1, 2}
 
 
@@ -171,7 +165,7 @@ async def test_a_chunk_without_images_never_waits() -> None:
             assert (ready.chunk.index, ready.rows) == (index, ())
         assert encoder.demanded_chunks() == [2]
         third = asyncio.ensure_future(anext(session))
-        await settle()
+        await settled()
         assert not third.done()
         encoder.finish(0)
         assert named((await third).rows) == [(0, 0, 4)]
@@ -181,7 +175,7 @@ async def test_a_failed_image_fails_the_request_at_once() -> None:
     encoder = Encoder()
     async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
         first = asyncio.ensure_future(anext(session))
-        await settle()
+        await settled()
         encoder.finish(2, error=InvalidImageError("no image"))
         with pytest.raises(InvalidImageError, match="image 2 of the prompt: no image") as raised:
             await asyncio.wait_for(first, PATIENCE_S)
@@ -195,7 +189,7 @@ async def test_a_failed_image_fails_at_a_chunk_without_images() -> None:
     async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
         await anext(session)
         encoder.finish(0, error=InvalidImageError("no image"))
-        await settle()
+        await settled()
         with pytest.raises(InvalidImageError):
             await anext(session)
 
@@ -209,7 +203,7 @@ async def test_fail_at_image_fails_only_at_the_chunk_of_the_image() -> None:
     )
     async with session:
         for index in (0, 1):
-            await settle()
+            await settled()
             assert (await anext(session)).chunk.index == index
         with pytest.raises(InvalidImageError, match="image 2"):
             await anext(session)
@@ -237,7 +231,7 @@ async def test_a_cancelled_request_leaves_no_open_call() -> None:
             await anext(session)
 
     task = asyncio.create_task(request())
-    await settle()
+    await settled()
     assert encoder.open == {0, 1, 2, 3}
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -258,7 +252,7 @@ async def test_needed_in_ms_follows_the_measured_prefill_speed() -> None:
     )
     async with session:
         async for _ in session:
-            await settle()
+            await settled()
             clock.now += 0.5  # ten tokens in half a second
     needed = {demand.chunk: demand.needed_in_ms for demand in encoder.demands}
     assert (needed[0], needed[1], needed[2]) == (0, 10, 20)
@@ -281,7 +275,7 @@ async def test_slow_rows_are_requested_further_ahead() -> None:
         async with session:
             for image in range(30):
                 ready = asyncio.ensure_future(anext(session))
-                await settle()
+                await settled()
                 if slow:
                     clock.now += 0.3
                     encoder.finish(image)

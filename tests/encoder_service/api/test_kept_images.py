@@ -22,6 +22,7 @@ from testing.photos import photo
 from tests.callers import caller
 from tests.calls import collect, named, next_state, stub
 from tests.gate import Gate
+from tests.operator_view import flush
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -50,10 +51,9 @@ async def send(call: Any, image: bytes) -> None:
     await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=3, data=image, last=True)]))
 
 
-def lose(server: Server) -> None:
+async def lose(server: Server) -> None:
     """Drop all rows and files, as if others had filled the store and the source cache."""
-    server.store.flush()
-    server._sources.clear()
+    await flush(server)
     assert not server.store.contains(server.model.facts.recipe.key(content_digest(PHOTO)).address)
 
 
@@ -65,7 +65,7 @@ async def test_a_lost_kept_image_is_requested_again_when_a_fetch_waits(
     first = (await collect(client, wanted, transports=["inline"]))[0]
     for _ in range(3):
         await soon(lambda: server.store.stats().pins == 0)
-        lose(server)
+        await lose(server)
         fetching = asyncio.create_task(collect(client, wanted, transports=["inline"]))
         assert await state_of(call) == pb.STATE_NEEDS_BYTES
         await send(call, PHOTO)
@@ -88,7 +88,7 @@ async def test_a_lost_image_that_is_not_kept_stays_unknown(server: Server, clien
     wanted = [RowRequest(content_digest(PHOTO))]
     await collect(client, wanted, transports=["inline"])
     await soon(lambda: server.store.stats().pins == 0)
-    lose(server)
+    await lose(server)
     async with await EncoderClient.connect(server.endpoint) as other:
         assert (await collect(other, wanted, grace_ms=100))[0].error is not None
 

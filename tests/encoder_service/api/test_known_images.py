@@ -25,7 +25,7 @@ from testing.server_process import running as running_server
 from tests.calls import LAST, all_encoded, collect, connection, next_states, stub
 from tests.cluster_replica import starting
 from tests.gate import Gate
-from tests.operator_view import numbers
+from tests.operator_view import flush, numbers
 from tests.servers import server_of
 from tests.tenants import TOKENS, As
 from tests.waiting import PATIENCE_S, soon, within_some_limit
@@ -60,13 +60,6 @@ def name_of(file: bytes, index: int = 0, **fields: Any) -> pb.ImageName:
     return pb.ImageName(index=index, digest=content_digest(file), **fields)
 
 
-def forget(server: Server, *, files: bool = True) -> None:
-    """Drop all rows and files, as if others had filled the store and the source cache."""
-    server.store.flush()
-    if files:
-        server._sources.clear()
-
-
 def holds_nothing(server: Server) -> bool:
     return server.budgets.upload_bytes.held == server.jobs.scheduler.queued.images == len(server.jobs) == 0
 
@@ -84,7 +77,7 @@ async def test_a_stored_a_queued_and_an_evicted_image_are_kept_by_their_names(
         kept = await engine.keep_known(nameless(engine, PHOTO))
         assert [(answer.error, answer.cached) for answer in kept.answers] == [(None, True)]
         await kept.close()
-        forget(server, files=False)
+        server.store.flush()
         uploaded = (await numbers(server)).total("uploaded_bytes_total")
         with gate.closed():
             await client.submit([OTHER])
@@ -190,7 +183,7 @@ async def test_a_tenant_learns_nothing_of_anothers_images(guard: Server, as_tena
     async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
         await stored(guard, chat, PHOTO)
         if what == "file":
-            forget(guard, files=False)
+            guard.store.flush()
         for salt in (b"", b"chat", b"tenant chat"):
             (theirs,) = await ask(search, name_of(PHOTO), salt=salt)
             (nobodys,) = await ask(search, name_of(OTHER), salt=salt)
@@ -228,7 +221,7 @@ async def test_a_lost_kept_image_is_reported_when_a_fetch_asks_for_it(
     async with await EncoderClient.connect(server.endpoint) as engine:
         kept = await engine.keep_known(nameless(engine, PHOTO, OTHER))
         await stored(server, engine, OTHER)
-        forget(server)
+        await flush(server)
         async with engine.fetch([RowRequest(content_digest(PHOTO))], kept=True) as stream:
             reading = asyncio.ensure_future(anext(aiter(stream)))
             async with asyncio.timeout(PATIENCE_S):
@@ -246,7 +239,7 @@ async def test_a_lost_image_is_asked_for_from_a_caller_that_has_its_file(
     await stored(server, client, PHOTO)
     async with await EncoderClient.connect(server.endpoint) as engine:
         known = await engine.keep_known(nameless(engine, PHOTO))
-        forget(server)
+        await flush(server)
         (rows,) = (await collect(engine, [RowRequest(content_digest(PHOTO))], kept=True)).values()
         assert rows.error is None
         await known.close()

@@ -32,9 +32,9 @@ from prefill_client import Credentials, EncoderClient, RowRequest
 from testing.photos import photo
 from tests.calls import connection, encoded, fetched, naming, next_state, refused, stub
 from tests.cluster_replica import starting
-from tests.counting import counted, settled, stop_timers
+from tests.counting import counted, stop_timers
 from tests.tenants import TOKENS, As
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import PATIENCE_S, settled, soon
 
 
 @pytest.mark.attack("a caller without a token, with an unknown one, or with the hash of one")

@@ -32,6 +32,7 @@ from testing.photos import photo
 from testing.tcp_proxy import from_another_host
 from tests.calls import collect, finish, stub
 from tests.gate import Gate
+from tests.operator_view import flush
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -115,7 +116,7 @@ async def flushed(server: Server, *, files: bool) -> None:
     await soon(lambda: server.store.stats().pins == 0)
     assert server.store.flush() > 0
     if files:
-        server._videos.clear()
+        await flush(server)
 
 
 def pair_name(index: int, digest: bytes, first: int, second: int, **fields: Any) -> pb.ImageName:

@@ -1,7 +1,6 @@
 """Replicas over a real Redis: one encode per image, rows from peers, and takeover of a dead replica's work."""
 
 import asyncio
-import itertools
 import socket
 from dataclasses import replace
 from typing import Any, cast
@@ -22,18 +21,11 @@ from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, RowRequest, read_images
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import Connection
-from testing.photos import photo
 from tests.calls import next_state
-from tests.cluster_replica import PATIENCE, PROMPTLY, Replica, Start, at_slow_peer, through_peer
+from tests.cluster_replica import PATIENCE, PROMPTLY, Replica, Start, at_slow_peer, new_photo, through_peer
 from tests.index_replicas import grids
 from tests.scripted_device import ScriptedDevice
 from tests.waiting import PATIENCE_S, soon
-
-numbers = itertools.count(1000)
-
-
-def new_photo(width: int = 300, height: int = 280) -> bytes:
-    return photo(width, height, next(numbers))
 
 
 async def test_images_are_fetched_through_any_replica_and_encoded_once(start: Start) -> None:

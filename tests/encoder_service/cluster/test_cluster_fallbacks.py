@@ -1,7 +1,6 @@
 """Rows at a peer that cannot be fetched at once: the fallbacks, and their cost."""
 
 import asyncio
-import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,16 +11,9 @@ from encoder_contract.errors import UnavailableError
 from encoder_service.cluster import peers
 from encoder_service.cluster.cluster import Acquired
 from encoder_service.images import LEASE_WAIT_S
-from testing.photos import photo
-from tests.cluster_replica import Start, at_slow_peer
+from tests.cluster_replica import Start, at_slow_peer, new_photo
 from tests.index_replicas import grids
 from tests.waiting import PATIENCE_S, soon
-
-numbers = itertools.count(5000)
-
-
-def new_photo() -> bytes:
-    return photo(300, 280, next(numbers))
 
 
 async def fails(*_: object) -> None:

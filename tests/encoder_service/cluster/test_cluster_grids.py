@@ -1,6 +1,5 @@
 """Claimed grids of images that a peer holds or encodes: only the image's own grid is confirmed."""
 
-import itertools
 from dataclasses import replace
 from typing import cast
 
@@ -12,13 +11,11 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.vision import Tower
 from prefill_client import EncoderClient, read_images
-from testing.photos import photo
 from tests.calls import named, naming, next_states, raw_submit, stub
-from tests.cluster_replica import Replica, Start, starting, through_peer
+from tests.cluster_replica import Replica, Start, new_photo, starting, through_peer
 from tests.device_bench import Changed
 from tests.waiting import PATIENCE_S, soon
 
-numbers = itertools.count(70_000)
 IMPOSSIBLE = {
     "empty": pb.Grid(t=1, h=0, w=0),
     "half a token": pb.Grid(t=1, h=3, w=20),
@@ -26,10 +23,6 @@ IMPOSSIBLE = {
     "tokens past 32 bits": pb.Grid(t=1, h=2**32 - 2, w=2**32 - 2),
     "over the model's size": pb.Grid(t=1, h=512, w=512),
 }
-
-
-def new_photo(width: int = 300, height: int = 280) -> bytes:
-    return photo(width, height, next(numbers))
 
 
 def grid_of(replica: Replica, file: bytes) -> pb.Grid:

@@ -5,7 +5,6 @@ import re
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,12 +23,6 @@ from tests.waiting import PATIENCE_S, soon
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Redis on a busy machine take its time to say why it refuses a connection."""
     monkeypatch.setattr(connection, "FIRST_WORDS_S", PATIENCE_S)
-
-
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 async def refusal(url: str) -> BaseException:

@@ -7,6 +7,7 @@ from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Location, Locations
 from encoder_service.cluster.waiting import REREAD_S, SEARCH_IMAGES, PeerWaiters
 from encoder_service.keys import ImageKey
+from tests.small_store import address
 from tests.waiting import soon
 
 
@@ -39,10 +40,6 @@ def searching(index: FakeIndex, has_peers: Callable[[], bool]) -> PeerWaiters:
         raise AssertionError(f"{addresses} are not waited for")
 
     return PeerWaiters(read, subscribe, index.find, has_peers)
-
-
-def address(number: int) -> bytes:
-    return number.to_bytes(32, "big")
 
 
 async def test_paced_lookups_cover_all_searched_images() -> None:

@@ -1,6 +1,5 @@
 """The fleet's key: rows and calls without its signature are refused."""
 
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,17 +24,11 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from prefill_client import read_images
 from testing.holding import cluster_of
-from testing.photos import photo
-from tests.cluster_replica import Replica, Start, starting, through_peer
+from tests.cluster_replica import Replica, Start, new_photo, starting, through_peer
 from tests.operator_view import numbers as metrics_of
 from tests.waiting import PATIENCE_S, soon
 
 SECRET, OTHER_SECRET = b"the secret of the fleet, 32 bytes", b"another secret, 32 bytes or more."
-seeds = itertools.count(3000)
-
-
-def new_photo() -> bytes:
-    return photo(96, 64, next(seeds))
 
 
 @pytest.fixture

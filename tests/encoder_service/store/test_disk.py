@@ -25,6 +25,7 @@ from encoder_service.store import disk as disk_module
 from encoder_service.store.disk import HEADER_BYTES, Disk, DiskFile
 from encoder_service.store.moves import SAMPLED, WRITE_CHANCE
 from testing.stored import write as write_rows
+from tests.small_store import address
 from tests.waiting import PATIENCE_S
 
 ROW_BYTES = 512
@@ -35,10 +36,6 @@ MIB = 1 << 20
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "rows"
-
-
-def address(number: int) -> bytes:
-    return number.to_bytes(32, "big")
 
 
 def rows_of(number: int, tokens: int) -> bytes:

@@ -19,7 +19,8 @@ from testing.processes import free_port
 from testing.tcp_proxy import TcpProxy
 from tests.calls import collect
 from tests.gate import Gate
-from tests.servers import server_of
+from tests.operator_view import flush
+from tests.servers import kill, server_of
 from tests.waiting import PATIENCE_S, START_S, soon, within_some_limit
 
 PHOTOS = [photo(100 + number, 80, number) for number in range(6)]
@@ -35,11 +36,6 @@ async def clients(*servers: Server) -> AsyncIterator[tuple[EncoderClient, Encode
         await EncoderClient.connect(endpoints) as fetcher,
     ):
         yield sender, fetcher
-
-
-async def kill(server: Server) -> None:
-    """End all calls and refuse connections, as kill -9 does. The fixture stops the rest of the server."""
-    await server._listener._server.stop(0)
 
 
 async def rows(fetcher: EncoderClient) -> dict[int, FetchedRows]:
@@ -91,9 +87,7 @@ async def test_kept_images_are_resubmitted_after_a_restart(config: Config, model
 async def test_kept_images_that_a_full_server_dropped_are_uploaded_again(server: Server) -> None:
     async with clients(server) as (sender, fetcher), await sender.keep(PHOTOS):
         first = await rows(fetcher)
-        await soon(lambda: server.store.stats().pins == 0)
-        server.store.flush()
-        server._sources.clear()
+        await flush(server)
         again = await rows(fetcher)
         assert all((first[index].array == again[index].array).all() for index in first)
 
@@ -137,8 +131,7 @@ async def test_a_fetch_finds_a_kept_image_at_any_server(config: Config, model: M
                 for kept in (True, False):
                     outcomes = await collect(fetcher, routed, grace_ms=0, kept=kept)
                     assert {outcome.endpoint for outcome in outcomes.values()} == {server.endpoint}
-                server.store.flush()
-                server._sources.clear()
+                await flush(server)
 
 
 async def test_a_stalled_upload_is_retried(

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,6 @@ from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S, START_S, soon
 
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2)
-
-
-@pytest.fixture(scope="module")
-def service(checkpoint: Path) -> Iterator[ServerProcess]:
-    with running(checkpoint) as server:
-        yield server
 
 
 async def has_health(gateway: GatewayProcess, status: int) -> bool:
@@ -54,8 +48,8 @@ async def bootstrap_server() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", calls
 
 
-async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProcess, checkpoint: Path) -> None:
-    before = service.encodes()
+async def test_a_gateway_serves_registers_and_ends_in_order(process: ServerProcess, checkpoint: Path) -> None:
+    before = process.encodes()
     async with bootstrap_server() as (bootstrap, calls):
         settings = {
             "register_at": bootstrap,
@@ -63,13 +57,13 @@ async def test_a_gateway_serves_registers_and_ends_in_order(service: ServerProce
             "virtual_encoders": 2,
             "language_model": checkpoint,
         }
-        with running_gateway(service.endpoint, **settings) as gateway:
+        with running_gateway(process.endpoint, **settings) as gateway:
             expected = [("POST /register_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
             await soon(lambda: calls[-2:] == expected)  # a busy machine may be too late for an earlier call
             async with LanguageServer(gateway.url, ranks=2) as sglang:
                 assert len((await sglang.to_tokenizer([data_url(FIRST)], [data_url(SECOND)])).parts) == 2
                 assert len((await sglang.to_scheduler([data_url(FIRST)])).messages) == 2
-            assert service.encodes() == before + 2
+            assert process.encodes() == before + 2
             assert await asyncio.to_thread(gateway.terminate) == 0
             gone = [("DELETE /unregister_encoder_url", f"http://gateway:30001/v{n}") for n in (0, 1)]
             assert calls[-2:] == gone
@@ -214,7 +208,7 @@ async def test_a_gateway_with_a_client_certificate_tells_when_it_expires(
 
 
 def test_a_gateway_of_another_model_is_refused_at_start(
-    service: ServerProcess, kept_checkpoint: Any, checkpoint: Path, tmp_path: Path
+    process: ServerProcess, kept_checkpoint: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -226,7 +220,7 @@ def test_a_gateway_of_another_model_is_refused_at_start(
     seeded = kept_checkpoint(seed=5)
     for folder, what in ((other, "image processor: "), (seeded, "vision weights: ")):
         done = run(
-            "encoder-sglang-gateway", "--encoder", service.endpoint, "--listen", "127.0.0.1:0",
+            "encoder-sglang-gateway", "--encoder", process.endpoint, "--listen", "127.0.0.1:0",
             "--language-model", folder,
         )  # fmt: skip
         assert (done.returncode, what in done.stderr) == (1, True), done.stderr

@@ -18,7 +18,7 @@ from testing.answers import Answer, Part
 from testing.checkpoints import write_checkpoint
 from testing.photos import encoded, photo
 from testing.sglang_engine import SglangEngine, add_video_processor, package_variables, serving
-from tests.sglang.counters import fetches, server_of
+from tests.sglang.counters import fetches
 from tests.vllm.restartable import Restartable
 
 HERE = Path(__file__).parent
@@ -137,7 +137,7 @@ def let_it_encode(service: Restartable, parts: Iterable[Part]) -> dict[bytes, in
     Returns the number of tokens of each, once the service has logged its calls.
     """
     images = [*images_in(parts)]
-    server = server_of(service)
+    server = service.process
     before = len(server.lines)
     with BlockingClient.connect(service.endpoint) as client:
         answers = client.submit(images)

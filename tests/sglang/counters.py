@@ -6,7 +6,6 @@ import re
 from testing.server_process import ServerProcess
 from testing.sglang_engine import SglangEngine
 from testing.sglang_gateway import GatewayProcess
-from tests.vllm.restartable import Restartable
 from tests.waiting import soon
 
 
@@ -27,11 +26,6 @@ def fetched(engine: SglangEngine) -> float:
 def by_own_tower(engine: SglangEngine, reason: str = "") -> float:
     """Images that SGLang's own tower has encoded."""
     return counted(engine, "own_tower_images", reason)
-
-
-def server_of(service: Restartable) -> ServerProcess:
-    assert service.server is not None
-    return service.server
 
 
 def all_fetches(server: ServerProcess, after: int, images: int) -> list[int]:

@@ -21,7 +21,7 @@ from tests.sglang.conftest import (
     images_in,
     let_it_encode,
 )
-from tests.sglang.counters import all_fetches, by_own_tower, fetched, server_of
+from tests.sglang.counters import all_fetches, by_own_tower, fetched
 from tests.vllm.restartable import Restartable
 
 
@@ -31,12 +31,10 @@ def test_an_answer_is_that_of_the_own_tower(
 ) -> None:
     engine.forget()
     different = images_in(PROMPTS[name])
-    encoded, before, own_before = server_of(service).encodes(), fetched(engine), by_own_tower(engine)
+    encoded, before, own_before = service.process.encodes(), fetched(engine), by_own_tower(engine)
     assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
     assert fetched(engine) - before == len(different)
-    assert server_of(service).encodes() - encoded == len(different), (
-        "each image is encoded once, by the service"
-    )
+    assert service.process.encodes() - encoded == len(different), "each image is encoded once, by the service"
     assert by_own_tower(engine) == own_before
 
 
@@ -92,7 +90,7 @@ def test_a_chunk_fetches_the_images_that_overlap_it_and_no_others(
 ) -> None:
     """The service has encoded the images before, so that every Fetch is that of a prefill chunk."""
     tokens = let_it_encode(service, CHUNKS)
-    server = server_of(service)
+    server = service.process
     after = len(server.lines)
     engine.forget()  # the beginning of a prompt that SGLang knows is in no chunk
     engine.ask(CHUNKS)

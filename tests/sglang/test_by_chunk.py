@@ -9,7 +9,7 @@ from testing.answers import Part, data_url
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine, answer_of, serving
 from tests.sglang.conftest import AT_ONCE, LONG, Own, assert_equal, images_in, variables
-from tests.sglang.counters import all_fetches, by_own_tower, counted, fetched, server_of
+from tests.sglang.counters import all_fetches, by_own_tower, counted, fetched
 from tests.sglang.test_faults import asked_as_the_service_dies, until_served
 from tests.vllm.restartable import Restartable
 
@@ -39,9 +39,9 @@ def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, name
 
 
 def test_with_chunk_gating_only_chunks_wait_for_images(engine: SglangEngine, service: Restartable) -> None:
-    after = len(server_of(service).lines)
+    after = len(service.process.lines)
     engine.ask(new_images(6000))
-    calls = all_fetches(server_of(service), after, 16)
+    calls = all_fetches(service.process, after, 16)
     assert sum(calls) == 16
     assert max(calls) < 4, "no call waits for all images"
 

@@ -22,7 +22,7 @@ from tests.sglang.conftest import (
     checkpoint_of,
     let_it_encode,
 )
-from tests.sglang.counters import by_own_tower, counted, fetched, fetches, server_of
+from tests.sglang.counters import by_own_tower, counted, fetched, fetches
 from tests.vllm.restartable import Restartable
 
 GOOD = photo(128, 128, 61)
@@ -104,7 +104,7 @@ def asked_as_the_service_dies(
     engine: SglangEngine, service: Restartable, parts: Sequence[Part]
 ) -> httpx.Response:
     """Ask a long prompt, and kill the service after its first chunk."""
-    server = server_of(service)
+    server = service.process
     let_it_encode(service, parts)
     after = len(server.lines)
     with ThreadPoolExecutor(1) as pool:
@@ -161,7 +161,7 @@ def test_a_service_of_another_model_is_not_asked(
         engine.forget()
         for name in ("one png", "text between"):
             assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
-        assert server_of(other).encodes() == 0
+        assert other.process.encodes() == 0
     finally:
         other.kill()
     service.start()

@@ -10,7 +10,6 @@ from testing.answers import Part
 from testing.engine_flags import CHUNK_TOKENS, SGLANG_VARIABLES
 from testing.sglang_engine import IMAGE, answer_from
 from tests.sglang.conftest import HANG_S, PROMPTS, Own, assert_equal, variables
-from tests.sglang.counters import server_of
 from tests.vllm.restartable import Restartable
 
 PROGRAM = """
@@ -62,7 +61,7 @@ def test_the_offline_engine_reads_the_files_of_the_folder_and_no_others(
     text = f"<|im_start|>user\n{IMAGE}{question!s}<|im_end|>\n<|im_start|>assistant\n"
     arguments = json.dumps([text, paths, {"model_path": str(checkpoint), **OPTIONS}])
     environment = {**os.environ, **SGLANG_VARIABLES, **variables(service.endpoint, image_folder=str(folder))}
-    encoded = server_of(service).encodes()
+    encoded = service.process.encodes()
     ran = subprocess.run(
         [sys.executable, program, arguments],
         env=environment,
@@ -78,7 +77,7 @@ def test_the_offline_engine_reads_the_files_of_the_folder_and_no_others(
     for answer in answers:
         assert_equal(answer, own(PROMPTS[NAME]))
     assert [each.partition(" is ")[2] for each in refused] == ["not in the folder of image_folder"] * 3
-    assert server_of(service).encodes() <= encoded + 1, "the engine's own tower has encoded none of them"
+    assert service.process.encodes() <= encoded + 1, "the engine's own tower has encoded none of them"
     assert "own tower encodes" not in ran.stderr
 
 

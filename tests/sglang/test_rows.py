@@ -70,8 +70,7 @@ def test_images_that_the_service_has_lost_are_sent_again(service: Restartable) -
     service.kill()
     service.start()
     found = rows.fetch(wanted, LIKE)
-    assert service.server is not None
-    assert service.server.encodes() == len(FILES)
+    assert service.process.encodes() == len(FILES)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
 

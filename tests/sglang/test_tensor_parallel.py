@@ -7,7 +7,7 @@ import pytest
 
 from testing.sglang_engine import SglangEngine, answer_of, serving
 from tests.sglang.conftest import AT_ONCE, LONG, PROMPTS, Own, assert_equal, images_in, variables
-from tests.sglang.counters import by_own_tower, fetched, server_of
+from tests.sglang.counters import by_own_tower, fetched
 from tests.sglang.gateways import fed
 from tests.sglang.test_faults import (
     asked_as_the_service_dies,
@@ -48,7 +48,7 @@ def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_tower_of_both(
     assert engine.process.poll() is None
     service.start()
     until_served(engine)
-    assert server_of(service).encodes() > 0
+    assert service.process.encodes() > 0
 
 
 def test_both_ranks_end_a_request_without_rows(engine: SglangEngine, service: Restartable, own: Own) -> None:

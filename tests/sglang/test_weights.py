@@ -31,7 +31,7 @@ from tests.sglang.conftest import (
     service_of,
     variables,
 )
-from tests.sglang.counters import by_own_tower, fetched, server_of
+from tests.sglang.counters import by_own_tower, fetched
 from tests.sglang.test_faults import until_served
 from tests.sglang.trainers import BUCKET, Tensors, Write, broadcasting, post, send
 from tests.vllm.restartable import Restartable
@@ -102,7 +102,7 @@ def test_the_own_tower_encodes_while_it_has_other_weights_than_the_service(
             # A new file each time: the engine keeps the rows that its own tower made while it did not ask the service.
             image = with_comment(PIXELS, next(asks))
             assert_equal(engine.ask(["y ", image, "And that?"]), own_other(MOVED))
-        assert server_of(moved).encodes() >= 1
+        assert moved.process.encodes() >= 1
 
         engine.load(checkpoint)  # before the service: its rows are those of the other tower
         before = fetched(engine), by_own_tower(engine)
@@ -130,7 +130,7 @@ def test_an_engine_without_updates_takes_no_rows_of_other_weights(checkpoint: Pa
             engine.forget()
             moved.start()
             deadline = time.monotonic() + PATIENCE_S
-            while server_of(moved).encodes() == 0:
+            while moved.process.encodes() == 0:
                 assert time.monotonic() < deadline, engine.log.read_text()
                 assert_equal(engine.ask(SEEN), by_itself)
                 engine.forget()

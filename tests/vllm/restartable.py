@@ -24,15 +24,18 @@ class Restartable:
         self.server = ServerProcess(self._model, **{"executable": SERVICE, **settings})
         self.server.wait_until_it_listens()
 
+    @property
+    def process(self) -> ServerProcess:
+        """Its current process, or its last."""
+        assert self.server is not None, "it was never started"
+        return self.server
+
     def drain(self) -> None:
         """Send SIGTERM, as a rolling restart does."""
-        assert self.server is not None
-        self.server.terminate()
+        self.process.terminate()
 
     def kill(self) -> None:
-        assert self.server is not None
-        self.server.kill()
+        self.process.kill()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.server is not None
-        os.kill(self.server.process.pid, number)
+        os.kill(self.process.process.pid, number)

@@ -18,11 +18,10 @@ PATIENCE_S = 300.0
 
 def served_by(http: HttpEngine, service: Restartable) -> bool:
     """Ask about images with a new salt; return whether the service encoded them. Fails for any other answer."""
-    assert service.server is not None
-    before = service.server.encodes()
+    before = service.process.encodes()
     response = http.chat(content(PARTS), cache_salt=str(time.time_ns()))
     assert response.status_code == 200, response.text
-    return service.server.encodes() > before
+    return service.process.encodes() > before
 
 
 def until_served_by(http: HttpEngine, service: Restartable) -> None:

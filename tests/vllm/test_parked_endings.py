@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from testing.photos import photo
-from testing.server_process import ServerProcess
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
 from tests.vllm.restartable import Restartable
 from tests.vllm.test_held_back import demanded, in_engine, stopped_device, until
@@ -57,12 +56,6 @@ def late() -> bytes:
     return photo(190, 120, next(SEEDS), "PNG")
 
 
-def process_of(server: Restartable) -> ServerProcess:
-    """Return the process that serves now."""
-    assert server.server is not None
-    return server.server
-
-
 def ended(
     http: HttpEngine, server: Restartable, parts: list[Any], number: signal.Signals
 ) -> tuple[httpx.Response, float]:
@@ -71,7 +64,7 @@ def ended(
     with (
         ThreadPoolExecutor(1) as threads,
         suppress(ProcessLookupError),
-        stopped_device(process_of(server)),
+        stopped_device(server.process),
     ):
         waiting = threads.submit(http.chat, content(parts))
         until(lambda: in_engine(http) == 1)
@@ -87,10 +80,10 @@ def until_served(http: HttpEngine, server: Restartable) -> None:
     """Ask about new images until the service has encoded one."""
 
     def is_served() -> bool:
-        before = process_of(server).encodes()
+        before = server.process.encodes()
         response = http.chat(content([late(), "What is it?"]))
         assert response.status_code in (200, 503), response.text
-        return response.status_code == 200 and process_of(server).encodes() > before
+        return response.status_code == 200 and server.process.encodes() > before
 
     until(is_served)
 
@@ -124,7 +117,7 @@ def test_the_end_of_the_service_is_noticed_during_the_sleep(
 
 def test_an_engine_core_that_sleeps_ends_by_sigterm(checkpoint: Path, server: Restartable) -> None:
     """By default, the API server kills its engine core; SIGTERM lets the core abort its requests."""
-    known, service = photo(190, 120, 9497, "PNG"), process_of(server)
+    known, service = photo(190, 120, 9497, "PNG"), server.process
     with serving(checkpoint, server.endpoint, **PATIENT) as http:
         answered(http, [known, "a"])
         processes = psutil.Process(http.process.pid).children(recursive=True)

@@ -129,12 +129,11 @@ def test_a_conversation_that_changes_its_cache_salt_is_refused(http: HttpEngine)
 
 
 def test_background_responses_use_the_own_tower(http: HttpEngine, server: Restartable) -> None:
-    assert server.server is not None
-    encoded = server.server.encodes()
+    encoded = server.process.encodes()
     question = user("look", photo(150, 110, 9130, "PNG"))
     begun = respond(http, [question], background=True).json()
     while begun["status"] in ("queued", "in_progress"):
         time.sleep(0.1)
         begun = httpx.get(f"{http.url}/v1/responses/{begun['id']}", timeout=300).json()
     assert begun["status"] == "incomplete", "it has generated its eight tokens"
-    assert server.server.encodes() == encoded
+    assert server.process.encodes() == encoded

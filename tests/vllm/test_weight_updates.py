@@ -511,6 +511,5 @@ def test_sixteen_chats_go_on_while_a_frozen_tower_is_written(checkpoint: Path, t
         while (response := http.chat(prompts[0])).status_code == 503:
             assert time.monotonic() < deadline, response.text
         assert response.status_code == 200, response.text
-        assert moved.server is not None
-        assert moved.server.encodes() == 2
+        assert moved.process.encodes() == 2
         moved.kill()

@@ -64,21 +64,6 @@ async def never() -> None:
     raise AssertionError("no image should be checked")
 
 
-async def test_lost_images_end_a_request_before_its_answer_begins(server: Server) -> None:
-    caller = Caller()
-    async with (
-        await EncoderClient.connect(server.endpoint) as client,
-        await client.keep([PHOTO], again_s=0.2) as kept,
-        asyncio.timeout(PATIENCE_S),
-    ):
-        exchange = GuardedRequest(b"the body", kept, never, caller.receive, caller.send)
-        running = asyncio.create_task(exchange.run(never_answer, {}))
-        await asyncio.sleep(0)
-        await kill(server)
-        assert await running is await kept.lost()
-    assert not caller.received
-
-
 def finding(client: EncoderClient, answers: Sequence[Submitted], *, continues: bool = False) -> FindFailed:
     names = [f"image {index}" for index in range(len(answers))]
     return partial(
@@ -190,17 +175,16 @@ async def forever() -> EncoderError | None:
     return None
 
 
-async def test_lost_images_end_a_request_that_waits_for_its_first_image(server: Server) -> None:
-    caller = Caller()
+@pytest.mark.parametrize("waits", [False, True], ids=["at vLLM", "for its first image"])
+async def test_lost_images_end_a_request_before_its_answer_begins(server: Server, waits: bool) -> None:
+    caller, first = Caller(), {"first_encoded": forever} if waits else {}
     async with (
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO], again_s=0.2) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
-        exchange = GuardedRequest(
-            b"the body", kept, never, caller.receive, caller.send, first_encoded=forever
-        )
-        running = asyncio.create_task(exchange.run(unreached, {}))
+        exchange = GuardedRequest(b"the body", kept, never, caller.receive, caller.send, **first)
+        running = asyncio.create_task(exchange.run(unreached if waits else never_answer, {}))
         await asyncio.sleep(0)
         await kill(server)
         assert await running is await kept.lost()

@@ -142,34 +142,18 @@ async def test_a_file_with_another_digest_fails_all_its_pairs(server: Server, cl
     assert all("hash to" in answer.error.message for answer in answers[1:])
 
 
-async def test_evicted_pairs_are_decoded_again_from_the_file(
-    server: Server, client: EncoderClient, model: Model, settings: VideoSettings
+@pytest.mark.parametrize("files", [False, True], ids=["evicted pairs", "a lost file"])
+async def test_lost_pairs_are_decoded_again_from_the_file_which_is_uploaded_again_if_it_is_lost(
+    server: Server, client: EncoderClient, settings: VideoSettings, files: bool
 ) -> None:
-    data = clip("mp4", **SIZES, seed=22)
-    video = await read_video(client, data, settings)
+    video = await read_video(client, clip("mp4", **SIZES, seed=22 + files), settings)
     await client.submit(video.images)
     requests = [RowRequest.of(image) for image in video.images]
     first = await collect(client, requests)
-    await flushed(server, files=False)
-    one = await collect(client, requests[1:2])
-    assert equal(one[0], first[1].tensor())
-    again = await collect(client, requests)
-    assert all(equal(again[index], first[index].tensor()) for index in range(len(requests)))
-
-
-async def test_a_video_that_the_server_lost_is_uploaded_again(
-    server: Server, client: EncoderClient, settings: VideoSettings
-) -> None:
-    data = clip("mp4", **SIZES, seed=23)
-    video = await read_video(client, data, settings)
-    await client.submit(video.images)
-    requests = [RowRequest.of(image) for image in video.images]
-    first = await collect(client, requests)
-    await flushed(server, files=True)
-    again = await collect(client, requests)
-    for index in range(len(requests)):
-        assert again[index].error is None
-        assert equal(again[index], first[index].tensor())
+    await flushed(server, files=files)
+    for wanted in ([1], range(len(requests))):
+        again = await collect(client, [requests[index] for index in wanted])
+        assert all(equal(again[at], first[index].tensor()) for at, index in enumerate(wanted))
 
 
 async def test_a_retained_video_is_requested_again_once(

@@ -13,7 +13,7 @@ from encoder_service.devices.model import Model
 from prefill_client import Credentials
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.cluster_replica import starting
+from tests.cluster_replica import starting, through_peer
 from tests.redis_tls import redis_by_tls, redis_url
 from tests.waiting import soon
 
@@ -39,12 +39,7 @@ async def test_replicas_fetch_from_each_other_by_mutual_tls(
     client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
     async with starting(secured, model, redis_url, client) as start:
         a, b = await start(), await start()
-        (submitted,) = await a.client.submit([photo(64, 64, 1)])
-        held = await a.fetch(submitted.digest)
-        await soon(lambda: b.locates(submitted.digest))
-        fetched = await b.fetch(submitted.digest)
-        assert fetched.source == "peer"
-        assert fetched.array.tobytes() == held.array.tobytes()
+        await through_peer(a, b, photo(64, 64, 1))
 
 
 async def test_replicas_with_a_new_certificate_still_reach_each_other(
@@ -57,10 +52,7 @@ async def test_replicas_with_a_new_certificate_still_reach_each_other(
             signed_by.write(tmp_path / "ca.pem")
             signed_by.issue(tmp_path, "server", HOSTS)
             signed_by.issue(tmp_path, "client")
-            (submitted,) = await a.client.submit([photo(64, 64, 10 + seed)])
-            await a.fetch(submitted.digest)
-            await soon(lambda digest=submitted.digest: b.locates(digest))
-            assert (await b.fetch(submitted.digest)).source == "peer"
+            await through_peer(a, b, photo(64, 64, 10 + seed))
 
 
 async def test_a_peer_with_another_certificate_name_is_refused(
@@ -90,10 +82,7 @@ async def test_the_index_works_over_tls_with_the_documented_rights(
     async with starting(config, model, redis_with_tls) as start:
         settings = {"index_prefix": "encoder:test"}
         a, b = await start(**settings), await start(**settings)
-        (submitted,) = await a.client.submit([photo(64, 64, 3)])
-        await a.fetch(submitted.digest)
-        await soon(lambda: b.locates(submitted.digest))
-        assert (await b.fetch(submitted.digest)).source == "peer"
+        shared = await through_peer(a, b, photo(64, 64, 3))
         # Uses leases, shared files, waiting for a publication, and a stale location.
         with a.gate.closed():
             (again,) = await a.client.submit([photo(64, 64, 4)])
@@ -101,7 +90,7 @@ async def test_the_index_works_over_tls_with_the_documented_rights(
             assert again.error is there.error is None
         assert (await b.fetch(again.digest)).error is None
         a.server.store.flush()
-        assert (await a.fetch(submitted.digest)).error is None
+        assert (await a.fetch(shared.digest)).error is None
         assert a.index.state is b.index.state is IndexState.JOINED
 
 

@@ -105,9 +105,10 @@ def test_a_holder_alone_gets_the_whole_device():
     assert order[2:] == ["a1", "a2", "a3", "a4"]
 
 
-def test_a_pause_earns_a_holder_no_credit():
+@pytest.mark.parametrize("demanded", [True, False])
+def test_neither_a_pause_nor_an_unencoded_guess_earns_a_holder_credit(demanded):
     scheduler = make()
-    want(scheduler, "early", "e", client="idle")
+    want(scheduler, "early", "e", client="idle", demanded=demanded)
     fill(scheduler, "busy", 200)
     prepare_all(scheduler)
     for _ in range(101):
@@ -133,18 +134,6 @@ def test_submitting_one_image_at_a_time_gains_no_extra_share():
             if name == "single":
                 break
     assert done["single"] <= done["queued"] + 200
-
-
-def test_unencoded_speculative_images_earn_no_turn_for_demanded_ones():
-    scheduler = make()
-    fill(scheduler, "busy", 200)
-    fill(scheduler, "waiting", 1, prefix="guess", demanded=False)
-    prepare_all(scheduler)
-    for _ in range(100):
-        scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
-    fill(scheduler, "waiting", 50)
-    order = encode_order(scheduler)
-    assert 45 <= sum(name.startswith("busy") for name in order[:100]) <= 55
 
 
 def test_an_image_that_two_holders_want_counts_against_both():

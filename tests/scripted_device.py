@@ -24,7 +24,7 @@ from encoder_service.devices.model import Model
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler import Claim, QueueLimits, Scheduler
+from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State
 from encoder_service.store import Pin, Store
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
@@ -140,9 +140,11 @@ class Floor:
         sent = await self.devices[device].next(messages.Decode)
         assert [image.number for image in sent.images] == [job.number]
         self.devices[device].prepared(job.number)
-        await soon(
-            lambda: job.number in self.links[device]._prepared or bool(self.links[device].tower.batches)
-        )
+        await soon(lambda: job.state in (State.PREPARED, State.ENCODING, State.SPLIT))
+
+    async def waits(self, *jobs: Job) -> None:
+        """Wait until images are decoded, and wait for the tower."""
+        await soon(lambda: all(job.state is State.PREPARED for job in jobs))
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until the server has taken what the devices have sent."""

@@ -13,7 +13,7 @@ from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
-from tests.calls import all_encoded, collect, named, next_states, refused, stub
+from tests.calls import all_encoded, collect, connection, named, next_states, refused, stub
 from tests.gate import Gate
 from tests.operator_view import numbers
 from tests.servers import server_of
@@ -68,7 +68,6 @@ async def test_names_and_files_in_one_message_are_answered_in_one_and_stay_submi
 
 async def test_rows_that_are_held_come_in_one_message(server: Server, client: EncoderClient) -> None:
     await all_encoded(client, PHOTOS)
-    connection = await client._pool.connection(server.endpoint)
     request = pb.FetchRequest(
         images=[pb.FetchImage(index=n, digest=content_digest(file)) for n, file in enumerate(PHOTOS)],
         transports=[pb.TRANSPORT_SHM],
@@ -79,7 +78,7 @@ async def test_rows_that_are_held_come_in_one_message(server: Server, client: En
     assert [ready.index for ready in message.ready] == list(range(16))
     assert all(ready.HasField("handle") for ready in message.ready)
     call.cancel()
-    assert connection.endpoint == server.endpoint
+    assert (await connection(client)).endpoint == server.endpoint
 
 
 async def test_a_bad_file_in_a_message_fails_alone(client: EncoderClient) -> None:

@@ -217,7 +217,7 @@ async def test_a_device_forgets_the_patches_of_withdrawn_images(model: Model) ->
         waiting = at.submit(b"b", claim)
         await at.devices[0].next(messages.Decode)
         device.prepared(waiting.number)
-        await soon(lambda: waiting.number in at.links[0]._prepared)
+        await at.waits(waiting)
         at.jobs.withdraw(claim)
         assert (await device.next(messages.Gone)).images == [waiting.number]
         device.encoded(batch)
@@ -239,7 +239,7 @@ async def test_a_demanded_image_overtakes_all_batches_that_it_is_smaller_than(mo
         guess = at.submit(b"guess", Claim("guess", "test"))
         await device.next(messages.Decode)
         device.prepared(guess.number)
-        await soon(lambda: guess.number in at.links[0]._prepared)
+        await at.waits(guess)
         device.encoded(urgent)
         await soon(lambda: [job for job, _ in at.ended][-1] is small)
         assert nothing_sent(at)(), "a speculative image overtakes nothing"
@@ -264,7 +264,7 @@ async def test_overtakers_are_together_less_work_than_the_batch(model: Model) ->
         fourth = at.submit(b"4", of_one(b"4"), grid=quarter)
         await device.next(messages.Decode)
         device.prepared(fourth.number)
-        await soon(lambda: fourth.number in at.links[0]._prepared)
+        await at.waits(fourth)
         assert nothing_sent(at)(), "half of the room that is left is too small"
         device.encoded(first)
         assert (await device.next(messages.Encode)).images == [fourth.number]
@@ -284,7 +284,7 @@ async def test_a_later_image_of_a_request_does_not_overtake_the_one_that_its_fir
         assert earlier.urgent
         later = at.submit(b"later", of("r", 2))
         await at.prepare(later)
-        await soon(lambda: later.number in at.links[0]._prepared)
+        await at.waits(later)
         assert nothing_sent(at)()
         _, other = await a_batch(at, b"other", claim=of("s", 2))
         assert other.urgent, "an image of another request"
@@ -312,7 +312,7 @@ async def test_other_holders_and_a_large_batch_take_turns_of_equal_time(
                 job = at.submit(b"%b %d" % (name, number), claim, grid=eighth)
                 await at.prepare(job)
                 if number and name == b"small":
-                    await soon(lambda job=job: job.number in at.links[0]._prepared)
+                    await at.waits(job)
                     assert nothing_sent(at)(), "the batch has had less"
                     now[0] += 0.5
                     at.jobs.poke()
@@ -339,7 +339,7 @@ async def test_nothing_is_sent_behind_a_long_batch_that_can_be_overtaken(
         now[0] += max(predicted_s, tower_credit.LONG_S) + tower_credit.CREDIT_S  # it should have ended
         job = at.submit(b"another", demanded("another"), grid=LARGE)
         await at.prepare(job)
-        await soon(lambda: job.number in at.links[0]._prepared)
+        await at.waits(job)
         assert nothing_sent(at)()
         _, small = await a_batch(at, b"small")
         assert small.urgent
@@ -382,7 +382,7 @@ async def test_short_waiting_batches_of_a_tower_that_cannot_be_interrupted_are_n
         jobs = [at.submit(name, demanded(name.decode())) for name in (b"c", b"d")]
         for job in jobs:
             await at.prepare(job)
-        await soon(lambda: {job.number for job in jobs} <= at.links[0]._prepared)
+        await at.waits(*jobs)
         assert nothing_sent(at)()
         device.encoded(first)
         third = await device.next(messages.Encode)

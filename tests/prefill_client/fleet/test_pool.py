@@ -27,7 +27,7 @@ from prefill_client.transport.channels import Channels
 from testing.photos import photo
 from testing.processes import free_port
 from testing.tcp_proxy import TcpProxy
-from tests.calls import all_connect, collect
+from tests.calls import all_connect, collect, connection
 from tests.closed_port import closed_port
 from tests.processes import running
 from tests.servers import server_of
@@ -84,10 +84,10 @@ async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(
     ):
         (answer,) = await client.submit([photo(64, 96, 62)])
         (expected,) = (await collect(client, [RowRequest(answer.digest)])).values()
-        before = await client._pool.connection(server.endpoint)
+        before = await connection(client)
         client._pool._drop(server.endpoint, before)
         await all_connect(client)
-        assert await client._pool.connection(server.endpoint) is not before
+        assert await connection(client) is not before
         stream = before.fetch(
             [RowRequest(answer.digest)], pb.Caller(), grace_ms=0, transports=["shm"], timeout_s=60
         )

@@ -9,7 +9,7 @@ from encoder_service.devices.model import Model
 from encoder_service.scheduler.admission import RECENT_S
 from prefill_client import EncoderClient, Submitted
 from testing.photos import photo
-from tests.calls import all_connect
+from tests.calls import all_connect, connection
 from tests.gate import Gate
 from tests.servers import server_of
 
@@ -53,5 +53,4 @@ async def test_a_server_publishes_no_rate_before_a_second_of_work(config: Config
         measured(server, 5e6, 0.2 * RECENT_S)
         assert 4e6 < server.jobs.scheduler.recent_patches_per_s < 6e6
         async with await EncoderClient.connect(server.endpoint) as client:
-            connection = await client._pool.connection(server.endpoint)
-            assert 4e6 < connection.patches_per_s < 6e6
+            assert 4e6 < (await connection(client)).patches_per_s < 6e6

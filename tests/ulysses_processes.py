@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 
-from encoder_contract.processor import ProcessorSettings
-from encoder_service.vision import load_tower, tower, ulysses
+from encoder_service.vision import tower, ulysses
 from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous
+from tests import towers
 from tests.waiting import START_S
 
-
-@functools.cache
-def load(folder, dtype):
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, device="cpu", dtype=dtype, processor=processor)
+load = functools.cache(towers.load)
 
 
 def encode(rank, port, number, folder, dtype, grid, leader, patches, *, size, tile, limit_s, at_block):

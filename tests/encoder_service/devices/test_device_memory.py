@@ -14,7 +14,6 @@ from torch import Tensor
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
 from encoder_service.config import GIB, Config, ConfigError
 from encoder_service.devices import tower_credit, workers
 from encoder_service.devices.model import (
@@ -30,11 +29,12 @@ from encoder_service.image.decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
 from encoder_service.store.tensors import copy_bytes
-from encoder_service.vision import Tower, load_tower
+from encoder_service.vision import Tower
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo
 from tests.device_bench import Changed, Gate, demanded, running
 from tests.servers import server_of
+from tests.towers import load
 from tests.waiting import PATIENCE_S, soon
 
 
@@ -144,10 +144,7 @@ def test_tables_fit_their_plan(
     kind: str, kept_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MAX_TABLE_PATCHES, "cpu", 2048)
-    folder = kept_checkpoint(kind, depth=1)
-    tower = load_tower(
-        folder, device="cpu", dtype="bfloat16", processor=ProcessorSettings.from_folder(folder)
-    )
+    tower = load(kept_checkpoint(kind, depth=1), "bfloat16")
     for side in range(2, 82, 2):
         tower.prepare(Grid(1, side, 8))
     held = sum(tables.size_bytes for tables in cast(Any, tower._tables).cache.values())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from encoder_contract import registration
-from encoder_contract.processor import ProcessorSettings
 from encoder_service.config import Config
 from encoder_service.devices import workers
 from encoder_service.devices.device_inbox import Inbox
@@ -21,12 +20,13 @@ from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.image.dali import DaliJpegs
 from encoder_service.image.decoder import Decoder, PillowDecoder
 from encoder_service.image.pillow import decode_file
-from encoder_service.vision import attention, load_tower
+from encoder_service.vision import attention
 from testing.decoding import source_of
 from testing.photos import photo
 from testing.reference_tower import row_errors
 from tests.device_bench import Bench, demanded, running
 from tests.simulated_gpu.device import SimulatedGpu
+from tests.towers import load
 from tests.waiting import PATIENCE_S, soon
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
@@ -94,8 +94,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
 def model_on(folder: Path, device: str, **options: Any) -> Model:
     """Return the model on a device, which is the current one of this thread, as in a device's process."""
     Device(device).make_current()
-    processor = ProcessorSettings.from_folder(folder)
-    tower = load_tower(folder, device=device, dtype="bfloat16", processor=processor, **options)
+    tower = load(folder, "bfloat16", device=device, **options)
     jpegs = SimulatedJpegs() if device != "cpu" else None
     return Model(tower, tower.recipe, Decoder(torch.device(device), PillowDecoder(), jpegs), Device(device))
 

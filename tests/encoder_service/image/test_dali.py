@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
 from encoder_service.image.dali import DaliJpegs, _options
 from encoder_service.image.decoder import BATCH_IMAGES, Decoder, PillowDecoder
-from encoder_service.vision import load_tower
 from testing.clips import clip, true_frames
 from testing.decoding import decode_files, source_of
 from testing.photos import photo
 from testing.reference_tower import row_errors
+from tests.towers import load
 
 CPU = torch.device("cpu")
 
@@ -91,9 +90,7 @@ def dali_frames(file: bytes, numbers: list[int]) -> np.ndarray:
 
 def test_dali_does_not_decode_our_videos(checkpoint: Path) -> None:
     """Check what docs/decisions/video-decoder.md says about DALI. If this fails, revise the decision."""
-    tower = load_tower(
-        checkpoint, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(checkpoint)
-    )
+    tower = load(checkpoint)
     grid = Grid(1, 6, 10)
     for data in (clip("webm", frames=30, fps=25.0), clip("mkv", frames=30, fps=25.0, codec="MJPG")):
         true = np.stack(list(true_frames(data)))[[0, 10]]

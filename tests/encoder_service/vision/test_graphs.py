@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
 from encoder_service.vision import graphs as graphs_module
-from encoder_service.vision import load_tower
 from encoder_service.vision.attention import SegmentAttention
 from encoder_service.vision.graphs import (
     PATCH_BUDGETS,
@@ -24,6 +22,7 @@ from encoder_service.vision.graphs import (
 from encoder_service.vision.layers import Segments
 from encoder_service.vision.load import BATCH_PATCHES
 from testing.reference_tower import random_patches, row_errors
+from tests.towers import load
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +41,7 @@ class ByBounds(SegmentAttention):
 def towers(kept_checkpoint):
     towers = {}
     for kind in ("qwen3_vl", "qwen2_5_vl"):
-        folder = kept_checkpoint(kind, depth=2)
-        processor = ProcessorSettings.from_folder(folder)
-        towers[kind] = load_tower(folder, device="cpu", dtype="float32", processor=processor)
+        towers[kind] = load(kept_checkpoint(kind, depth=2))
     return towers
 
 

@@ -16,6 +16,7 @@ from encoder_service.vision import load_tower
 from encoder_service.vision.layers import Linear, packing_available
 from encoder_service.vision.pointwise import PlainPointwise
 from testing.reference_tower import random_patches
+from tests.towers import load
 
 pytestmark = pytest.mark.slow
 
@@ -28,11 +29,6 @@ def original(kept_checkpoint):
 @pytest.fixture
 def folder(original, tmp_path):
     return shutil.copytree(original, tmp_path / "copy")
-
-
-def load(folder, **options):
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, **{"device": "cpu", "dtype": "float32", "processor": processor} | options)
 
 
 def edit_config(folder, **changes):

@@ -11,11 +11,10 @@ import torch
 
 from encoder_contract.checkpoint import read_spec
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
-from encoder_service.vision import load_tower
 from encoder_service.vision.load import make_pointwise
 from encoder_service.vision.pointwise import Norm, PlainPointwise
 from testing.reference_tower import random_patches, row_errors
+from tests.towers import load
 
 pytestmark = pytest.mark.slow
 
@@ -110,8 +109,7 @@ def test_a_tower_with_kernels_has_the_rows_of_the_plain_one(folders, model_type,
     """Packed as on CUDA, in float32: checks that the tower calls the kernels with tensors that they accept."""
     monkeypatch.setattr("encoder_service.vision.layers.packing_available", lambda _: False)
     folder, grids = folders[model_type], [Grid(1, 8, 12), Grid(1, 6, 4)]
-    processor = ProcessorSettings.from_folder(folder)
-    tower = load_tower(folder, device="cpu", dtype="float32", processor=processor)
+    tower = load(folder)
     patches = random_patches(grids, tower.spec.patch_values)
     plain = torch.cat(tower.encode(patches, grids))
     tower._pointwise = TritonPointwise(tower.spec, torch.device("cpu"))

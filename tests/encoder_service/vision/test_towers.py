@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
-from encoder_service.vision import flops, load_tower
+from encoder_service.vision import flops
 from encoder_service.vision.load import ALIGNED_VALUES
 from encoder_service.vision.tower import window_order
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
+from tests import towers
 
 MODEL_TYPES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp"]
 # Square, strips, one row of the language model, more patches than a tile, and cut windows on both sides.
@@ -26,10 +26,7 @@ def folders(kept_checkpoint):
     return {kind: kept_checkpoint(kind, shards=2) for kind in MODEL_TYPES}
 
 
-@functools.cache
-def load(folder, dtype="float32", **options):
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, device="cpu", dtype=dtype, processor=processor, **options)
+load = functools.cache(towers.load)
 
 
 def equal_bits(one, other):

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
 from encoder_contract.tower_spec import spec_of
 from encoder_service.devices.workers import largest_values
-from encoder_service.vision import attention, load_tower
+from encoder_service.vision import attention
 from encoder_service.vision.attention import BACKENDS, SegmentAttention, why_not
 from encoder_service.vision.graphs import CudaCapture
 from encoder_service.vision.load import make_pointwise
 from testing.checkpoints import vision_config, write_checkpoint
 from testing.reference_tower import ReferenceTower, random_patches, row_errors
+from tests import towers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -29,8 +29,7 @@ def folders(tmp_path_factory):
 
 
 def load(folder, dtype="bfloat16", **options):
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, device="cuda:0", dtype=dtype, processor=processor, **options)
+    return towers.load(folder, dtype, device="cuda:0", **options)
 
 
 def available():
@@ -138,10 +137,9 @@ def test_an_aborted_capture_does_not_harm_the_next_one():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
 def test_a_tower_on_another_gpu_than_the_first_has_the_same_rows(folders):
     folder = folders["qwen3_vl"]
-    processor = ProcessorSettings.from_folder(folder)
     patches = random_patches(GRIDS, 768)
     first = load(folder).encode(patches, GRIDS)
-    second = load_tower(folder, device="cuda:1", dtype="bfloat16", processor=processor)
+    second = towers.load(folder, "bfloat16", device="cuda:1")
     try:
         assert second._pointwise.name == "triton"
         with torch.cuda.stream(torch.cuda.Stream("cuda:1")):

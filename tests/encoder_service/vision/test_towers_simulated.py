@@ -10,13 +10,13 @@ import torch
 
 from bench.gpu_parts.predicted import eager_launches, graph_launches
 from encoder_contract.geometry import Grid
-from encoder_contract.processor import ProcessorSettings
 from encoder_service.devices.torch_device import CudaStream
 from encoder_service.devices.workers import largest_values
-from encoder_service.vision import attention, load_tower
+from encoder_service.vision import attention
 from encoder_service.vision.tower import GridTables
 from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous
 from testing.reference_tower import random_patches, row_errors
+from tests import towers
 from tests.waiting import PATIENCE_S, soon
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
@@ -46,8 +46,7 @@ def gpu(monkeypatch):
 
 
 def load(folder, device="cuda:1", **options):
-    processor = ProcessorSettings.from_folder(folder)
-    return load_tower(folder, device=device, dtype="bfloat16", processor=processor, **options)
+    return towers.load(folder, "bfloat16", device=device, **options)
 
 
 def loaded(folder, **options):

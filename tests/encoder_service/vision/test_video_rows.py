@@ -9,13 +9,12 @@ import pytest
 import torch
 import transformers
 
-from encoder_contract.processor import ProcessorSettings
 from encoder_contract.video import VideoInfo, VideoSettings
 from encoder_service.image.decoder_pool import DecoderPool
 from encoder_service.image.source import Source, VideoFile
-from encoder_service.vision import load_tower
 from testing.clips import clip, of_variable_rate, rotated, true_frames, with_index_first
 from testing.reference_tower import row_errors
+from tests.towers import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -66,7 +65,7 @@ def folders(kept_checkpoint: Callable[..., Path]) -> dict[str, Path]:
 def models(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
     """A family's tower and video settings here, and its model and video processor in `transformers`."""
     folder = folders[request.param]
-    tower = load_tower(folder, device="cpu", dtype="float32", processor=ProcessorSettings.from_folder(folder))
+    tower = load(folder)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return tower, VideoSettings.from_folder(folder), model.model, video_processor(folder)
 

@@ -106,17 +106,17 @@ def test_openai_chat_asks_the_reference_service(
     process: ServerProcess, checkpoint: Path, photos: list[Path]
 ) -> None:
     command = [SCRIPTS / "prefill-reference", "--model", checkpoint, "--encoder", process.endpoint]
-    process = subprocess.Popen(
+    reference = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        assert process.stdout
-        where = (re.match(r"\s*listening\s+(\S+)$", line) for line in process.stdout)
+        assert reference.stdout
+        where = (re.match(r"\s*listening\s+(\S+)$", line) for line in reference.stdout)
         url = next(f"http://{found[1]}/v1" for found in where if found)
         printed = output_of(sys.executable, EXAMPLES / "openai_chat.py", *photos, "--url", url)
     finally:
-        process.terminate()
-        process.wait(START_S)
+        reference.terminate()
+        reference.wait(START_S)
     counts = [int(count) for count in re.findall(r", (\d+) prompt tokens$", printed, re.MULTILINE)]
     assert len(counts) == 2
     assert 0 < counts[0] < counts[1]

@@ -23,6 +23,11 @@ async def soon(holds: Callable[[], bool | Awaitable[bool]], within_s: float = PA
             await asyncio.sleep(0.02)
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Do the same in a thread without an event loop."""
+    asyncio.run(soon(holds))
+
+
 async def settled() -> None:
     """Run all tasks until they block: also those of a server of this loop, which end the calls of its clients."""
     for _ in range(20):

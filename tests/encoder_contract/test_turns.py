@@ -20,7 +20,7 @@ from encoder_contract.turns import (
     at_most,
     fair_share,
 )
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import PATIENCE_S, soon, until
 
 AT_A_TIME = 2
 HOLDERS = st.sampled_from("abcd")
@@ -358,7 +358,7 @@ def test_threads_take_each_item_once_and_end_when_the_queue_closes(
         workers = [pool.submit(work) for _ in range(threads)]
         for number, holder in enumerate(holders[before:], before):
             queue.put(holder, number)
-        asyncio.run(soon(lambda: len(taken) == len(holders)))
+        until(lambda: len(taken) == len(holders))
         queue.close()
         for worker in workers:
             worker.result(PATIENCE_S)

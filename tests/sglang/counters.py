@@ -1,12 +1,11 @@
 """Metrics of the engine about the service, and of the service about the engine."""
 
-import asyncio
 import re
 
 from testing.server_process import ServerProcess
 from testing.sglang_engine import SglangEngine
 from testing.sglang_gateway import GatewayProcess
-from tests.waiting import soon
+from tests.waiting import until
 
 
 def counted(engine: SglangEngine, metric: str, label: str = "") -> float:
@@ -30,7 +29,7 @@ def by_own_tower(engine: SglangEngine, reason: str = "") -> float:
 
 def all_fetches(server: ServerProcess, after: int, images: int) -> list[int]:
     """Return `fetches` once calls for so many images are logged: a call is, after its caller has the rows."""
-    asyncio.run(soon(lambda: sum(fetches(server, after)) >= images))
+    until(lambda: sum(fetches(server, after)) >= images)
     return fetches(server, after)
 
 
@@ -46,5 +45,5 @@ def assert_parts(gateway: GatewayProcess, outcome: str, count: float) -> None:
     def counted_now() -> float:
         return gateway.count("parts", f'outcome="{outcome}"')
 
-    asyncio.run(soon(lambda: counted_now() >= count))
+    until(lambda: counted_now() >= count)
     assert counted_now() == count

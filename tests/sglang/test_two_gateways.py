@@ -19,6 +19,7 @@ from testing.sglang_gateway import GatewayProcess, running_gateway
 from tests.sglang.conftest import PROMPTS, Own, assert_equal, service_of
 from tests.sglang.gateways import language_server
 from tests.vllm.restartable import Restartable
+from tests.waiting import until
 
 ASKED = ("one png", "one jpeg", "text between", "the same twice")
 CALLERS = 3
@@ -61,13 +62,6 @@ def pair(checkpoint: Path, own: Own) -> Iterator[Pair]:
 
 def registered(bootstrap: str) -> list[str]:
     return list(httpx.get(f"{bootstrap}/list_encoder_urls", timeout=PATIENCE_S).json()["encoder_urls"])
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 @dataclass

@@ -1,11 +1,10 @@
 """A request whose first image is not encoded yet stays in the middleware: no process of the engine works for it."""
 
-import asyncio
 import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
 from tests.vllm.test_middleware import content
-from tests.waiting import soon
+from tests.waiting import until
 
 TEXT = "worth a step "
 
@@ -42,11 +41,6 @@ def stopped_device(service: ServerProcess) -> Iterator[None]:
         yield
     finally:
         os.kill(device, signal.SIGCONT)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    asyncio.run(soon(holds))
 
 
 def demanded(service: ServerProcess) -> float:

@@ -18,8 +18,9 @@ from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
 from tests.vllm.service import SETTINGS
-from tests.vllm.test_held_back import empty_steps, in_engine, stopped_device, until
+from tests.vllm.test_held_back import empty_steps, in_engine, stopped_device
 from tests.vllm.test_middleware import content
+from tests.waiting import until
 
 IMAGES = 16
 SIDE_PIXELS = 512  # 256 tokens an image

@@ -16,9 +16,10 @@ import pytest
 from testing.photos import photo
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_held_back import demanded, in_engine, stopped_device, until
+from tests.vllm.test_held_back import demanded, in_engine, stopped_device
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_parked import answered
+from tests.waiting import until
 
 SEEDS = count(9500)
 TIMEOUT_S, SUBMIT_TIMEOUT_S = 8.0, 6.0

@@ -18,9 +18,10 @@ from prefill_client.vllm.scheduler_side import MAX_SLEEP_S
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.vllm.http_engine import PATIENT, HttpEngine, serving
-from tests.vllm.test_held_back import connected, demanded, empty_steps, in_engine, stopped_device, until
+from tests.vllm.test_held_back import connected, demanded, empty_steps, in_engine, stopped_device
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_parked import answered, took_s
+from tests.waiting import until
 
 SEEDS = count(9401)
 ROUNDS = 5

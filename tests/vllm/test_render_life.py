@@ -12,10 +12,10 @@ from testing.photos import photo
 from testing.server_process import ServerProcess
 from tests.vllm.http_engine import HttpEngine, RenderServer, rendering, serving
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_held_back import stopped_device, until
+from tests.vllm.test_held_back import stopped_device
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_render import GENERATE, generated, images_of_the_service, rendered, steps
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 PARTS = ["a document ", photo(250, 250, 4401, "PNG"), " and many words after it " * 20]
 SUBMIT_S = 10.0

@@ -1,6 +1,5 @@
 """The towers on a simulated GPU: graphs, windows and groups without a race, and with the rows of a CPU."""
 
-import asyncio
 import math
 import threading
 from datetime import timedelta
@@ -17,7 +16,7 @@ from encoder_service.vision.tower import GridTables
 from encoder_service.vision.ulysses import UlyssesGroup, start_rendezvous
 from testing.reference_tower import random_patches, row_errors
 from tests import towers
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import PATIENCE_S, until
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
@@ -188,7 +187,7 @@ def test_an_aborted_group_gives_no_rows(folders, gpu):
     for thread in threads:
         thread.start()
     threads[0].join()
-    asyncio.run(soon(lambda: threads[1].name in gpu.waiting or bool(ended)))
+    until(lambda: threads[1].name in gpu.waiting or bool(ended))
     assert not ended, "its stream waits for the other process"
     reading = threading.Thread(target=group.abort, args=(7,))  # its current device is the first GPU
     reading.start()

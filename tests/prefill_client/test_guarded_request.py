@@ -177,13 +177,15 @@ async def forever() -> EncoderError | None:
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at vLLM", "for its first image"])
 async def test_lost_images_end_a_request_before_its_answer_begins(server: Server, waits: bool) -> None:
-    caller, first = Caller(), {"first_encoded": forever} if waits else {}
+    caller, first_image = Caller(), forever if waits else None
     async with (
         await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO], again_s=0.2) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
-        exchange = GuardedRequest(b"the body", kept, never, caller.receive, caller.send, **first)
+        exchange = GuardedRequest(
+            b"the body", kept, never, caller.receive, caller.send, first_encoded=first_image
+        )
         running = asyncio.create_task(exchange.run(unreached if waits else never_answer, {}))
         await asyncio.sleep(0)
         await kill(server)

@@ -116,8 +116,10 @@ async def test_images_pass_four_streams_without_a_finding(
     gpu: SimulatedGpu, checkpoint: Path, graphs: bool
 ) -> None:
     model = model_on(checkpoint, GPU, graphs=graphs, batch_patches=512)
+    before = len(gpu.streams)
     async with running(model, batch_patches=512) as bench:
         rows = [*await encode(bench), *await encode(bench, [LATER])]
+    assert len(gpu.streams) == before + 4, "torch keeps memory for each: one for all threads of single images"
     on_cpu = model_on(checkpoint, "cpu")
     for image, ours in zip([*IMAGES, LATER], rows, strict=True):
         pixels = pixels_of(image)

@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -238,15 +237,16 @@ def cores_for(cell: Cell) -> Cores:
 
 def measure(name: str, cell: Cell, model: Path, folder: Path) -> dict[str, Any]:
     """Return what was measured of a cell."""
-    seeds = count(1 + int(datetime.now(UTC).timestamp()) % 10**6)
+    first_seed = 1 + int(datetime.now(UTC).timestamp()) % 10**6  # no other run's images
     (folder / name).mkdir()
     found = MeasuredCell(name, cell, model, folder / name)
     together = [cell.sides] if cell.engines == 1 else [(side,) for side in cell.sides]
     for names in together:
         with started(cell.engine, names, model, cores_for(cell), cell.engines, folder / name) as sides:
             for number, (load_name, load) in enumerate(found.loads()):
+                seed = first_seed + number  # all sides get the same requests, at the same times
                 for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
-                    found.send(side, load_name, load, next(seeds))
+                    found.send(side, load_name, load, seed)
             for side in sides:
                 found.end(side)
     return found.as_json()

@@ -30,9 +30,7 @@ SHOWN_FILES = 5
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a benchmark failed, 2 if code is not committed or CUDA is missing."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="default: %(default)s")
     lists = (f"of {device}: {', '.join(names(device))}" for device in DEVICES)

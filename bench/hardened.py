@@ -64,60 +64,17 @@ BENCHMARK = Benchmark(
             target="<= 2",
             summary="p99 of an honest client: beside the worst attacker ÷ alone",
         ),
-        Figure(
-            "victim_failed",
-            "requests failed beside all attackers",
-            target="<= 0",
-        ),
+        Figure("victim_failed", "requests failed beside all attackers", target="<= 0"),
         Figure(
             "victim_throughput_ratio",
             "requests a second beside the worst attacker / with none",
             target=">= 0.8",
-        ),
-        Figure("victim_p99_over_neighbour", "p99 beside the worst attacker / beside an honest neighbour"),
-        Figure(
-            "victim_throughput_over_neighbour",
-            "requests a second beside the worst attacker / beside an honest neighbour",
         ),
         Figure(
             "grown_mib",
             "memory of the server after the worst attacker, more than before",
             "MiB",
             target="<= 512",
-        ),
-        Figure("calm_p99_ms", "p99 of a request with none", "ms"),
-        Figure("calm_loop_ms", "processor time of the event loop with none", "ms a call"),
-        *(
-            figure
-            for name, says in (
-                (NEIGHBOUR, "an honest client with images as large"),
-                ("headers", "files with headers that are long to read"),
-                ("uploads", "uploads that never end"),
-                ("readers", "Fetches that are never read"),
-                ("decoders", "images of endless scans, or of many pixels in few bytes"),
-                ("messages", "kilobytes that unpack into millions of messages"),
-                ("unknown", "Fetches of images that nobody has"),
-                ("partial", "messages that are begun and not ended"),
-                ("claims", "many Fetches of few images"),
-                ("dripping", "HTTP connections that drip"),
-                ("watchers", "watchers of health that take no answer; and the server is told to stop"),
-                ("refusals", "messages of 50,000 empty sub-messages, which are refused"),
-                ("priority", "images of the highest priority, without an end"),
-                ("seconds", "images that fill the seconds of the queue"),
-                ("large", "images of more pixels than are decoded at a time"),
-                ("towers", "twelve callers with photos of a megapixel, which keep the tower busy"),
-                ("digests", "uploads of megabytes under digests that are not theirs"),
-                ("tickets", "connections to the rows port that present garbage, or stop reading"),
-                ("connections", "2,500 connections to the rows port, and new ones all the time"),
-                ("strangers", "calls without a token that fill their windows"),
-            )
-            for figure in (
-                Figure(f"p99_ratio_{name}", f"{says}: p99 / with none"),
-                Figure(f"p99_over_neighbour_{name}", f"{says}: p99 / beside an honest neighbour"),
-                Figure(f"p99_elsewhere_{name}", f"{says}, at another server of the machine: p99 / with none"),
-                Figure(f"loop_ms_{name}", f"{says}: processor time of the event loop", "ms a call"),
-                Figure(f"failed_{name}", f"{says}: failed", "requests"),
-            )
         ),
     ),
     limit_s=520,
@@ -420,7 +377,6 @@ def report(found: dict[str, Measured]) -> dict[str, Any]:
 def figures_of(by_attack: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of a result: the worst of all attacks, and those of each."""
     attacks = [each for name, each in by_attack.items() if name != NEIGHBOUR]
-    shown = ("p99_ratio", "p99_over_neighbour", "p99_elsewhere", "loop_ms", "failed")
     return {
         "victim_p99_ratio": max(each["p99_ratio"] for each in attacks),
         "victim_throughput_ratio": min(each["throughput_ratio"] for each in attacks),
@@ -431,7 +387,6 @@ def figures_of(by_attack: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "calm_p99_ms": by_attack[NEIGHBOUR]["calm_p99_ms"],
         "calm_loop_ms": by_attack[NEIGHBOUR]["calm_loop_ms"],
         "attacks": len(attacks),
-        **{f"{figure}_{name}": each[figure] for name, each in by_attack.items() for figure in shown},
         "by_attack": by_attack,
     }
 

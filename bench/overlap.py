@@ -42,10 +42,6 @@ BENCHMARK = Benchmark(
     "overlap",
     "What does overlap inside one request give?",
     (
-        Figure("encode_ms", "encode of 16 images, alone", "ms"),
-        Figure("prefill_ms", "prefill of their prompt, alone", "ms"),
-        Figure("ttft_ms", "time to first token of 16 images, overlapped", "ms"),
-        Figure("serial_ms", "time to first token of 16 images, all encoded first", "ms"),
         Figure("ttft_over_ideal", "overlapped / ideal time", target="<= 1.1"),
         Figure(
             "serial_over_overlap",
@@ -53,11 +49,6 @@ BENCHMARK = Benchmark(
             target=">= 1.6",
             summary="time to first token of 16 new images: encode all first ÷ overlap with prefill, same cores",
         ),
-        Figure("parts_over_overlap", "encode and prefill alone, added up / overlapped"),
-        Figure("unequal_ttft_ms", "time to first token of a large and six small images, overlapped", "ms"),
-        Figure("unequal_over_ideal", "of a large and six small images: overlapped / ideal time"),
-        Figure("quiet_rounds", "rounds in which nobody else used the machine"),
-        Figure("rounds", "of so many"),
     ),
     limit_s=270,
     dry_run=("--rounds", "1"),

@@ -38,9 +38,7 @@ BENCHMARK = Benchmark(
         ),
         Figure("p99_16", "16 replicas, p99: ours / first come by content", target="<= 0.92"),
         Figure(
-            "unequal_p99",
-            "1 fast, 4 slow (12 : 1), load 0.2, p99: ours / the fast alone",
-            target="<= 1.0",
+            "unequal_p99", "1 fast, 4 slow (12 : 1), load 0.2, p99: ours / the fast alone", target="<= 1.0"
         ),
         Figure("unequal_busy_p99", "load 0.9", shown=True),
         Figure("unequal_hash_p99", "load 0.2, by content", shown=True),
@@ -77,10 +75,7 @@ def figures_of(replicas: int, requests: int, seeds: int) -> dict[str, float]:
             for name, each in zip(COMPARED, found, strict=True)
         ],
     )
-    return {
-        f"mean_{replicas}": base.mean / ours.mean,
-        f"p99_{replicas}": ours.p99 / base.p99,
-    }
+    return {f"mean_{replicas}": base.mean / ours.mean, f"p99_{replicas}": ours.p99 / base.p99}
 
 
 UNEQUAL = (1.0, *[1 / 12] * 4)

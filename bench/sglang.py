@@ -63,25 +63,11 @@ BENCHMARK = Benchmark(
     "sglang",
     "What does SGLang gain?",
     (
-        *(
-            Figure(
-                f"{way}_16_ms",
-                f"time to first token of 16 new photos: {description}",
-                "ms",
-            )
-            for way, description in WAYS.items()
-        ),
         Figure("ttft_own_over_ours_16", "own tower / through the gateway, 16 photos", target=">= 1.0"),
-        Figure("ttft_own_over_packages_16", "own tower / by packages, 16 photos"),
-        Figure("ttft_packages_over_chunk_16", "all images first / chunk by chunk"),
         Figure(
             "ttft_encoder_over_ours_16",
             "own encoder server / through the gateway, 16 photos",
             target=">= 1.2",
-        ),
-        *(
-            Figure(f"{way}_round2_ms", f"second round of a chat, one new photo beside 8: {description}", "ms")
-            for way, description in WAYS.items()
         ),
         Figure(
             "round2_encoder_over_ours",
@@ -95,13 +81,8 @@ BENCHMARK = Benchmark(
             "<= 30",
             compare="SGLang's encoder server, elsewhere: 382-466 ms",
         ),
-        Figure("encoder_hit_1440p_ms", "SGLang's own encoder server, one after the other", "ms"),
-        Figure("hit_mib", "rows of these photos", "MiB"),
-        Figure("part_ms", "a part of one photo again, through the gateway", "ms"),
-        Figure("service_hit_ms", "the same photo from the service", "ms"),
         Figure("part_over_hit_ms", "one stored photo: the gateway's time beyond the service's", "ms", "<= 2"),
         Figure("growth_mib", f"growth of the gateway over {PARTS} parts", "MiB", "<= 8"),
-        Figure("load_before", "processes that wanted a core when it began"),
     ),
     limit_s=600,
     dry_run=("--rounds", "1"),

@@ -42,7 +42,7 @@ class Figure:
     """A measured number: `key` is its name in the benchmark's JSON line, dotted if it is nested.
 
     `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. The page's
-    table has the figures with a target and those that are `shown`; all are in the result file. `summary` is the row's
+    table has the figures with a target and those that are `shown`; the result file has all that was measured. `summary` is the row's
     text in the README's table; a figure without one is not in that table.
     """
 

@@ -9,14 +9,12 @@ import pytest
 
 import bench.__main__
 from bench.__main__ import LIMIT_S, WORTH_STARTING_S, _limit_s, main, measure
-from bench.hardened import BENCHMARK as HARDENED
 from bench.harness import results, runner
 from bench.harness.benchmark import DEVICES, Benchmark, benchmark, markdown, names
 from bench.harness.results import ROOT, Result, store, stored
 from bench.harness.runner import END_S, run
 from bench.sizing import BENCHMARK as SIZING
 from docs.benchmarks import looked_up
-from testing.attacks import ATTACKS
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
@@ -189,12 +187,6 @@ def test_every_module_declares_a_benchmark_under_its_own_name() -> None:
     }
     assert {*names("cuda")} == parts
     assert not modules & parts, "results are named after benchmarks"
-
-
-def test_every_attack_has_its_figures() -> None:
-    shown = {figure.key for figure in HARDENED.figures}
-    each = ("p99_ratio", "p99_over_neighbour", "loop_ms", "failed")
-    assert {f"{what}_{name}" for name in ATTACKS for what in each} <= shown
 
 
 def test_markdown_tables_have_a_head() -> None:

@@ -25,6 +25,7 @@ import torch
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.calls import ms_of
+from bench.harness.timing import seconds
 from bench.transport.hits import fetch, submitted, wide_checkpoint
 from encoder_contract.framing import checksum
 from encoder_contract.geometry import Grid
@@ -78,13 +79,6 @@ def read_figures(folder: Path, files: int, rounds: int) -> Figures:
         "read_over_dd": sum(dd_s) / sum(tier_s),
         "write_gbps": size / median(write_s) / 1e9,
     }
-
-
-def seconds(action: Callable[[], object]) -> float:
-    """Return how long `action` takes."""
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def aligned(size: int) -> memoryview:

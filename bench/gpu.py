@@ -82,11 +82,8 @@ def no_cuda() -> str:
 
 def main() -> None:
     """Run the command line. Raises `SystemExit` if a measurement failed or there is no device."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=math.inf)
     parser.add_argument("name", choices=[each.name for each in BENCHMARKS])
-    parser.add_argument(
-        "--budget-s", type=float, default=math.inf, help="no measurement begins later (default: all are made)"
-    )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on the CPU")
     args = parser.parse_args()
     budget = TimeBudget(args.budget_s)  # imports count towards it

@@ -407,11 +407,8 @@ def _row(
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), help="only these")
-    parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, help="for all attacks (default %(default)s)"
-    )
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     earlier = results.earlier_figures("hardened").get("by_attack", {})

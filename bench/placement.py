@@ -17,10 +17,11 @@ from typing import Any
 from bench.edge import SETTINGS, SMALL
 from bench.edge_parts.null_tower import installed
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
+from bench.harness.calls import submit_and_fetch
 from bench.simulation.simulator import Machine, RequestLoad, SimulatedImage, SimulatedRequest, Simulation
 from bench.simulation.trials import FIRST, OURS, SKEWED, Trial, answer
 from encoder_contract.digest import content_digest
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
 from testing.server_process import running
@@ -112,6 +113,7 @@ PATCHES = 256
 REAL_SIZES = {1: 6, 2: 4, 4: 3, 8: 2}
 CLIENTS = 16  # so that a client has hardly another request in progress, as in the simulation
 FAST_PATCHES_PER_S = PATCHES / IMAGE_S
+WAIT_S = 600.0
 
 
 def requests_of(requests: int) -> tuple[list[SimulatedRequest], list[list[bytes]]]:
@@ -134,7 +136,7 @@ async def warm_up(endpoint: str, rate: float) -> None:
     base = photo(*SMALL, 8)
     async with await EncoderClient.connect(endpoint) as client:
         for number in range(ceil(2 * rate / PATCHES)):
-            await encode(client, [with_comment(base, number)])
+            await submit_and_fetch(client, [with_comment(base, number)], timeout_s=WAIT_S)
 
 
 async def real_waits(
@@ -152,19 +154,10 @@ async def real_waits(
         async def request(number: int) -> float:
             due = began + jobs[number].arrived_s
             await asyncio.sleep(due - time.monotonic())
-            await encode(callers[number % CLIENTS], files[number])
+            await submit_and_fetch(callers[number % CLIENTS], files[number], timeout_s=WAIT_S)
             return time.monotonic() - due
 
         return list(await asyncio.gather(*map(request, range(len(jobs)))))
-
-
-async def encode(client: EncoderClient, files: list[bytes]) -> None:
-    """Submit files, and wait until all have rows."""
-    requests = [RowRequest(answer.digest) for answer in await client.submit(files)]
-    async with client.fetch(requests, timeout_s=600) as outcomes:
-        async for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
 
 
 def real_figures(requests: int) -> dict[str, float]:

@@ -19,7 +19,9 @@ from statistics import median
 from typing import Any
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES, run_module
+from bench.harness.service import parsed_in, service_for_engines
+from bench.harness.timing import cpu_ms
+from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES
 from testing.photos import photo
 from testing.processes import EngineProcess, free_port
 
@@ -49,14 +51,9 @@ BENCHMARK = Benchmark(
     dry_run=("--rounds", "2", "--loop-s", "2"),
     why_not=lambda: "" if VLLM_PYTHON.exists() else "no .venv-vllm: make test-vllm",
 )
-SMALL, LARGE = (1280, 720), (1920, 1080)
-CASES: dict[str, tuple[tuple[int, int], int]] = {
-    "text": (SMALL, 0),
-    "1": (SMALL, 1),
-    "4": (SMALL, 4),
-    "4_large": (LARGE, 4),
-}
-"""The photos of each case: their size, and how many."""
+SIZE = (1280, 720)
+PHOTOS = {"text": 0, "1": 1, "4": 4}
+"""The photos of each case."""
 CALLERS = 16
 FIRST_SEED = 720_000
 READS = 15
@@ -74,10 +71,7 @@ def main() -> None:
     parser.add_argument(
         "--loop-s", type=float, default=12.0, help="seconds of the closed loop at each server"
     )
-    parser.add_argument("--here", action="store_true", help="in this interpreter, which has vLLM")
-    args = parser.parse_args()
-    if not args.here:
-        sys.exit(run_module(VLLM_PYTHON, "bench.render", "--here", *sys.argv[1:], variables=VLLM_VARIABLES))
+    args = parsed_in(VLLM_PYTHON, "bench.render", parser, VLLM_VARIABLES)
     print_figures(_measure(args.rounds, args.loop_s), args)
 
 
@@ -94,16 +88,6 @@ class RenderServer(EngineProcess):
         ]  # fmt: skip
         super().__init__(f"http://127.0.0.1:{port}", command, VLLM_VARIABLES)
 
-    def processor_ms(self) -> float:
-        """Return the processor time of all threads of its process so far."""
-        spent_ns = 0
-        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-            try:
-                spent_ns += int((thread / "schedstat").read_text().split()[0])
-            except OSError:  # it has ended
-                continue
-        return spent_ns / 1e6
-
     def render(self, body: bytes) -> bytes:
         """Have a chat laid out; return the answer."""
         import httpx
@@ -115,10 +99,10 @@ class RenderServer(EngineProcess):
 
     def cost_ms(self, body: bytes) -> float:
         """Have a chat laid out; return the processor time that it took."""
-        before = self.processor_ms()
+        before = cpu_ms(self.process.pid)
         self.render(body)
         time.sleep(SETTLED_S)
-        return self.processor_ms() - before
+        return cpu_ms(self.process.pid) - before
 
 
 def _our_flags(endpoint: str) -> list[str]:
@@ -134,12 +118,11 @@ Servers = dict[str, RenderServer]
 
 
 def _measure(rounds: int, loop_s: float) -> dict[str, Any]:
-    from bench.harness.service import service_for_engines
     from prefill_client.vllm.name_key import VARIABLE
     from testing.checkpoints import write_checkpoint
 
     os.environ[VARIABLE] = secrets.token_hex(32)
-    figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         size = {"size": {"longest_edge": MAX_PIXELS, "shortest_edge": 1024}}
         model = write_checkpoint(folder, preprocessor=size)
@@ -151,7 +134,6 @@ def _measure(rounds: int, loop_s: float) -> dict[str, Any]:
             figures |= _costs(both, rounds, seeds)
             figures |= _answers(both, seeds)
             figures |= _requests_per_core(both, loop_s, seeds)
-    figures["load_after"] = round(os.getloadavg()[0], 1)
     return figures
 
 
@@ -166,14 +148,14 @@ def _started(servers: Servers) -> Iterator[Servers]:
             server.stop()
 
 
-def _chat(size: tuple[int, int], count: int, seeds: Iterator[int]) -> bytes:
+def _chat(count: int, seeds: Iterator[int]) -> bytes:
     """Return the body of a chat with so many new photos."""
     from testing.answers import data_url
 
     text = f"look {next(seeds)} what?"
     parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     for _ in range(count):
-        url = data_url(photo(*size, next(seeds)))
+        url = data_url(photo(*SIZE, next(seeds)))
         parts.append({"type": "image_url", "image_url": {"url": url}})
     message = {"role": "user", "content": parts}
     return json.dumps({"model": MODEL_NAME, "messages": [message], "max_tokens": 1}).encode()
@@ -186,8 +168,8 @@ def _costs(servers: Servers, rounds: int, seeds: Iterator[int]) -> dict[str, flo
     """
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        for case, (size, count) in CASES.items():
-            body = _chat(size, count, seeds)
+        for case, count in PHOTOS.items():
+            body = _chat(count, seeds)
             for name in sorted(servers, reverse=bool(number % 2)):
                 new_ms, known_ms = servers[name].cost_ms(body), servers[name].cost_ms(body)
                 if number:
@@ -201,20 +183,19 @@ def _costs(servers: Servers, rounds: int, seeds: Iterator[int]) -> dict[str, flo
             f"{name}_1_over_text_ms": cost_ms[f"{name}_1"] - cost_ms[f"{name}_text"],
             f"{name}_4_new_ms": cost_ms[f"{name}_4"],
             f"{name}_4_known_ms": cost_ms[f"{name}_4_known"],
-            f"{name}_4_large_ms": cost_ms[f"{name}_4_large"],
         }
     return {key: round(value, 2) for key, value in figures.items()}
 
 
 def _answers(servers: Servers, seeds: Iterator[int]) -> dict[str, float]:
     """Return the bytes of the answer for four photos, and the processor time in which an engine reads them."""
-    body = _chat(SMALL, 4, seeds)
+    body = _chat(4, seeds)
     readers = {"stock": _read, "ours": _named_reader()}
     figures: dict[str, float] = {}
     for name, server in servers.items():
         answer = server.render(body)
         figures[f"{name}_bytes"] = len(answer)
-        figures[f"{name}_read_ms"] = round(_processor_ms(readers[name], answer), 3)
+        figures[f"{name}_read_ms"] = round(_read_ms(readers[name], answer), 3)
     return figures
 
 
@@ -245,7 +226,7 @@ def _named_reader() -> Callable[[bytes], None]:
     return read
 
 
-def _processor_ms(read: Callable[[bytes], None], request: bytes) -> float:
+def _read_ms(read: Callable[[bytes], None], request: bytes) -> float:
     spent_ms = []
     for _ in range(READS + 1):
         began = time.process_time()
@@ -256,14 +237,14 @@ def _processor_ms(read: Callable[[bytes], None], request: bytes) -> float:
 
 def _requests_per_core(servers: Servers, loop_s: float, seeds: Iterator[int]) -> dict[str, float]:
     """Return how many requests of four known photos a core of each server serves, with 16 callers that wait in turn."""
-    bodies = [_chat(SMALL, 4, seeds) for _ in range(CALLERS)]
+    bodies = [_chat(4, seeds) for _ in range(CALLERS)]
     rates = {}
     for name, server in servers.items():
         _loop(server, bodies, 0.0)
-        before = server.processor_ms()
+        before = cpu_ms(server.process.pid)
         count = _loop(server, bodies, loop_s)
         time.sleep(SETTLED_S)
-        rates[name] = count / (server.processor_ms() - before) * 1000
+        rates[name] = count / (cpu_ms(server.process.pid) - before) * 1000
     figures = {f"{name}_requests_per_core": round(rate, 2) for name, rate in rates.items()}
     return {**figures, "requests_ours_over_stock": round(rates["ours"] / rates["stock"], 2)}
 

@@ -1,7 +1,7 @@
 """Measures rows that go to another host: over the rows port, inline, and over a bare gRPC stream, in turn.
 
 All run over the loopback of one machine, so a network's own limits are not in the figures. Processor time is that of
-the server's and the client's process together, from /proc/PID/task/*/schedstat.
+the server's and the client's process together.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.timing import cpu_ms
 from bench.serving import lag_p99_s
 from bench.transport.bare import Bare, bare_server, read_bare
 from bench.transport.hits import fetch, submitted, wide_checkpoint
@@ -62,22 +63,11 @@ class Cost(NamedTuple):
     cpu_s: float
 
 
-def cpu_s(process: int) -> float:
-    """Return the processor time of the threads of a process."""
-    used = 0
-    for task in Path(f"/proc/{process}/task").iterdir():
-        try:
-            used += int((task / "schedstat").read_text().split()[0])
-        except OSError:
-            continue  # the thread has ended
-    return used / 1e9
-
-
 async def cost(way: Way, at_once: int) -> Cost:
     """Read an image `at_once` times together."""
-    began, cpu = time.perf_counter(), cpu_s(getpid()) + cpu_s(way.sender)
+    began, cpu = time.perf_counter(), cpu_ms(getpid()) + cpu_ms(way.sender)
     await asyncio.gather(*(way.read() for _ in range(at_once)))
-    return Cost(time.perf_counter() - began, cpu_s(getpid()) + cpu_s(way.sender) - cpu)
+    return Cost(time.perf_counter() - began, (cpu_ms(getpid()) + cpu_ms(way.sender) - cpu) / 1e3)
 
 
 async def costs(ways: Mapping[str, Way], rounds: int, at_once: int = 1) -> dict[str, list[Cost]]:

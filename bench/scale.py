@@ -18,12 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import transformers
 
-from bench.edge import spin_ms
 from bench.edge_parts.null_tower import installed
-from bench.harness.benchmark import Benchmark, Figure, Table, command_line, print_figures, table
+from bench.harness.benchmark import Benchmark, Figure, Table, command_line, print_figures, step, table
+from bench.harness.timing import cpu_ms, spin_ms
 from bench.scale_parts.forked import ForkedReplica
 from bench.scale_parts.redis_costs import AT_A_TIME, Spent, heartbeat, image, renewal
 from bench.scale_parts.watchers import CLIENTS, clients_of_one
@@ -153,11 +152,6 @@ async def counts(fleet: Sequence[ForkedReplica]) -> Counter[str]:
     )
 
 
-def cpu_s(fleet: Sequence[ForkedReplica]) -> float:
-    """Return the processor time that the replicas have had."""
-    return float(sum(sum(psutil.Process(replica.process.pid).cpu_times()[:2]) for replica in fleet))
-
-
 async def watch_percent(fleet: Sequence[ForkedReplica], clients: int) -> float:
     """Return what one idle client costs one replica, in percent of a core: pings, and a health watch."""
     before = await _busy(fleet)
@@ -167,17 +161,9 @@ async def watch_percent(fleet: Sequence[ForkedReplica], clients: int) -> float:
 
 async def _busy(fleet: Sequence[ForkedReplica]) -> float:
     """Return how many cores the replicas use."""
-    before = cpu_s(fleet)
+    before = sum(cpu_ms(replica.process.pid) for replica in fleet)
     await asyncio.sleep(IDLE_S)
-    return (cpu_s(fleet) - before) / IDLE_S
-
-
-@contextmanager
-def phase(what: str) -> Iterator[None]:
-    """Print how long a part of the benchmark took."""
-    began = time.monotonic()
-    yield
-    print(f"{time.monotonic() - began:5.0f} s  {what}", flush=True)
+    return (sum(cpu_ms(replica.process.pid) for replica in fleet) - before) / 1e3 / IDLE_S
 
 
 async def run(
@@ -191,7 +177,7 @@ async def run(
         return Traffic(endpoints, supply, workers=clients, clients=clients, pause_s=PAUSE_S)
 
     before, spent = await counts(fleet), Spent.by(servers)
-    with phase("without faults"):
+    with step("without faults"):
         async with traffic(0) as load:
             await load.more(2 * clients, within_s=300)
     spent = Spent.by(servers).each(spent, len(load.served))
@@ -199,7 +185,7 @@ async def run(
     counted.subtract(before)
     errors += load.errors
     steady, faults = load, FleetFaults(fleet, seed)
-    with phase("with faults"):
+    with step("with faults"):
         async with traffic(1) as load:
             await faults.go_on(seconds)
     errors += load.errors
@@ -291,11 +277,11 @@ def larger(figures: dict[str, float]) -> Table:
 
 async def figures_of(model: Path, args: Namespace) -> dict[str, Any]:
     """Run everything; return the figures."""
-    with phase("what the index costs Redis, and routers their clients"):
+    with step("what the index costs Redis, and routers their clients"):
         figures = {"spin_ms": spin_ms(), **await costs()}
         figures |= {f"router_ms_{replicas}": router_ms(replicas) for replicas in LARGE}
     with (
-        phase("clients of one replica"),
+        step("clients of one replica"),
         redis_server() as server,
         fleet_of(model, 1, server.url) as (replica,),
     ):
@@ -303,14 +289,14 @@ async def figures_of(model: Path, args: Namespace) -> dict[str, Any]:
     runs = []
     replicas, clients, seconds = args.replicas, args.clients, args.seconds / 2
     with (
-        phase("a fleet with one Redis"),
+        step("a fleet with one Redis"),
         redis_server() as server,
         fleet_of(model, replicas, server.url) as fleet,
     ):
         figures["watch_percent"] = await watch_percent(fleet, clients)
         runs.append(await run(fleet, [server], clients, seconds, args.seed))
     with (
-        phase("a fleet with a Redis Cluster"),
+        step("a fleet with a Redis Cluster"),
         redis_cluster() as cluster,
         fleet_of(model, replicas, cluster.url) as fleet,
     ):

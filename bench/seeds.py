@@ -13,12 +13,11 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import transformers
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, step
 from bench.harness.budget import TimeBudget
 from bench.seeds_parts.memory import IMAGES, LIMIT_GIB, memory
 from bench.seeds_parts.prompts import CHAT_ROUNDS, COUNTS, prompts
@@ -62,14 +61,13 @@ SECTION_S = {"tables": 30.0, "prompts": 150.0, "ranks": 120.0, "memory": 200.0}
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument("--sections", nargs="+", choices=SECTION_S, default=[*SECTION_S])
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="images of the prompts")
     parser.add_argument("--rounds", type=int, default=CHAT_ROUNDS, help="of a chat")
     parser.add_argument("--images", type=int, default=IMAGES, help="most images in the other sections")
     parser.add_argument("--limit-gib", type=float, default=LIMIT_GIB, help="what a process may grow by")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each kind of hits")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="default: %(default)s")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     budget, figures = TimeBudget(args.budget_s), dict[str, Any]()
@@ -83,9 +81,8 @@ def main() -> None:
         }
         for section in args.sections:
             if budget.affords(section, SECTION_S[section]):
-                began = monotonic()
-                figures |= run[section]()
-                print(f"{section}: {monotonic() - began:.0f} s", flush=True)
+                with step(section):
+                    figures |= run[section]()
     print_figures({**figures, "left_out": budget.left_out}, args)
 
 

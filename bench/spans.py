@@ -17,18 +17,9 @@ from operator import sub, truediv
 from pathlib import Path
 from statistics import median
 
-from bench.edge import (
-    CALLERS,
-    H200_PATCHES_PER_S,
-    SMALL,
-    TOGETHER,
-    EdgeCaller,
-    cpu_ms,
-    repeat,
-    server_of,
-    spin_ms,
-)
+from bench.edge import CALLERS, H200_PATCHES_PER_S, SMALL, TOGETHER, EdgeCaller, repeat, server_of
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.timing import cpu_ms, spin_ms
 from prefill_client import EncoderClient, traceparent
 from testing.checkpoints import write_checkpoint
 from testing.collector import collecting

@@ -72,10 +72,9 @@ BENCHMARK = Benchmark(
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument("--engine", choices=PYTHONS, help="only this one")
     parser.add_argument("--answers", type=int, default=10_000, help="of all engines (default: %(default)s)")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="default: %(default)s")
     args = parser.parse_args()
     # Engines run in their own process groups, so they must be stopped before this process ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
 from bench.harness.budget import DEFAULT_S, TimeBudget
 from bench.harness.results import hardware
+from bench.harness.timing import seconds
 from bench.harness.towers import CASES, case_grids, full_checkpoint, load_ours, work
 from encoder_contract.geometry import Grid
 from encoder_service.vision import Tower
@@ -77,14 +78,11 @@ OURS_IN_ROUND, THEIRS_IN_ROUND = 2, 1
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=DEFAULT_S)
     parser.add_argument(
         "--cases", nargs="+", default=("8x256", "720p"), choices=CASES, help="default: %(default)s"
     )
     parser.add_argument("--rounds", type=int, default=3, help="alternations; the best of each counts")
-    parser.add_argument(
-        "--budget-s", type=float, default=DEFAULT_S, help="for all of it (default %(default)s)"
-    )
     args = parser.parse_args()
     print_figures(measure(args), args)
 
@@ -195,13 +193,6 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def replay(calls: Sequence[Callable[[], object]]) -> float:
     """Return the seconds of the calls, each timed alone."""
     return sum(map(seconds, calls))
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Return the time of a call."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 @torch.inference_mode()

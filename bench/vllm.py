@@ -4,12 +4,9 @@ Engines run one by one in this process, on one core; the service has the other c
 model is small, but sized so that both encoding an image and prefilling its tokens take time, as on a GPU. Images are
 encoded in four ways: by the engine's own tower; by the service, where a request waits for all its images; by the
 service, where each prefill step waits for its images, with the cache manager; by vLLM's own encoder disaggregation, in
-an instance that has the other core instead of the service. The load of the machine is recorded, because on a busy
-machine the ratios mean little.
+an instance that has the other core instead of the service. On a busy machine the ratios mean little.
 """
 
-import os
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +17,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
-from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES, run_module
+from bench.harness.service import parsed_in, service_for_engines
+from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES
 from testing.photos import photo
 
 if TYPE_CHECKING:
@@ -76,28 +74,23 @@ ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 8192}
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; the medians count")
-    parser.add_argument("--here", action="store_true", help="in this interpreter, which has vLLM")
-    args = parser.parse_args()
-    if not args.here:
-        sys.exit(run_module(VLLM_PYTHON, "bench.vllm", "--here", *sys.argv[1:], variables=VLLM_VARIABLES))
+    args = parsed_in(VLLM_PYTHON, "bench.vllm", parser, VLLM_VARIABLES)
     print_figures(_measure(args.rounds), args)
 
 
 def _measure(rounds: int) -> dict[str, Any]:
-    from bench.harness.service import service_for_engines
     from bench.vllm_parts.disaggregation import encoder_instance
     from testing.checkpoints import write_checkpoint
     from testing.engine_flags import transfer
     from testing.vllm_engine import VllmEngine
 
-    figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         size = {"size": {"longest_edge": SIDE_PIXELS**2, "shortest_edge": 1024}}
         model = write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT, preprocessor=size)
         with service_for_engines(model) as server:
-            photos = _photos(
-                SIDE_PIXELS
-            )  # one iterator for all ways: the service has stored what an earlier way submitted
+            # One iterator for all ways: the service has stored what an earlier way submitted.
+            photos = _photos(SIDE_PIXELS)
             for way, options in WAYS.items():
                 engine = VllmEngine(model, server.endpoint, **ENGINE, **options)
                 submit = _nothing if way == "own" else partial(_submit, engine)
@@ -108,13 +101,16 @@ def _measure(rounds: int) -> dict[str, Any]:
                 engine = VllmEngine(model, server.endpoint, transfer=transfer(rows, "ec_consumer"), **ENGINE)
                 figures |= _way_figures(engine, "disaggregated", rounds, photos, encoder.encode)
                 engine.close()
-    figures["ttft_own_over_ours_16"] = _ratio(figures, "own_16_ms", "window_16_ms")
-    figures["ttft_request_over_window"] = _ratio(figures, "request_16_ms", "window_16_ms")
-    figures["round8_own_over_ours"] = _ratio(figures, "own_round8_ms", "window_round8_ms")
-    figures["disaggregated_over_ours_16"] = _ratio(figures, "disaggregated_16_ms", "window_16_ms")
-    figures["round8_disaggregated_over_ours"] = _ratio(figures, "disaggregated_round8_ms", "window_round8_ms")
-    figures["load_after"] = round(os.getloadavg()[0], 1)
-    return figures
+    ratios = {
+        "ttft_own_over_ours_16": ("own_16_ms", "window_16_ms"),
+        "ttft_request_over_window": ("request_16_ms", "window_16_ms"),
+        "round8_own_over_ours": ("own_round8_ms", "window_round8_ms"),
+        "disaggregated_over_ours_16": ("disaggregated_16_ms", "window_16_ms"),
+        "round8_disaggregated_over_ours": ("disaggregated_round8_ms", "window_round8_ms"),
+    }
+    return figures | {
+        name: round(figures[above] / figures[below], 2) for name, (above, below) in ratios.items()
+    }
 
 
 def _way_figures(
@@ -240,10 +236,6 @@ def _photos(side: int) -> Iterator[bytes]:
     while True:
         seed += 1
         yield photo(side, side, seed)
-
-
-def _ratio(figures: dict[str, Any], above: str, below: str) -> float:
-    return round(float(str(figures[above])) / float(str(figures[below])), 2)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import bench
@@ -42,8 +44,8 @@ class Figure:
     """A measured number: `key` is its name in the benchmark's JSON line, dotted if it is nested.
 
     `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. The page's
-    table has the figures with a target and those that are `shown`; the result file has all that was measured. `summary` is the row's
-    text in the README's table; a figure without one is not in that table.
+    table has the figures with a target and those that are `shown`; the result file has all that was measured.
+    `summary` is the row's text in the README's table; a figure without one is not in that table.
     """
 
     key: str
@@ -94,13 +96,29 @@ class Benchmark:
         return ["-m", *self.typed.split(), *arguments, *budget, "--json"]
 
 
-def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flag that all benchmarks have."""
+def command_line(description: str | None, *, budget_s: float | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the flag that all benchmarks have, and `--budget-s` for one that has a default of it."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    if budget_s is not None:
+        parser.add_argument(
+            "--budget-s",
+            type=float,
+            default=budget_s,
+            help="no measurement begins later (default: %(default)s)",
+        )
     return parser
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Print the name of a step of a slow benchmark, and how long it took."""
+    print(f"{what} ...", flush=True)
+    began = monotonic()
+    yield
+    print(f"{what}: {monotonic() - began:.0f} s", flush=True)
 
 
 def print_figures(figures: Mapping[str, Any], args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from bench.harness.benchmark import table
+from bench.harness.calls import fetch_all
 from bench.transport.hits import submitted, wide_checkpoint
 from encoder_contract.digest import content_digest
 from prefill_client import EncoderClient, FetchedRows, RowRequest, SharedRows
@@ -128,14 +129,14 @@ async def keys(client: EncoderClient, files: list[bytes], seconds: float) -> Fig
     digests = [content_digest(file) for file in files]
 
     async def known(number: int) -> None:
-        await _hit(client, digests[number])
+        await fetch_all(client, [digests[number]])
 
     async def file_hash(number: int) -> None:
-        await _hit(client, content_digest(files[number]))
+        await fetch_all(client, [content_digest(files[number])])
 
     async def pixel_hash(number: int) -> None:
         await asyncio.to_thread(hash_of_pixels, files[number])
-        await _hit(client, digests[number])
+        await fetch_all(client, [digests[number]])
 
     ways = {"known digest": known, "hash of the file": file_hash, "hash of the pixels": pixel_hash}
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -151,13 +152,6 @@ async def keys(client: EncoderClient, files: list[bytes], seconds: float) -> Fig
         "hits_hashed_over_pixels": found["hash of the file"] / found["hash of the pixels"],
         "key_tables": [table("Hits on 1280×720 photos", ("key", "requests/s"), list(found.items()))],
     }
-
-
-async def _hit(client: EncoderClient, digest: bytes) -> None:
-    async with client.fetch([RowRequest(digest)]) as stream:
-        async for rows in stream:
-            if rows.error is not None:
-                raise rows.error
 
 
 def hash_of_pixels(file: bytes) -> bytes:

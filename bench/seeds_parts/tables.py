@@ -1,13 +1,11 @@
 """Position and rotary tables of the published tower of Qwen3-VL-8B, cached and computed, over a range of grids."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from bench.harness.benchmark import table
+from bench.harness.timing import median_s
 from bench.harness.towers import load_ours
 from testing.checkpoints import vision_config, write_checkpoint
 
@@ -32,9 +30,8 @@ def tables(folder: Path) -> dict[str, Any]:
     rows = []
     for name, size in SIZES.items():
         grid = tower.geometry.grid(*size)
-        computed = _ms(partial(tower._make_tables, grid), COMPUTED)
-        tower._tables(grid)
-        cached = _ms(partial(tower._tables, grid), CACHED)
+        computed = 1e3 * median_s(partial(tower._make_tables, grid), COMPUTED)
+        cached = 1e3 * median_s(partial(tower._tables, grid), CACHED)
         rows.append((name, computed, cached, computed / cached))
     return {
         "tables_computed_1440p_ms": rows[-1][1],
@@ -42,12 +39,3 @@ def tables(folder: Path) -> dict[str, Any]:
         "tables_least_computed_over_cached": min(row[3] for row in rows),
         "grid_tables": [table("Tables of a grid", ("image", "computed, ms", "cached, ms", "ratio"), rows)],
     }
-
-
-def _ms(call: Callable[[], object], times: int) -> float:
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        found.append(1000 * (time.perf_counter() - began))
-    return median(found)

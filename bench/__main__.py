@@ -84,7 +84,7 @@ def measure(
     if load() > BUSY:
         print(f"the machine is busy (load {load():.1f} a core): times will be too long", flush=True)
     for number, each in enumerate(chosen):
-        print(f"[{number + 1}/{len(chosen)}] {each.name}: {each.asks} ", end="", flush=True)
+        print(f"[{number + 1}/{len(chosen)}] {each.name}: {each.asks}", flush=True)
         elapsed_s = monotonic() - began
         limit_s = DRY_LIMIT_S if dry_run else _limit_s(chosen[number:], elapsed_s, budget_s)
         keep = (lambda _: None) if dry_run else partial(store, folder=folder)
@@ -93,9 +93,10 @@ def measure(
         else:
             result = run(each, machine, dry_run=dry_run, limit_s=limit_s, logs=logs, so_far=keep)
         results.append(result)
-        print(f"{result.seconds:.0f} s, {result.status}{result.error and f': {result.error}'}", flush=True)
-        if result.status == OK or (each.in_steps and result.figures):
-            keep(result)
+        print(f"  {result.seconds:.0f} s, {result.status}{result.error and f': {result.error}'}", flush=True)
+        if (result.status == OK or (each.in_steps and result.figures)) and (path := keep(result)):
+            commit = result.versions["commit"]
+            print(f"  {relpath(path)}: {machine}; {result.measured_at}, commit {commit}", flush=True)
     print(f"{monotonic() - began:.0f} s in all")
     return results
 

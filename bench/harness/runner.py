@@ -19,7 +19,8 @@ from bench.harness.results import NOT_RUN, OK, ROOT, STOPPED, Result, load, now,
 LOGS = ROOT / ".bench"
 END_S = 10.0  # for a benchmark that ran out of time to stop its servers
 LATE_S = 60.0  # a benchmark in steps that ends so long after its budget hangs
-STEP_S = 1.0  # between two looks at what a benchmark in steps has printed
+STEP_S = 1.0  # between two looks at what a benchmark has printed
+PROGRESS_S = 60.0
 
 
 def run(
@@ -33,14 +34,15 @@ def run(
 ) -> Result:
     """Run a benchmark for at most `limit_s` seconds; its output goes to `NAME.log` in the folder `logs`.
 
-    `so_far` is called every `STEP_S` with what a benchmark in steps has measured so far.
+    `so_far` is called every `STEP_S` with what a benchmark in steps has measured so far. Every `PROGRESS_S`, the last
+    line of its output is shown.
     """
     command = benchmark.command(dry_run=dry_run, budget_s=limit_s)
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{benchmark.name}.log"
     typed, busy = shlex.join(["python", *command]), round(load(), 2)
     result = Result(benchmark.name, machine, STOPPED, typed, now(), load=busy, versions=versions())
-    began = monotonic()
+    began = shown = monotonic()
     deadline = began + limit_s + (LATE_S if benchmark.in_steps else 0.0)
     with log.open("w") as output:
         process = _started(command, output.fileno())
@@ -52,6 +54,9 @@ def run(
             )
             if benchmark.in_steps and result.figures:
                 so_far(result)
+            if result.status == STOPPED and monotonic() - shown >= PROGRESS_S:
+                shown = monotonic()
+                print(f"  {seconds:.0f} s: {last_line(log)[:100]}", flush=True)
     finally:
         _end(process)
     if result.status == OK and not result.figures:

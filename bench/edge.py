@@ -1,7 +1,7 @@
 """Measures what an image costs the server's process, beside a tower and a decoder that cost nothing.
 
 Times are processor time, so a busy machine changes them little. `spin_ms` is a fixed piece of Python in the same run: a
-quiet core of this kind needs about 20 ms for it. The floor is bare gRPC with as many calls. With `paced` devices, the
+quiet core of this kind needs about 20 ms for it. With `paced` devices, the
 tower sleeps as long as an H200 is expected to take. To compare images a second with that pace, devices are slowed, so
 that two cores suffice for everything else.
 """
@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from bench.edge_parts.floor import call as bare_call
-from bench.edge_parts.floor import floor
 from bench.edge_parts.null_tower import installed
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.calls import fetch_all, submit_and_fetch
+from bench.harness.timing import cpu_ms, spin_ms
 from encoder_contract.digest import content_digest
 from encoder_service.metrics import ScrapeDelta, quantile
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import EncoderClient
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo, with_comment
 from testing.server_process import ServerProcess, running
@@ -67,24 +67,9 @@ FAR_S = 0.05  # each way
 FAR_BYTES = 10_000_000
 CALLERS = 8
 TOGETHER = 16
-CPUCLOCK_SCHED = 2  # with a process's id, its clock of processor time: clock_getcpuclockid(3)
 SETTINGS = {"max_queued_images": 20_000, "max_queue_s": 3600, "store_host_gib": 0.25, "decode_threads": 8}
 
 Operation = Callable[[], Awaitable[None]]
-
-
-def cpu_ms(process: int) -> float:
-    """Return the processor time of all threads that a process has had."""
-    clock = ~process << 3 | CPUCLOCK_SCHED
-    return time.clock_gettime_ns(clock) / 1e6
-
-
-def spin_ms() -> float:
-    """Return the processor time of a fixed piece of Python."""
-    began, seen = time.process_time_ns(), {}
-    for number in range(150_000):
-        seen[number & 1023] = (number, str(number & 255))
-    return (time.process_time_ns() - began) / 1e6
 
 
 class EdgeCaller:
@@ -100,30 +85,20 @@ class EdgeCaller:
         """Return files that no server has seen."""
         return [with_comment(self._base, next(self._numbers)) for _ in range(count)]
 
-    async def submit(self, files: Sequence[bytes]) -> None:
-        """Submit files."""
-        for answer in await self._client.submit(files):
-            if answer.error is not None:
-                raise answer.error
+    async def encode(self, count: int) -> None:
+        """Submit new files and fetch their rows."""
+        await submit_and_fetch(self._client, self.new(count))
 
     async def fetch(self, files: Sequence[bytes]) -> None:
         """Fetch all rows of files by handle."""
-        requests = [RowRequest(content_digest(file)) for file in files]
-        async with self._client.fetch(requests) as outcomes:
-            async for outcome in outcomes:
-                if outcome.error is not None:
-                    raise outcome.error
-
-    async def encode(self, count: int) -> None:
-        """Submit new files and fetch their rows."""
-        files = self.new(count)
-        await self.submit(files)
-        await self.fetch(files)
+        await fetch_all(self._client, [content_digest(file) for file in files])
 
     async def chat(self, known: Sequence[bytes]) -> None:
         """Submit known files and a new one, and fetch the new one."""
         new = self.new(1)
-        await self.submit([*known, *new])
+        for answer in await self._client.submit([*known, *new]):
+            if answer.error is not None:
+                raise answer.error
         await self.fetch(new)
 
 
@@ -163,8 +138,7 @@ async def costs(server: ServerProcess, ops: int) -> dict[str, float]:
         figures["new_ms"], figures["client_new_ms"] = await measure(process, together, ops, TOGETHER)
         figures["new_one_ms"], _ = await measure(process, partial(small.encode, 1), 4 * ops, 1)
         known = small.new(29)
-        await small.submit(known)
-        await small.fetch(known)
+        await submit_and_fetch(client, known)
         figures["chat_ms"], _ = await measure(process, partial(small.chat, known), ops, 1)
         hit = partial(small.fetch, known[:TOGETHER])
         figures["hit_ms"], _ = await measure(process, hit, 2 * ops, TOGETHER)
@@ -229,21 +203,6 @@ async def over_pace(server: ServerProcess, size: tuple[int, int], devices: int, 
     return (after - before) / (ended - began) / pace
 
 
-async def floor_figures(ops: int) -> dict[str, float]:
-    """Measure bare gRPC with as many calls and bytes."""
-    size = len(photo(256, 256, 7)) + 100
-
-    async with floor() as (process, channel):
-
-        async def pair(images: int) -> None:
-            await bare_call(channel, size * images)
-            await bare_call(channel, 50 * images)
-
-        together, _ = await measure(process, partial(pair, TOGETHER), 2 * ops, TOGETHER)
-        one, _ = await measure(process, partial(pair, 1), 4 * ops, 1)
-    return {"floor_new_ms": together, "floor_one_ms": one}
-
-
 @contextmanager
 def server_of(model: Path, devices: int, patches_per_s: float) -> Iterator[ServerProcess]:
     """Run a server of devices whose towers take no time (0), or sleep at a pace."""
@@ -272,7 +231,7 @@ async def figures_of(model: Path, ops: int) -> dict[str, float]:
         with server_of(model, devices, H200_PATCHES_PER_S / SLOWED) as server:
             for name, size in {"256": SMALL, "720p": LARGE}.items():
                 figures[f"over_pace_{name}{suffix}"] = await over_pace(server, size, devices, seconds)
-    return {**figures, **await floor_figures(ops), "spin_ms": sum(spins) / len(spins)}
+    return {**figures, "spin_ms": sum(spins) / len(spins)}
 
 
 def main() -> None:

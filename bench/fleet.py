@@ -1,13 +1,13 @@
 """What a fleet of three replicas saves, and what clients see when one of them is killed: real servers, a real Redis.
 
-It also times the index: each call that a Submit makes, on one Redis and on a Redis Cluster of three.
+It also times the calls to the index that a Submit makes.
 """
 
 import asyncio
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -21,10 +21,9 @@ from bench.harness.calls import ms_of
 from encoder_contract.geometry import Grid
 from encoder_service.cluster.cluster import Replica
 from encoder_service.cluster.redis import RedisSettings, namespace
-from encoder_service.cluster.redis_cluster import RedisCluster
 from testing.checkpoints import write_checkpoint
 from testing.holding import cluster_of
-from testing.redis_servers import redis_cluster, redis_server
+from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
 from testing.traffic import Served, Supply, Traffic
 
@@ -153,59 +152,20 @@ GRID = Grid(1, 44, 80)
 BATCH = 32  # images of a large prompt
 
 
-async def join(stack: AsyncExitStack, url: str, name: str) -> RedisCluster:
-    """Return a joined cluster that the stack closes. Its timeout is long enough for a busy machine."""
+async def index_ms(url: str, rounds: int) -> float:
+    """Return the median milliseconds that the index takes for a Submit of 32 images: to acquire, and later to publish.
+
+    Its timeout is long enough for a busy machine.
+    """
     settings = RedisSettings(url=url, namespace=namespace("encoder", MODEL), call_timeout_ms=2000)
-    cluster = cluster_of(settings)
-    await cluster.join(Replica(name, 1, f"{name}.encoder:50051", MODEL, b"p" * 32))
-    stack.push_async_callback(cluster.close)
-    return cluster
-
-
-async def time_index(url: str, rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of each call for 32 addresses, and of all calls of a Submit of 32 images."""
-    draw = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in ("acquire", "publish", "locate", "hint")}
-    async with AsyncExitStack() as stack:
-        holder, waiter = await join(stack, url, "a"), await join(stack, url, "b")
-        a, b = holder.index, waiter.index
-        for _ in range(rounds):
-            addresses = [draw.randbytes(32) for _ in range(BATCH)]
-            times["acquire"].append(await ms_of(a.acquire(addresses)))
-            times["publish"].append(await ms_of(a.publish(dict.fromkeys(addresses, GRID))))
-            times["locate"].append(await ms_of(b.locate(addresses)))
-            hand_over = await _prepare_hand_over(holder, waiter, [draw.randbytes(32) for _ in range(BATCH)])
-            times["hint"].append(await ms_of(hand_over()))
-    submit = [a + p for a, p in zip(times["acquire"], times["publish"], strict=True)]
-    return {"submit": median(submit), **{name: median(values) for name, values in times.items()}}
-
-
-async def _prepare_hand_over(
-    holder: RedisCluster, waiter: RedisCluster, addresses: list[bytes]
-) -> Callable[[], Awaitable[object]]:
-    """Let `waiter` wait for addresses; return a call that publishes them and returns once `waiter` knows."""
-    await holder.acquire(addresses)
-    waits = [asyncio.create_task(waiter.wait_published(address, 5.0)) for address in addresses]
-    await asyncio.sleep(0.005)
-
-    async def hand_over() -> None:
-        await holder.index.publish(dict.fromkeys(addresses, GRID))
-        assert all(await asyncio.gather(*waits))
-
-    return hand_over
-
-
-def index_figures(rounds: int) -> dict[str, float]:
-    """Time the index on one Redis and on a cluster of three, and print the tables."""
-    with redis_server() as server:
-        single = asyncio.run(time_index(server.url, rounds))
-    with redis_cluster() as cluster:
-        clustered = asyncio.run(time_index(cluster.url, rounds))
-    rows: list[list[str | float]] = [["one Redis", *single.values()], ["cluster of 3", *clustered.values()]]
-    heads = ["server", "acquire + publish", "acquire", "publish", "locate", "published to known"]
-    table(f"{BATCH} addresses, milliseconds (p50 of {rounds})", heads, rows)
-    calls = {f"index_{name}_ms": value for name, value in single.items() if name != "submit"}
-    return {"index_ms_32": single["submit"], "index_ms_32_cluster": clustered["submit"], **calls}
+    draw, cluster, found = random.Random(0), cluster_of(settings), list[float]()
+    await cluster.join(Replica("a", 1, "a.encoder:50051", MODEL, b"p" * 32))
+    for _ in range(rounds):
+        addresses = [draw.randbytes(32) for _ in range(BATCH)]
+        acquire_ms = await ms_of(cluster.index.acquire(addresses))
+        found.append(acquire_ms + await ms_of(cluster.index.publish(dict.fromkeys(addresses, GRID))))
+    await cluster.close()
+    return median(found)
 
 
 def main() -> None:
@@ -216,7 +176,8 @@ def main() -> None:
         "--prompts", type=int, default=6, help="prompts of 32 images of each of three clients"
     )
     args = parser.parse_args()
-    figures = index_figures(args.rounds)
+    with redis_server() as server:
+        figures = {"index_ms_32": asyncio.run(index_ms(server.url, args.rounds))}
     if not args.index_only:
         with three_replicas() as replicas:
             figures |= asyncio.run(count_encodes(replicas, args.prompts))

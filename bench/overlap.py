@@ -7,14 +7,9 @@ first chunk's images, each measured alone in the same round.
 Overlap needs all cores at the same time, but encode and prefill alone do not. So on a busy machine the ratios mean
 nothing. Each round waits until other processes are quiet (for a limited time), and records the CPU time that they used
 during the round. Medians are over the quiet rounds if there are enough of them; the JSON has their number.
-
-Most figures are of equal images. A prompt of one large and six small images shows whether the small ones, which later
-chunks need, delay the large one, which the first chunk needs.
 """
 
 import asyncio
-import itertools
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,12 +50,7 @@ BENCHMARK = Benchmark(
 )
 
 IMAGES, SIDE = 16, 512  # pixels: 1024 patches, 256 tokens each
-EQUAL = ((SIDE, SIDE),) * IMAGES
-UNEQUAL = (
-    (1280, 736),
-    *((640, 320),) * 6,
-)  # 920 tokens, then 200 each: all small ones together are a third larger
-CHUNK_TOKENS = 512
+CHUNK_TOKENS, IMAGES_A_CHUNK = 512, 2
 # Encoding an image takes about as long as prefilling its tokens: overlap gains most then, and is hardest to reach.
 VISION_LAYERS, TEXT_LAYERS = 8, 4
 # As in models of real size, the cost of a chunk depends on its tokens, and attention to earlier tokens is a small part.
@@ -113,9 +103,7 @@ class Bench:
     async def overlap(self, files: Sequence[bytes]) -> tuple[float, Prefilled]:
         """Return the milliseconds to the first token's logits, and the prefill; set `trace`."""
         self.trace = Trace("overlap")
-        began = time.monotonic()
-        prefilled = await self.chat.prefill(question(files), trace=self.trace)
-        return (time.monotonic() - began) * 1000, prefilled
+        return await first_token(self.chat, question(files), trace=self.trace)
 
     async def serial(self, files: Sequence[bytes], layout: Layout) -> float:
         """Fetch all rows, then prefill the prompt; return the milliseconds."""
@@ -138,21 +126,24 @@ class Bench:
         )
 
 
+async def first_token(
+    chat: Chat, messages: Sequence[dict[str, Any]], **options: Any
+) -> tuple[float, Prefilled]:
+    """Return the milliseconds to the first token's logits, and the prefill."""
+    began = time.monotonic()
+    prefilled = await chat.prefill(messages, **options)
+    return (time.monotonic() - began) * 1000, prefilled
+
+
 def question(files: Sequence[bytes]) -> list[dict[str, Any]]:
     """Return the messages of the prompt."""
     images = [{"type": "image", "image": file} for file in files]
     return [{"role": "user", "content": [*images, {"type": "text", "text": "What do these show?"}]}]
 
 
-def new_photos(seed: int, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return images of these sizes that no other seed has."""
-    return [photo(*size, 1000 * seed + number) for number, size in enumerate(sizes)]
-
-
-def of_first_chunk(sizes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Return the sizes of the images whose rows the first chunk needs."""
-    tokens = itertools.accumulate((width * height // 32**2 for width, height in sizes), initial=0)
-    return [size for size, before in zip(sizes, tokens, strict=False) if before < CHUNK_TOKENS]
+def new_photos(seed: int, count: int) -> list[bytes]:
+    """Return images that no other seed has."""
+    return [photo(SIDE, SIDE, 1000 * seed + number) for number in range(count)]
 
 
 class Others:
@@ -185,13 +176,13 @@ async def quiet() -> None:
             return
 
 
-async def measure(bench: Bench, number: int, sizes: Sequence[tuple[int, int]] = EQUAL) -> Round:
-    """Run a round. Each way of running the prompt has its own images, of the same sizes and so of one layout.
+async def measure(bench: Bench, number: int) -> Round:
+    """Run a round. Each way of running the prompt has its own images.
 
     Overlap and serial alternate in running first.
     """
-    alone, overlapped, serial = (new_photos(4 * number + way, sizes) for way in range(3))
-    first = new_photos(4 * number + 3, of_first_chunk(sizes))
+    alone, overlapped, serial = (new_photos(4 * number + way, IMAGES) for way in range(3))
+    first = new_photos(4 * number + 3, IMAGES_A_CHUNK)
     others = Others()
     encode_ms = await bench.encode(alone)
     _, cached = await bench.overlap(alone)  # its rows are stored, so prefill runs alone
@@ -203,18 +194,14 @@ async def measure(bench: Bench, number: int, sizes: Sequence[tuple[int, int]] = 
     return Round(encode_ms, first_ms, prefill_ms, serial_ms, overlap_ms, others.cores())
 
 
-def best(all_rounds: Sequence[Round]) -> Sequence[Round]:
-    """Return the quiet rounds if there are enough of them, else all."""
+def summary(all_rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return the medians, over the quiet rounds if there are enough of them.
+
+    Each ratio is computed within a round, because rounds differ in speed.
+    """
     quiet_rounds = [each for each in all_rounds if each.quiet]
-    return quiet_rounds if len(quiet_rounds) >= ENOUGH_ROUNDS else all_rounds
-
-
-def summary(all_rounds: Sequence[Round], unequal: Sequence[Round]) -> dict[str, Any]:
-    """Return the medians. Each ratio is computed within a round, because rounds differ in speed."""
-    rounds = best(all_rounds)
-    quiet_count = sum(each.quiet for each in all_rounds)
+    rounds = quiet_rounds if len(quiet_rounds) >= ENOUGH_ROUNDS else all_rounds
     return {
-        "images": IMAGES,
         "encode_ms": median(r.encode for r in rounds),
         "prefill_ms": median(r.prefill for r in rounds),
         "first_chunk_encode_ms": median(r.first_chunk_encode for r in rounds),
@@ -222,28 +209,18 @@ def summary(all_rounds: Sequence[Round], unequal: Sequence[Round]) -> dict[str, 
         "serial_ms": median(r.serial for r in rounds),
         "ttft_over_ideal": median(r.overlap / r.ideal for r in rounds),
         "serial_over_overlap": median(r.serial / r.overlap for r in rounds),
-        "parts_over_overlap": median((r.encode + r.prefill) / r.overlap for r in rounds),
-        "unequal_ttft_ms": median(r.overlap for r in best(unequal)),
-        "unequal_over_ideal": median(r.overlap / r.ideal for r in best(unequal)),
         "rounds": len(all_rounds),
-        "quiet_rounds": quiet_count,
-        "only_quiet_count": quiet_count >= ENOUGH_ROUNDS,
+        "quiet_rounds": len(quiet_rounds),
         "others_cores": median(r.others_cores for r in rounds),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
     }
 
 
-async def run(folder: Path, rounds: int, trace: Path | None) -> tuple[list[Round], list[Round]]:
-    """Start a server on a seeded checkpoint and measure until enough rounds were quiet, or for `MAX_S`.
-
-    Return the rounds of equal images, and those of unequal images.
-    """
+async def run(folder: Path, rounds: int, trace: Path | None) -> list[Round]:
+    """Start a server on a seeded checkpoint and measure until enough rounds were quiet, or for `MAX_S`."""
     model = write_checkpoint(folder / "checkpoint", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     language_model = load_language_model(model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     done: list[Round] = []
-    unequal: list[Round] = []
     settings: dict[str, Any] = {"store_host_gib": 0.5, "threads": HALF_THE_CORES}
     # A batch is one image, so that prefill runs on one image while the next is encoded.
     with running(model, log=folder / "server.log", batch_patches=(SIDE // 16) ** 2, **settings) as server:
@@ -251,7 +228,6 @@ async def run(folder: Path, rounds: int, trace: Path | None) -> tuple[list[Round
             bench = Bench(client, language_model, tokenizer)
             began = time.monotonic()
             await measure(bench, 0)  # warm up
-            await measure(bench, 0, UNEQUAL)
             round_s = time.monotonic() - began
             until = began + MAX_S - round_s  # the last moment at which another round can start
             while sum(each.quiet for each in done) < rounds and (time.monotonic() < until or not done):
@@ -259,8 +235,7 @@ async def run(folder: Path, rounds: int, trace: Path | None) -> tuple[list[Round
                 done.append(await measure(bench, len(done) + 1))
                 if trace and done[-1].overlap == min(each.overlap for each in done):
                     bench.trace.write(trace)
-                unequal.append(await measure(bench, len(done), UNEQUAL))
-    return done, unequal
+    return done
 
 
 def main() -> None:
@@ -271,15 +246,14 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(HALF_THE_CORES)
     with tempfile.TemporaryDirectory() as folder:
-        rounds, unequal = asyncio.run(run(Path(folder), args.rounds, args.trace))
+        rounds = asyncio.run(run(Path(folder), args.rounds, args.trace))
     heads = ("encode", "prefill", "first", "ideal", "overlap", "serial", "others, cores")
-    for what, measured in {"Rounds, ms": rounds, "Rounds of unequal images, ms": unequal}.items():
-        rows = [
-            (r.encode, r.prefill, r.first_chunk_encode, r.ideal, r.overlap, r.serial, r.others_cores)
-            for r in measured
-        ]
-        table(what, heads, rows)
-    print_figures(summary(rounds, unequal), args)
+    rows = [
+        (r.encode, r.prefill, r.first_chunk_encode, r.ideal, r.overlap, r.serial, r.others_cores)
+        for r in rounds
+    ]
+    table("Rounds, ms", heads, rows)
+    print_figures(summary(rounds), args)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -78,8 +79,7 @@ SHALLOW = 4  # blocks, where only the service is measured
 # The least number of batches of the deep tower: warm-up and `LEAST_ROUNDS`, both ways, and the full load.
 LEAST_BATCHES = 2 * (1 + LEAST_ROUNDS) + 2
 LONG_S = 120.0  # enough for a device to restart
-# Images that two devices encode as a group: one of 14,400 patches, and one of 3600, just above the minimum.
-SHARED = {"960": (960, 960), "1440p": (2560, 1440)}
+SHARED = (2560, 1440)  # of an image that two devices encode as a group
 SHARED_ROUNDS = 2
 # The client retries, unless the refusal's retry hint is longer than this.
 REFUSED_S = 2.0
@@ -100,29 +100,19 @@ def affordable_depth(shallow: Path, budget: TimeBudget) -> int:
 
 
 async def latency_section(endpoint: str, budget: TimeBudget) -> Figures:
-    """Time the answers to a Submit of a new and a known 720p photo, and a hit, on an idle server."""
+    """Time the answers to a Submit of a new 720p photo on an idle server."""
     new_ms: list[float] = []
-    known_ms: list[float] = []
-    hit_ms: list[float] = []
     photos = PHOTOS
     async with await EncoderClient.connect(endpoint) as client:
         while len(new_ms) < photos:
             began = time.perf_counter()
             file = photo(1280, 720, seed=len(new_ms))
             new_ms.append(await ms_of(client.submit([file])))
-            digest = content_digest(file)
-            await fetch_all(client, [digest])
-            for _ in range(5):
-                known_ms.append(await ms_of(client.submit([file])))
-                hit_ms.append(await ms_of(fetch_all(client, [digest])))
+            await fetch_all(client, [content_digest(file)])
             if len(new_ms) == 1:
                 photo_s = time.perf_counter() - began
                 photos = budget.count("photos", PHOTOS, photo_s, share=SHARE_OF_LATENCY, least=LEAST_PHOTOS)
-    return {
-        "submit_new_720p_ms": median(new_ms),
-        "submit_known_720p_ms": median(known_ms),
-        "fetch_hit_ms": median(hit_ms),
-    }
+    return {"submit_new_720p_ms": median(new_ms)}
 
 
 def tower_seconds(model: Model, files: Sequence[bytes]) -> float:
@@ -175,7 +165,6 @@ async def load_section(server: ServerProcess, images: int) -> Figures:
     busy, starved = (window.increase(f"device_{what}_seconds_total") for what in ("busy", "starved"))
     return {
         "busy_fraction": busy / (busy + starved),
-        "busy_share_of_wall": busy / seconds,
         "loop_lag_p99_ms": lag_p99_s(window) * 1e3,
         "images_per_s": images / seconds,
     }
@@ -244,19 +233,19 @@ async def shared_section(folder: Path) -> Figures:
     """Alternate images between a server with one device and a server whose two devices encode each image as a group."""
     model = checkpoint(folder, 1)  # a block takes one thread 12 s
     one: dict[str, Any] = {"threads": 1, "store_host_gib": 1}
-    ratios: dict[str, list[float]] = {size: [] for size in SHARED}
+    ratios = []
     with running(model, devices="cpu", **one) as alone, running(model, devices="cpu,cpu", **one) as both:
         for server in (alone, both):  # warm up
             await _single_ms(server.endpoint, photo(960, 960, 79_999))
+        warmed_up = both.metrics().total("shared_images_total")
         for number in range(SHARED_ROUNDS):
-            for size, shape in SHARED.items():
-                file = photo(*shape, 80_000 + number)
-                one_ms, both_ms = [await _single_ms(server.endpoint, file) for server in (alone, both)]
-                ratios[size].append(one_ms / both_ms)
-        shared = both.metrics().total("shared_images_total")
-    if shared < len(SHARED) * SHARED_ROUNDS:
+            file = photo(*SHARED, 80_000 + number)
+            one_ms, both_ms = [await _single_ms(server.endpoint, file) for server in (alone, both)]
+            ratios.append(one_ms / both_ms)
+        shared = both.metrics().total("shared_images_total") - warmed_up
+    if shared < SHARED_ROUNDS:
         raise RuntimeError(f"only {shared:g} images were encoded by both devices; is the machine busy?")
-    return {f"shared_{size}_over_one": median(each) for size, each in ratios.items()}
+    return {"shared_1440p_over_one": median(ratios)}
 
 
 async def _single_ms(endpoint: str, file: bytes) -> float:
@@ -305,19 +294,17 @@ async def _capacity(endpoint: str) -> float:
         return len(files) * 1e3 / await ms_of(submit_and_fetch(client, files))
 
 
+@dataclass
 class Offered:
-    """The outcomes of the images of an open load."""
+    """The outcomes of the images of an open load: the seconds of those served, and the errors of the others."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.refused = 0
-        self.others: Counter[str] = Counter()
+    seconds: list[float] = field(default_factory=list)
+    refused: int = 0
+    others: Counter[str] = field(default_factory=Counter)
 
-    def note(self, error: EncoderError | None, seconds: float = 0.0) -> None:
-        """Count an image whose rows came after `seconds`, or that failed."""
-        if error is None:
-            self.seconds.append(seconds)
-        elif isinstance(error, OverloadedError):
+    def fail(self, error: EncoderError) -> None:
+        """Count an image that failed."""
+        if isinstance(error, OverloadedError):
             self.refused += 1
         else:
             self.others[str(error)[-60:]] += 1
@@ -339,11 +326,14 @@ async def offer(endpoint: str, images_per_s: float, seconds: float, base: bytes)
             (submitted,) = await client.submit([file], timeout_s=REFUSED_S)
             began = time.perf_counter()
             if submitted.error is not None:
-                outcome.note(submitted.error)
+                outcome.fail(submitted.error)
                 return
             async with client.fetch([RowRequest(submitted.digest)], timeout_s=60) as stream:
                 async for rows in stream:
-                    outcome.note(rows.error, time.perf_counter() - began)
+                    if rows.error is not None:
+                        outcome.fail(rows.error)
+                    else:
+                        outcome.seconds.append(time.perf_counter() - began)
 
         tasks = []
         for file in files:
@@ -398,16 +388,13 @@ async def measure(folder: Path, args: Namespace, budget: TimeBudget) -> Figures:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument(
         "--rounds", type=int, default=7, help="batches for the server and for the bare engine each"
     )
     parser.add_argument("--images", type=int, default=96, help="images of the full load")
     parser.add_argument(
         "--overload-s", type=float, default=60.0, help="seconds of ten times overload; 0: none"
-    )
-    parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, help="for all but the overload (default %(default)s)"
     )
     args = parser.parse_args()
     budget = TimeBudget(args.budget_s)

@@ -1,12 +1,11 @@
 """Compares SGLang with the service to SGLang with its own tower and its own encoder server: first token and hits.
 
-Real engines encode the images of one checkpoint in five ways: with SGLang's own tower; with the service through the
-packages that SGLang loads, waiting for all images or chunk by chunk; with the service through the gateway; with
-SGLang's own encoder server. The gateway and that server feed the same language server in turn. The ways take turns on
-both cores while the other engines idle, and every prompt has new photos. The model is small. The load of the machine is
-recorded, because on a busy machine the ratios mean little.
+Real engines encode the images of one checkpoint in three ways: with SGLang's own tower; with the service through the
+gateway; with SGLang's own encoder server. The gateway and that server feed the same language server in turn. The ways
+take turns on both cores while the other engines idle, and every prompt has new photos. The model is small. On a busy
+machine the ratios mean little. `bench.engines` measures the packages that SGLang loads.
 
-Every step prints its duration and its figures to stderr. Rounds for which no time is left are skipped.
+Every step prints its duration and its figures. Rounds for which no time is left are skipped.
 """
 
 import asyncio
@@ -16,9 +15,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count, islice
 from pathlib import Path
 from statistics import median
@@ -26,27 +25,24 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
+import psutil
 import zmq
 
-from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
+from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, step
 from bench.harness.budget import TimeBudget
 from bench.harness.calls import ms_of, submit_and_fetch
+from bench.harness.memory import private_bytes
+from bench.harness.service import parsed_in, service_for_engines
 from bench.vllm import TEXT, TEXT_LAYERS
 from prefill_client import EncoderClient
-from testing.engine_environments import SGLANG_PYTHON, run_module
+from testing.engine_environments import SGLANG_PYTHON
 from testing.photos import data_url, photo
 
 if TYPE_CHECKING:
     from testing.sglang_engine import SglangEngine
     from testing.sglang_gateway import GatewayProcess
 
-WAYS = {
-    "own": "SGLang's own tower",
-    "encoder": "SGLang's own encoder server",
-    "gateway": "ours, through the gateway",
-    "packages": "ours, by its packages",
-    "chunk": 'ours, by its packages, with "gating": "chunk"',
-}
+WAYS = ("own", "encoder", "gateway")
 # Smaller than in bench.vllm, because this model also encodes photos of 14,400 patches.
 VISION = {"depth": 3, "hidden_size": 144, "num_heads": 2, "deepstack_visual_indexes": [0, 1, 2]}
 IMAGES, CHAT_IMAGES, HIT_IMAGES = 16, 8, 4
@@ -88,8 +84,6 @@ BENCHMARK = Benchmark(
     dry_run=("--rounds", "1"),
     why_not=lambda: "" if SGLANG_PYTHON.exists() else "no .venv-sglang: make test-sglang",
 )
-# Started two at a time. Only the first two take part in the measurement of hits.
-ENGINES = ("encoder", "language", "own", "packages", "chunk")
 # Idle engines must sleep, otherwise they would take the cores of the engine under test.
 FLAGS = ("--chunked-prefill-size", "512", "--sleep-on-idle")
 # Less than ten minutes: engines take some seconds to end, and the last round may be the slowest.
@@ -97,79 +91,53 @@ BUDGET_S = 540.0
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each kind; the medians count")
-    parser.add_argument(
-        "--only", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help=", ".join(WAYS)
-    )
-    parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, help="for all rounds (default %(default)s)"
-    )
-    parser.add_argument("--here", action="store_true", help="in this interpreter, which has SGLang")
-    args = parser.parse_args()
-    if not args.here:
-        sys.exit(run_module(SGLANG_PYTHON, "bench.sglang", "--here", *sys.argv[1:], variables={}))
+    args = parsed_in(SGLANG_PYTHON, "bench.sglang", parser)
     # Engines run in their own process groups, so they must be stopped before this process ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     budget = TimeBudget(args.budget_s)
-    figures = _measure(args.rounds, args.only, budget)
+    figures = _measure(args.rounds, budget)
     print_figures({**figures, "left_out": budget.left_out}, args)
 
 
-def _measure(rounds: int, ways: Collection[str], budget: TimeBudget) -> dict[str, Any]:
-    from bench.harness.service import service_for_engines
+def _measure(rounds: int, budget: TimeBudget) -> dict[str, Any]:
     from testing.checkpoints import write_checkpoint
     from testing.sglang_engine import add_video_processor
     from testing.sglang_gateway import running_gateway
 
-    figures: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}
     with ExitStack() as held:
-        with _step("start the service and the gateway"):
+        with step("start the service and the gateway"):
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
             write_checkpoint(folder, vision=VISION, text_layers=TEXT_LAYERS, text=TEXT)
             model = add_video_processor(folder, "qwen3_vl")
             server = held.enter_context(service_for_engines(model))
             gateway = held.enter_context(running_gateway(server.endpoint, language_model=model))
-        with _step(f"{PARTS} parts"):
-            figures |= _found(asyncio.run(_parts(server.endpoint, gateway)))
-        sides = Sides(model, server.endpoint, gateway.url)
+        with step(f"{PARTS} parts"):
+            figures = _found(asyncio.run(_parts(server.endpoint, gateway)))
+        sides = Sides(model, gateway.url)
         held.callback(sides.stop)
-        fed = {*ways} & {"gateway", "encoder"}
-        engines = [name for name in ENGINES if name in ways or (fed and name == "language")]
-        sides.start(*engines[:2])
-        with _step("four photos of 2560×1440 again"):
+        sides.start("encoder", "language")
+        with step("four photos of 2560×1440 again"):
             figures |= _found(_hits_1440p(sides, rounds))
-        for begin in range(2, len(engines), 2):
-            sides.start(*engines[begin : begin + 2])
-        with _step("a first prompt"):
-            sides.warm_up(ways)
-        figures |= _first_tokens(sides, rounds, ways, budget)
-    figures["load_after"] = round(os.getloadavg()[0], 1)
-    return figures
-
-
-@contextmanager
-def _step(what: str) -> Iterator[None]:
-    """Print the name of a step, and its duration at its end."""
-    began = time.perf_counter()
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    yield
-    print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        sides.start("own")
+        with step("a first prompt"):
+            for way in WAYS:
+                sides.first_token_ms(way, [next(_photos(*SIDE, WARM_SEED)), "warm"])
+        return figures | _first_tokens(sides, rounds, budget)
 
 
 def _found(figures: dict[str, float]) -> dict[str, float]:
     """Print figures at once, so that an interrupted run has printed them; return them."""
-    line = "  ".join(f"{name} {value}" for name, value in figures.items())
-    print(f"  {line}", file=sys.stderr, flush=True)
+    print(" ", *(f" {name} {value}" for name, value in figures.items()), flush=True)
     return figures
 
 
 class Sides:
     """The engines of all ways."""
 
-    def __init__(self, model: Path, endpoint: str, gateway_url: str) -> None:
+    def __init__(self, model: Path, gateway_url: str) -> None:
         from testing.processes import free_port
-        from testing.sglang_engine import package_variables
 
         port = free_port()
         self._bootstrap_url = f"http://127.0.0.1:{port}"
@@ -178,10 +146,6 @@ class Sides:
         self._flags = {
             "language": ("--language-only", *back_end),
             "encoder": ("--encoder-only", "--enable-prefix-mm-cache", *back_end),
-        }
-        self._variables = {
-            "packages": package_variables(endpoint),
-            "chunk": package_variables(endpoint, gating="chunk"),
         }
         self._engines: dict[str, SglangEngine] = {}
         self.encoders = {"gateway": [f"{gateway_url}/v{number}" for number in range(IMAGES)]}
@@ -192,20 +156,14 @@ class Sides:
         from testing.sglang_engine import SglangEngine
 
         threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
-        with _step(f"start {', '.join(names)}"):
+        with step(f"start {', '.join(names)}"):
             for name in names:
-                variables = {**threads, **self._variables.get(name, {})}
                 flags = (*FLAGS, *self._flags.get(name, ()))
-                self._engines[name] = SglangEngine(self._model, *flags, environment=variables)
+                self._engines[name] = SglangEngine(self._model, *flags, environment=threads)
             for name in names:
                 self._engines[name].wait_until_it_answers()
         if "encoder" in names:
             self.encoders["encoder"] = [self._engines["encoder"].url]
-
-    def warm_up(self, ways: Collection[str]) -> None:
-        """Send a prompt to the engines of all ways, and wait for the answers."""
-        for way in ways:
-            self.first_token_ms(way, [next(_photos(*SIDE, WARM_SEED)), "warm"])
 
     def stop(self) -> None:
         """Stop all engines."""
@@ -234,20 +192,22 @@ class Sides:
             _http("POST", f"{self._bootstrap_url}/register_encoder_url", json.dumps({"url": url}).encode())
 
 
-def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: TimeBudget) -> dict[str, float]:
+def _first_tokens(sides: Sides, rounds: int, budget: TimeBudget) -> dict[str, float]:
     """Run as many rounds as there is time for; return the medians of both prompts, and ratios."""
     photos = _photos(*SIDE, PROMPT_SEED)
-    ms: dict[str, list[float]] = {f"{way}_{kind}_ms": [] for kind in ("16", "round2") for way in ways}
+    ms: dict[str, list[float]] = {f"{way}_{kind}_ms": [] for kind in ("16", "round2") for way in WAYS}
     longest_s = 0.0
     for number in range(rounds):
         if not budget.affords(f"round {number + 1}", longest_s):
             break
         began = time.perf_counter()
-        with _step(f"round {number + 1} of {rounds}"):
-            for way in _in_turn(ways, number):
+        begin = number % len(WAYS)
+        in_turn = WAYS[begin:] + WAYS[:begin]  # each round begins with another way
+        with step(f"round {number + 1} of {rounds}"):
+            for way in in_turn:
                 took_ms = sides.first_token_ms(way, [*islice(photos, IMAGES), "Which is it?"])
                 ms[f"{way}_16_ms"].append(*_found({f"{way}_16_ms": round(took_ms, 1)}).values())
-            for way in _in_turn(ways, number):
+            for way in in_turn:
                 first: list[str | bytes] = [*islice(photos, CHAT_IMAGES), "Which is it?"]
                 sides.first_token_ms(way, first)
                 took_ms = sides.first_token_ms(way, [*first, next(photos), "And now?"])
@@ -256,8 +216,6 @@ def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Time
     figures = {name: round(median(each), 1) for name, each in ms.items() if each}
     ratios = {
         "ttft_own_over_ours_16": ("own_16_ms", "gateway_16_ms"),
-        "ttft_own_over_packages_16": ("own_16_ms", "packages_16_ms"),
-        "ttft_packages_over_chunk_16": ("packages_16_ms", "chunk_16_ms"),
         "ttft_encoder_over_ours_16": ("encoder_16_ms", "gateway_16_ms"),
         "round2_encoder_over_ours": ("encoder_round2_ms", "gateway_round2_ms"),
     }
@@ -268,12 +226,6 @@ def _first_tokens(sides: Sides, rounds: int, ways: Collection[str], budget: Time
     }
 
 
-def _in_turn(ways: Collection[str], number: int) -> list[str]:
-    """Return the ways, rotated so that each round begins with another one."""
-    begin = number % len(ways)
-    return [*ways][begin:] + [*ways][:begin]
-
-
 def _hits_1440p(sides: Sides, rounds: int) -> dict[str, float]:
     """Return the milliseconds to the last frame of rows, for photos that each encoder has encoded before.
 
@@ -281,9 +233,10 @@ def _hits_1440p(sides: Sides, rounds: int) -> dict[str, float]:
     that arrive together in one batch, without its cache, and on a CPU with a mask over all patches (16 GB here).
     """
     files = [*islice(_photos(*HIT_SIZE, HIT_SEED), HIT_IMAGES)]
-    calls = {"gateway": [(sides.encoders["gateway"][:HIT_IMAGES], files)]}
-    if "encoder" in sides.encoders:
-        calls["encoder"] = [(sides.encoders["encoder"], [file]) for file in files]
+    calls = {
+        "gateway": [(sides.encoders["gateway"][:HIT_IMAGES], files)],
+        "encoder": [(sides.encoders["encoder"], [file]) for file in files],
+    }
     found: dict[str, list[float]] = {way: [] for way in calls}
     with SglangReceiver() as receiver:
 
@@ -305,12 +258,12 @@ async def _parts(endpoint: str, gateway: "GatewayProcess") -> dict[str, float]:
     """Time a part of one stored photo, and the service's own answer; return both, and the gateway's growth."""
     photos = [*islice(_photos(*SIDE, PART_SEED), 8)]
     urls = [f"{gateway.url}/v0"]
-    through_ms, direct_ms, kib_before = [], [], 0
+    through_ms, direct_ms, before = [], [], 0
     async with await EncoderClient.connect(endpoint) as client:
         with SglangReceiver() as receiver:
             for number in range(WARM_PARTS + PARTS):
                 if number == WARM_PARTS:
-                    kib_before = _resident_kib(gateway.process.pid)
+                    before = private_bytes(psutil.Process(gateway.process.pid))
                 file = photos[number % len(photos)]
                 ms, _ = await asyncio.to_thread(receiver.frames_ms, urls, [file])
                 direct = await ms_of(submit_and_fetch(client, [file]))
@@ -321,7 +274,7 @@ async def _parts(endpoint: str, gateway: "GatewayProcess") -> dict[str, float]:
         "part_ms": round(median(through_ms), 2),
         "service_hit_ms": round(median(direct_ms), 2),
         "part_over_hit_ms": round(median(through_ms) - median(direct_ms), 2),
-        "growth_mib": round((_resident_kib(gateway.process.pid) - kib_before) / 1024, 1),
+        "growth_mib": round((private_bytes(psutil.Process(gateway.process.pid)) - before) / 2**20, 1),
     }
 
 
@@ -384,12 +337,6 @@ def _http(method: str, url: str, body: bytes | None = None) -> bytes:
     request = Request(url, body, {"Content-Type": "application/json"}, method=method)
     with urlopen(request, timeout=600) as answer:
         return bytes(answer.read())
-
-
-def _resident_kib(pid: int) -> int:
-    """Return the private memory of a process, without rows in the service's shared memory."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")))
 
 
 def _photos(width: int, height: int, seed: int) -> Iterator[bytes]:

@@ -8,10 +8,8 @@ one minute and for one of ten.
 
 import asyncio
 import json
-import os
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +19,10 @@ import transformers
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.memory import peak_bytes
-from bench.overlap import TEXT, TEXT_LAYERS, VISION_LAYERS
+from bench.overlap import TEXT, TEXT_LAYERS, VISION_LAYERS, first_token
 from encoder_contract.video import VideoSettings
 from prefill_client import EncoderClient, RowRequest, Video, read_videos
-from prefill_reference.chat import Chat, Prefilled
+from prefill_reference.chat import Chat
 from prefill_reference.engine import Engine
 from prefill_reference.language_model import load_language_model
 from prefill_reference.prefix import PrefixCache
@@ -73,13 +71,6 @@ def question(file: bytes, text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "video", "video": file}, {"type": "text", "text": text}]}]
 
 
-async def timed(chat: Chat, messages: Sequence[dict[str, Any]]) -> tuple[float, Prefilled]:
-    """Return the milliseconds to the first token's logits, and the prefill."""
-    began = time.monotonic()
-    prefilled = await chat.prefill(messages)
-    return (time.monotonic() - began) * 1000, prefilled
-
-
 async def rows_of(client: EncoderClient, file: bytes, settings: VideoSettings, pairs: int = 0) -> Video:
     """Fetch the rows of a video, or of its first pairs. Raises the first error."""
     (video,) = await read_videos(client, [file], settings)
@@ -116,15 +107,15 @@ async def first_tokens(model: Path, server: ServerProcess, rounds: int, seconds:
                 videos=settings,
             )
             messages = question(files[0], "What happens?")
-            first_ms, prefilled = await timed(chat, messages)
+            first_ms, prefilled = await first_token(chat, messages)
             tokens = [token async for token in chat.decode(prefilled, max_tokens=4)]
             answer = {"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)}
             again = [*messages, answer, {"role": "user", "content": "And then?"}]
-            second_ms, _ = await timed(chat, again)
+            second_ms, _ = await first_token(chat, again)
             began = time.monotonic()
             await rows_of(client, files[1], settings)
             rows_ms = (time.monotonic() - began) * 1000
-            prefill_ms, _ = await timed(chat, question(files[1], "What happens?"))
+            prefill_ms, _ = await first_token(chat, question(files[1], "What happens?"))
             chat.close()
             if number:
                 overlapped.append(first_ms)
@@ -207,7 +198,7 @@ def run(folder: Path, rounds: int, shrink: int) -> dict[str, Any]:
         found |= asyncio.run(extended(by_rate, server, 60 // shrink))
     with running(tower, log=folder / "tower.log", **settings) as server:
         found |= asyncio.run(decoding(tower, server, DECODED_PAIRS))
-    return {**found, "rounds": rounds, "cores": os.cpu_count(), "torch": torch.__version__}
+    return {**found, "rounds": rounds}
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Parts of `bench.edge`: a tower and a decoder that cost nothing, and the cost of bare gRPC."""
+"""Parts of `bench.edge`: a tower and a decoder that cost nothing."""

@@ -1,6 +1,5 @@
 """Time to first token over the number of images, and over the rounds of a chat, with the reference engine."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -10,7 +9,7 @@ import torch
 import transformers
 
 from bench.harness.benchmark import table
-from bench.overlap import CHUNK_TOKENS, SIDE, TEXT, TEXT_LAYERS, VISION_LAYERS, Bench, new_photos
+from bench.overlap import CHUNK_TOKENS, SIDE, TEXT, TEXT_LAYERS, VISION_LAYERS, Bench, first_token, new_photos
 from prefill_client import EncoderClient
 from prefill_reference.chat import Chat
 from prefill_reference.engine import Engine
@@ -36,7 +35,7 @@ async def prompts(folder: Path, counts: Sequence[int], rounds: int) -> Figures:
     with running(model, batch_patches=(SIDE // 16) ** 2, **settings) as server:
         async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
-            await bench.overlap(new_photos(0, [(SIDE, SIDE)]))  # warm up
+            await bench.overlap(new_photos(0, 1))  # warm up
             figures = await first_tokens(bench, counts)
             return figures | await chats(client, bench.engine, tokenizer, server, rounds)
 
@@ -48,9 +47,8 @@ async def first_tokens(bench: Bench, counts: Sequence[int]) -> Figures:
     for images in counts:
         serial, overlapped = [], []
         for _ in range(ROUNDS_OF_FEW if images <= FEW else 1):
-            sizes = [(SIDE, SIDE)] * images
-            overlap_ms, prefilled = await bench.overlap(new_photos(seed, sizes))
-            serial.append(await bench.serial(new_photos(seed + 1, sizes), prefilled.layout))
+            overlap_ms, prefilled = await bench.overlap(new_photos(seed, images))
+            serial.append(await bench.serial(new_photos(seed + 1, images), prefilled.layout))
             overlapped.append(overlap_ms)
             seed += 2
         rows.append((images, median(serial), median(overlapped), median(serial) / median(overlapped)))
@@ -73,13 +71,12 @@ async def chats(
         chat = Chat(client, engine, tokenizer, chunk_tokens=CHUNK_TOKENS, prefixes=PrefixCache(CACHED_TOKENS))
         messages: list[dict[str, Any]] = []
         for at in range(rounds):
-            (image,) = new_photos(500 + 20 * number + at, [(SIDE, SIDE)])
+            (image,) = new_photos(500 + 20 * number + at, 1)
             parts = [{"type": "image", "image": image}, {"type": "text", "text": f"And in picture {at}?"}]
             messages.append({"role": "user", "content": parts})
             before = server.metrics()
-            began = time.monotonic()
-            prefilled = await chat.prefill(messages)
-            first[at].append(1000 * (time.monotonic() - began))
+            first_ms, prefilled = await first_token(chat, messages)
+            first[at].append(first_ms)
             now = server.metrics()
             grown = {
                 name: now.total(name) - before.total(name)

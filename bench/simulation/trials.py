@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,10 @@ POLICIES = (FIRST_COME, EARLIEST_NEED, CHUNK_FIRST, LEAST_WORK_LEFT)
 
 # Images per request -> weight: most chats send one image, some send an album.
 SKEWED = {1: 6, 2: 4, 4: 3, 8: 2, 16: 1, 32: 1}
-UNIFORM = dict.fromkeys(range(1, 33), 1)
 BIG_IMAGES = 16
 
 FIRST, OURS = FIRST_COME.name, LEAST_WORK_LEFT.name
-NEVER_YIELDS = replace(LEAST_WORK_LEFT, name="without blocking first", blocking_first=False)
-BY_NAME = {policy.name: policy for policy in (*POLICIES, NEVER_YIELDS)}
+BY_NAME = {policy.name: policy for policy in POLICIES}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 python -m bench.transport.bare BYTES [CERT KEY]    print the port, serve until terminated; with files, over TLS
 
-It sends BYTES bytes, made in advance, to each caller of Stream, and discards what callers of Sink send.
+It sends BYTES bytes, made in advance, to each caller of Stream.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Times hits at a client, from a real server process: shared memory, and inline against a bare gRPC stream."""
 
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,15 +12,14 @@ import torch
 from bench.harness.calls import ms_of
 from bench.transport.bare import bare_server, read_bare
 from prefill_client import Credentials, EncoderClient, RowRequest
-from prefill_client.transport.channels import CHANNEL_OPTIONS, Channels
-from testing.certificates import HOSTS, Authority, Issued
+from prefill_client.transport.channels import CHANNEL_OPTIONS
+from testing.certificates import HOSTS, Authority
 from testing.checkpoints import write_checkpoint
 from testing.photos import photo
 from testing.server_process import running
 
 Figures = dict[str, float]
 ENCODE_S = 600.0  # not measured: a slow machine takes minutes to encode four images of 2560×1440
-Pairs = Mapping[str, Sequence[Callable[[], Awaitable[object]]]]
 
 
 def wide_checkpoint(folder: Path) -> Path:
@@ -51,7 +49,7 @@ async def hit_figures(rounds: int) -> Figures:
                 await EncoderClient.connect(tls.endpoint, credentials=Credentials(ca)) as tls_client,
             ):
                 figures = await _figures(client, rounds)
-                return figures | await _tls_figures(client, tls_client, (Credentials(ca), issued), rounds)
+                return figures | await _tls_figures(client, tls_client, rounds)
 
 
 async def _figures(client: EncoderClient, rounds: int) -> Figures:
@@ -71,50 +69,26 @@ async def _figures(client: EncoderClient, rounds: int) -> Figures:
     inline_ms, bare_ms = median(inline[1:]), median(bare[1:])
     return {
         "hit_shm_ms": median(shm[1:]),
-        "hit_shm_first_ms": shm[0],
         "hit_shm_four_1440p_ms": median(shm_four[1:]),
         "inline_gbps": row_bytes / inline_ms / 1e6,
-        "bare_gbps": row_bytes / bare_ms / 1e6,
         "inline_over_bare": bare_ms / inline_ms,
     }
 
 
-async def _tls_figures(
-    plain: EncoderClient, tls_client: EncoderClient, tls: tuple[Credentials, Issued], rounds: int
-) -> Figures:
-    """Return the ratio of a hit's time with TLS to its time without, and the same for a bare stream (gRPC's own cost).
-
-    `tls` has the client's credentials and the server's files for the bare stream with TLS.
-    """
+async def _tls_figures(plain: EncoderClient, tls: EncoderClient, rounds: int) -> Figures:
+    """Return the ratio of a hit's time with TLS to its time without, by each transport. The calls alternate."""
     files = [photo(1280, 720, seed=0)]
     requests = await submitted(plain, files)
-    await submitted(tls_client, files)
-    row_bytes = await fetch(plain, requests, "inline")
-    credentials, issued = tls
-    with bare_server(row_bytes) as plain_bare, bare_server(row_bytes, issued) as tls_bare:
-        async with (
-            Channels(Credentials()).open(plain_bare.endpoint) as bare,
-            Channels(credentials).open(tls_bare.endpoint) as bare_tls,
-        ):
-            streams: Pairs = {
-                "inline": [partial(fetch, each, requests, "inline") for each in (plain, tls_client)],
-                "bare": [partial(read_bare, each, row_bytes) for each in (bare, bare_tls)],
-            }
-            ratios = await _ratios(streams, rounds)
-    shared: Pairs = {"shm": [partial(fetch, each, requests, "shm") for each in (plain, tls_client)]}
-    ratios |= await _ratios(shared, 5 * rounds)
-    return {f"tls_over_plain_{name}": ratio for name, ratio in ratios.items()}
-
-
-async def _ratios(pairs: Pairs, rounds: int) -> Figures:
-    """Return for each pair the ratio of the second call's time to the first's. All calls alternate."""
-    order = [(name, which) for name in pairs for which in (0, 1)]
-    ms: dict[tuple[str, int], list[float]] = {each: [] for each in order}
-    for _ in range(rounds + 1):
-        for name, which in order:
-            ms[name, which].append(await ms_of(pairs[name][which]()))
-        order.reverse()
-    return {name: median(ms[name, 1][1:]) / median(ms[name, 0][1:]) for name in pairs}
+    await submitted(tls, files)
+    figures = {}
+    for transport, times in {"inline": rounds, "shm": 5 * rounds}.items():
+        order, ms = [plain, tls], {plain: list[float](), tls: list[float]()}
+        for _ in range(times + 1):
+            for client in order:
+                ms[client].append(await ms_of(fetch(client, requests, transport)))
+            order.reverse()
+        figures[f"tls_over_plain_{transport}"] = median(ms[tls][1:]) / median(ms[plain][1:])
+    return figures
 
 
 async def submitted(client: EncoderClient, files: Sequence[bytes]) -> list[RowRequest]:

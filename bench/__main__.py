@@ -10,7 +10,7 @@ and the others still run. It stores nothing, but those of a CUDA device store wh
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from os.path import relpath
 from pathlib import Path
@@ -87,7 +87,7 @@ def measure(
         print(f"[{number + 1}/{len(chosen)}] {each.name}: {each.asks}", flush=True)
         elapsed_s = monotonic() - began
         limit_s = DRY_LIMIT_S if dry_run else _limit_s(chosen[number:], elapsed_s, budget_s)
-        keep = (lambda _: None) if dry_run else partial(store, folder=folder)
+        keep: Callable[[Result], Path | None] = (lambda _: None) if dry_run else partial(store, folder=folder)
         if why := each.why_not() or ("" if limit_s else f"no time left; run it with --only {each.name}"):
             result = not_run(each, machine, why)
         else:

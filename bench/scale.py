@@ -161,9 +161,10 @@ async def watch_percent(fleet: Sequence[ForkedReplica], clients: int) -> float:
 
 async def _busy(fleet: Sequence[ForkedReplica]) -> float:
     """Return how many cores the replicas use."""
-    before = sum(cpu_ms(replica.process.pid) for replica in fleet)
+    processes = [replica.process.pid for replica in fleet if replica.process.pid]
+    before = sum(map(cpu_ms, processes))
     await asyncio.sleep(IDLE_S)
-    return (sum(cpu_ms(replica.process.pid) for replica in fleet) - before) / 1e3 / IDLE_S
+    return (sum(map(cpu_ms, processes)) - before) / 1e3 / IDLE_S
 
 
 async def run(

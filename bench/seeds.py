@@ -34,9 +34,9 @@ BENCHMARK = Benchmark(
                 f"ttft_ratio.images_{count}",
                 f"time to first token of {count} new images: encode first / overlapped",
                 target=">= 1.6" if count == 16 else "",
-                shown=count in (1, 64),
+                shown=count != 16,
             )
-            for count in COUNTS
+            for count in (1, 16, 64)
         ),
         Figure("chat_tower_last_over_first", "chat, one new image a round: tower's time, round 8 / 1", target="<= 1.2"),
         Figure("chat_most_encodes_a_round", "the same: most images encoded in a round", target="<= 1"),

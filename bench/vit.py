@@ -9,7 +9,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,8 @@ PHOTO = (448, 336)  # 192 rows of a tower with patches of 14
 Images = tuple[list[Tensor], list[Grid]]
 """Patches and grid of each image."""
 
-PACE_CASE = "256"
-# The share of the remaining time for cases. The rest is for the patch embedding and for exactness.
-SHARE_OF_CASES = 0.5
-# A round in forwards: one of each tower, and the replay of our products and attention.
-OURS_IN_ROUND, THEIRS_IN_ROUND = 2, 1
+# The share of the remaining time for the rounds of a case. The rest is for the patch embedding and for exactness.
+SHARE_OF_A_CASE = 0.4
 
 
 def main() -> None:
@@ -94,8 +90,7 @@ def measure(args: Namespace) -> dict[str, Any]:
     tower, reference = load_ours(folder, "bfloat16"), ReferenceTower(folder, torch.bfloat16)
     threads = torch.get_num_threads()
     print(f"{hardware()}: {threads} threads, torch {torch.__version__}, {tower.dtype}, {tower.attention}")
-    pace = pace_of(tower, reference)
-    result: dict[str, Any] = {"threads": threads, **cases(tower, reference, args, budget, pace)}
+    result: dict[str, Any] = {"threads": threads, **cases(tower, reference, args, budget)}
     result["patch_embed_ratio"] = patch_embed_ratio(tower, reference)
     del tower, reference
     return {**result, **error_ratios(budget), **trained_errors(budget), "left_out": budget.left_out}
@@ -104,53 +99,24 @@ def measure(args: Namespace) -> dict[str, Any]:
 # Time
 
 
-@dataclass(frozen=True)
-class CaseTimes:
-    """The best times of a case, in seconds."""
-
-    ours: float
-    theirs: float
-    lower_bound: float
-    flop: int
-
-    def ratios(self) -> dict[str, float]:
-        """Return the time of `transformers` over ours, and ours over the lower bound."""
-        return {"ratio": self.theirs / self.ours, "over_lower_bound": self.ours / self.lower_bound}
-
-
-def cases(
-    tower: Tower, reference: ReferenceTower, args: Namespace, budget: TimeBudget, pace: float
-) -> dict[str, Any]:
-    """Measure all cases, in as many rounds as there is time for, and print them."""
-    all_s = pace * sum(work(tower, name) for name in args.cases) * (1 + 1 / args.rounds)  # a round warms up
-    rounds = budget.count("rounds", args.rounds, all_s, share=SHARE_OF_CASES)
-    result: dict[str, Any] = {"rounds": rounds, "cases": {}}
+def cases(tower: Tower, reference: ReferenceTower, args: Namespace, budget: TimeBudget) -> dict[str, Any]:
+    """Measure all cases, and print them."""
+    result: dict[str, Any] = {"cases": {}}
     rows: list[list[str | float]] = []
     for name in args.cases:
-        timing = time_case(tower, reference, name, rounds)
-        ratios = timing.ratios()
-        result |= {f"{key}_{name}": ratio for key, ratio in ratios.items()}
-        result["cases"][name] = vars(timing)
-        tflops = timing.flop / timing.ours / 1e12
-        rows.append([name, timing.ours * 1e3, timing.theirs * 1e3, *ratios.values(), tflops])
-    heads = ["case", "ours ms", "theirs ms", "theirs / ours", "/ bound", "TFLOP/s"]
-    table(f"Best of {rounds} rounds", heads, rows)
+        result["cases"][name] = best = best_times(tower, reference, name, args.rounds, budget)
+        result[f"ratio_{name}"] = ratio = best["theirs"] / best["ours"]
+        result[f"over_lower_bound_{name}"] = over = best["ours"] / best["lower_bound"]
+        tflops = best["flop"] / best["ours"] / 1e12
+        rows.append([name, best["ours"] * 1e3, best["theirs"] * 1e3, ratio, over, tflops])
+    table("Best times", ["case", "ours ms", "theirs ms", "theirs / ours", "/ bound", "TFLOP/s"], rows)
     return result
 
 
-def pace_of(tower: Tower, reference: ReferenceTower) -> float:
-    """Return the seconds per FLOP of a round, from the smallest case, after a warm-up."""
-    grids = case_grids(tower, PACE_CASE)
-    patches = random_patches(grids, tower.spec.patch_values)
-    pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
-    for _ in range(2):
-        ours_s = seconds(lambda: tower.encode(patches, grids))
-        theirs_s = seconds(lambda: reference.forward(pixels, shape))
-    return (OURS_IN_ROUND * ours_s + THEIRS_IN_ROUND * theirs_s) / work(tower, PACE_CASE)
-
-
-def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -> CaseTimes:
-    """Alternate our tower, that of `transformers`, and the lower bound."""
+def best_times(
+    tower: Tower, reference: ReferenceTower, name: str, rounds: int, budget: TimeBudget
+) -> dict[str, float]:
+    """Alternate our tower, that of `transformers`, and the bound; return the best seconds of each, and the FLOP."""
     grids = case_grids(tower, name)
     patches = random_patches(grids, tower.spec.patch_values)
     pixels, shape = reference.pixels(patches).to(reference.dtype), torch.tensor(grids)
@@ -161,16 +127,14 @@ def time_case(tower: Tower, reference: ReferenceTower, name: str, rounds: int) -
     def theirs() -> None:
         reference.forward(pixels, shape)
 
-    ours()  # warm up
-    theirs()
+    # The first calls warm up. A round also replays our products and attention.
+    round_s = 2 * seconds(ours) + seconds(theirs)
+    rounds = budget.count(f"rounds of {name}", rounds, round_s, share=SHARE_OF_A_CASE)
     with Calls() as recorded:
         ours()
-    fastest = their_fastest = bound = float("inf")
-    for _ in range(rounds):
-        fastest = min(fastest, seconds(ours))
-        their_fastest = min(their_fastest, seconds(theirs))
-        bound = min(bound, replay(recorded.calls))
-    return CaseTimes(fastest, their_fastest, bound, work(tower, name))
+    times = [(seconds(ours), seconds(theirs), replay(recorded.calls)) for _ in range(rounds)]
+    best = map(min, zip(*times, strict=True))
+    return {**dict(zip(("ours", "theirs", "lower_bound"), best, strict=True)), "flop": work(tower, name)}
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]

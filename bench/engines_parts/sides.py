@@ -169,17 +169,19 @@ class Side:
                 yield part.rstrip("0123456789"), each
 
 
-def ask(url: str, content: Sequence[Mapping[str, object]]) -> None:
-    """Send a chat and wait for the answer. Raises `OSError` if it fails."""
-    body = {
-        "model": MODEL_NAME,
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": NEW_TOKENS,
-    }
+def ask(url: str, content: Sequence[Mapping[str, object]], **options: object) -> bytes:
+    """Send a chat and return the answer, as JSON. Raises `OSError` if it fails."""
+    message = {"role": "user", "content": content}
+    body = {"model": MODEL_NAME, "messages": [message], "max_tokens": NEW_TOKENS, **options}
+    return post(f"{url}/v1/chat/completions", body)
+
+
+def post(url: str, body: object) -> bytes:
+    """Post JSON and return the answer. Raises `OSError` if it fails."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        answer.read()
+        return bytes(answer.read())
 
 
 @contextmanager

@@ -7,7 +7,6 @@ tokens are. It may differ by rounding: engines batch requests as they come.
 import json
 import threading
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, count
 from time import monotonic
 
-from bench.engines_parts.generators import MODEL_NAME
+from bench.engines_parts import sides
 from bench.updates_parts.versions import Timeline
 from testing.photos import data_url, photo, with_comment
 
@@ -28,7 +27,6 @@ TOLERANCE = 1e-5
 """Of a log-probability."""
 FAR = 100 * TOLERANCE
 """The answers of two versions differ by more, or nothing could be told from them."""
-TIMEOUT_S = 300.0
 SEED = 7400
 
 Answer = tuple[float, ...]
@@ -67,19 +65,9 @@ class Prompts:
 
 def ask(url: str, content: Sequence[Mapping[str, object]]) -> Answer:
     """Send a chat and return the answer. Raises `StatusError`, and `OSError` if the engine does not answer."""
-    body = {
-        "model": MODEL_NAME,
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 1,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": LIKELIEST,
-    }
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    options = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": LIKELIEST}
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            (choice,) = json.load(response)["choices"]
+        (choice,) = json.loads(sides.ask(url, content, **options))["choices"]
     except urllib.error.HTTPError as error:
         retry_s = float(error.headers.get("Retry-After", 0))
         raise StatusError(error.code, error.read().decode(errors="replace")[:300], retry_s) from error

@@ -1,6 +1,5 @@
 """Engines that get other weights while they run, as trainers do it, and the service beside them."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,12 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench.engines_parts.sides import Cores, SglangSides, Side, VllmSides, stop
+from bench.engines_parts.sides import TIMEOUT_S, Cores, SglangSides, Side, VllmSides, post, stop
 from bench.updates_parts.chats import PHOTOS, REPEATS, Prompts, References, ask
 from bench.updates_parts.versions import START
 from testing.server_process import ServerProcess
-
-TIMEOUT_S = 300.0
 
 
 class UpdatedEngine:
@@ -31,11 +28,12 @@ class UpdatedEngine:
         SGLang empties its caches at every update. Raises `OSError` if a call fails.
         """
         if self.kind == "sglang":
-            self._post("update_weights_from_disk", {"model_path": str(model)})
+            post(f"{self.url}/update_weights_from_disk", {"model_path": str(model)})
             return
-        self._post(f"pause?mode=wait&clear_cache={empties_caches}")
-        self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
-        self._post("resume")
+        post(f"{self.url}/pause?mode=wait&clear_cache={empties_caches}", None)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        post(f"{self.url}/collective_rpc", reload)
+        post(f"{self.url}/resume", None)
 
     def reload_service(self, model: Path) -> None:
         """Load other weights into the service, as an operator does. Raises `RuntimeError` if that fails."""
@@ -59,12 +57,6 @@ class UpdatedEngine:
             lines = answer.read().decode().splitlines()
         name = f"{self.kind}:encoder_service_{encoder}images_total"
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-    def _post(self, route: str, body: object = None) -> None:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/{route}", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            answer.read()
 
 
 @contextmanager

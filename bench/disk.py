@@ -40,9 +40,9 @@ BENCHMARK = Benchmark(
     "What does the disk tier give?",
     (
         Figure("read_over_dd", "28.8 MB read, GB/s: the tier / dd with direct I/O", target=">= 0.8"),
-        Figure("read_gbps", "the tier, with its checksum", "GB/s", shown=True),
+        Figure("read_gbps", "the tier, with its checksum", "GB/s"),
         Figure("beside_disk", "hit by shared memory beside a busy disk / alone, p50", target="<= 1.2"),
-        Figure("beside_memory", "the same beside as many hits in memory / alone, p50", shown=True),
+        Figure("beside_memory", "the same beside as many hits in memory / alone, p50"),
         Figure("found_in_5_s", "hit rate 5 s after a restart / before, 10 000 entries", target=">= 0.9"),
     ),
     limit_s=300,

@@ -148,26 +148,22 @@ BENCHMARK = Benchmark(
         Figure(
             "most_requests",
             "vLLM, 80 % repeated images, 32 callers: requests/s, ours / own tower",
-            shown=True,
             summary="vLLM, 32 callers, 80 % repeated images, same cores: requests/s, the service ÷ its own tower",
         ),
         Figure(
             "most_p99",
             "the same: p99 of the time to first token, own tower / ours",
-            shown=True,
             summary="the same: p99 of the time to first token, its own tower ÷ the service",
         ),
         Figure("fleet_requests", "three vLLM, 80 % repeated: requests/s, ours / own towers", target=">= 1.5"),
         Figure("fleet_encoder", "the same: ours / vLLM's encoder disaggregation", target=">= 1.2"),
-        Figure("new_encoder", "vLLM, new images: requests/s, ours / its encoder disaggregation", shown=True),
-        Figure("spare_requests", "vLLM, new images, its own core: requests/s, ours / own tower", shown=True),
-        Figure("sglang_new_requests", "SGLang, new images, 32 callers: requests/s, ours / own tower", shown=True),
-        Figure("sglang_new_p99", "the same: p99 of the time to first token, own tower / ours", shown=True),
-        Figure("sglang_fleet_requests", "three SGLang, 80 % repeated: requests/s, ours / own towers", shown=True),
+        Figure("new_encoder", "vLLM, new images: requests/s, ours / its encoder disaggregation"),
+        Figure("spare_requests", "vLLM, new images, its own core: requests/s, ours / own tower"),
+        Figure("sglang_new_requests", "SGLang, new images, 32 callers: requests/s, ours / own tower"),
+        Figure("sglang_new_p99", "the same: p99 of the time to first token, own tower / ours"),
+        Figure("sglang_fleet_requests", "three SGLang, 80 % repeated: requests/s, ours / own towers"),
         Figure("sglang_fleet_encoder", "the same: ours / SGLang's encoder server", target=">= 1.2"),
         Figure("waiting_core_percent", "vLLM, its only request waits for an image", "% of a core", "<= 10"),
-        Figure("vllm_encoder_cores", "vLLM, one new image a request: cores that encode for each of the engine"),
-        Figure("sglang_encoder_cores", "SGLang, the same"),
         Figure("failed_at_128", "failed requests with the service, 128 callers", target="<= 0"),
     ),
     limit_s=595,
@@ -177,14 +173,13 @@ BENCHMARK = Benchmark(
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument(
         "--cells", nargs="+", choices=CELLS, metavar="CELL", help=f"only these: {', '.join(CELLS)}"
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], metavar="SIDE")
     parser.add_argument("--loads", nargs="+", metavar="LOAD", help="only these, such as c8 c32")
     parser.add_argument("--requests", type=int, help="in each load (default: twice its callers or more)")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="default: %(default)s")
     args = parser.parse_args()
     # Engines run in their own process groups, so they must be stopped before this process ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

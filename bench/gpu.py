@@ -29,7 +29,7 @@ def _of_cases(cases: Sequence[str], *figures: Figure) -> Iterator[Figure]:
     """Yield each figure of each case."""
     for case in cases:
         for each in figures:
-            yield replace(each, key=f"{case}.{each.key}", what=f"{case}: {each.what}", shown=True)
+            yield replace(each, key=f"{case}.{each.key}", what=f"{case}: {each.what}")
 
 
 # The most important ones come first.
@@ -61,12 +61,12 @@ BENCHMARKS = (
     _benchmark(
         *("decode", 140, "How fast are JPEGs decoded on a GPU?"),
         Figure("20x960x1280, dali, 2 threads.ms", "twenty 960×1280, DALI, 2 threads", "ms", "<= 13"),
-        Figure("20x960x1280, pillow, 2 threads.ms", "the same, Pillow", "ms", shown=True),
+        Figure("20x960x1280, pillow, 2 threads.ms", "the same, Pillow", "ms"),
     ),
     _benchmark(
         *("server", 175, "What does a request cost on a GPU?"),
-        Figure("720p.miss_ms", "new 1280×720", "ms", shown=True),
-        Figure("720p.hit_ms", "hit, 1280×720, host tier", "ms", shown=True),
+        Figure("720p.miss_ms", "new 1280×720", "ms"),
+        Figure("720p.hit_ms", "hit, 1280×720, host tier", "ms"),
         Figure("720p, from the device tier.device_hit_ms", "the same, device tier to device", "ms", "<= 1"),
     ),
     _benchmark("sanitize", 140, "What does compute-sanitizer find?"),

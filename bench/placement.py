@@ -41,8 +41,8 @@ BENCHMARK = Benchmark(
         Figure(
             "unequal_p99", "1 fast, 4 slow (12 : 1), load 0.2, p99: ours / the fast alone", target="<= 1.0"
         ),
-        Figure("unequal_busy_p99", "load 0.9", shown=True),
-        Figure("unequal_hash_p99", "load 0.2, by content", shown=True),
+        Figure("unequal_busy_p99", "load 0.9"),
+        Figure("unequal_hash_p99", "load 0.2, by content"),
         Figure("real_off", "two real servers, 4 : 1: mean wait, off the simulated one by", target="<= 0.1"),
     ),
     limit_s=540,

@@ -39,8 +39,8 @@ BENCHMARK = Benchmark(
         figure
         for size in ("720p", "1440p")
         for figure in (
-            Figure(f"{size}.tflop", f"{size}: work of the tower", "TFLOP", shown=True),
-            Figure(f"{size}.embedding_mb", f"{size}: embedding", "MB", shown=True),
+            Figure(f"{size}.tflop", f"{size}: work of the tower", "TFLOP"),
+            Figure(f"{size}.embedding_mb", f"{size}: embedding", "MB"),
         )
     ),
     limit_s=60,

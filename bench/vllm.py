@@ -35,8 +35,8 @@ BENCHMARK = Benchmark(
     "vllm",
     "What does an engine of vLLM gain?",
     (
-        Figure("own_16_ms", "time to first token of 16 images: vLLM's own tower", "ms", shown=True),
-        Figure("window_16_ms", "time to first token of 16 images: ours, by prefill step", "ms", shown=True),
+        Figure("own_16_ms", "time to first token of 16 images: vLLM's own tower", "ms"),
+        Figure("window_16_ms", "time to first token of 16 images: ours, by prefill step", "ms"),
         Figure("ttft_own_over_ours_16", "own tower / ours, 16 images", target=">= 1.3"),
         Figure("ttft_request_over_window", "ours, 16 images: all first / by prefill step", target=">= 1.15"),
         Figure(

@@ -36,10 +36,9 @@ def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
     if not benchmark.figures:
         first = results[-1].figures["tables"][0]
         return markdown(first["heads"], first["rows"])
-    figures = [each for each in benchmark.figures if each.target or each.shown] or benchmark.figures
     rows = [
         [figure.what, *(value(figure, result.figures) for result in results), target(figure)]
-        for figure in figures
+        for figure in benchmark.figures
     ]
     return markdown(["", *(machine(result.hardware) for result in results), "target"], rows)
 

@@ -41,11 +41,11 @@ def shown(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured number: `key` is its name in the benchmark's JSON line, dotted if it is nested.
+    """A measured number that the page's table has: `key` is its name in the JSON line, dotted if it is nested.
 
-    `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. The page's
-    table has the figures with a target and those that are `shown`; the result file has all that was measured.
-    `summary` is the row's text in the README's table; a figure without one is not in that table.
+    `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. `summary` is
+    the row's text in the README's table; a figure without one is not in that table. The result file also has what was
+    measured beside the figures.
     """
 
     key: str
@@ -54,7 +54,6 @@ class Figure:
     target: str = ""
     scale: float = 1.0
     compare: str = ""
-    shown: bool = False
     summary: str = ""
 
     def met(self, value: float) -> bool:

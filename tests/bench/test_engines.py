@@ -82,8 +82,7 @@ def test_every_ratio_is_of_a_cell_that_is_measured_so() -> None:
         measured = CELLS[ratio.cell]
         assert {ratio.above, ratio.below} <= set(measured.sides)
         assert ratio.load in measured.loads
-    others = {"failed_at_128", "waiting_core_percent", "vllm_encoder_cores", "sglang_encoder_cores"}
-    assert {figure.key for figure in BENCHMARK.figures} == {*RATIOS, *others}
+    assert {figure.key for figure in BENCHMARK.figures} == {*RATIOS, "failed_at_128", "waiting_core_percent"}
 
 
 def test_an_encoder_gets_as_many_cores_as_its_share_of_a_request() -> None:

@@ -117,8 +117,11 @@ def test_a_run_stores_what_succeeded_and_no_dry_run(
     measure([stand_in("ends")], dry_run=True, folder=tmp_path)
     assert stored(tmp_path) == []
     measure([stand_in("fails"), stand_in("ends")], dry_run=False, folder=tmp_path)
-    assert [result.benchmark for result in stored(tmp_path)] == ["ends"]
-    assert "failed with exit code 1: 1 failed: two: no kernel" in capsys.readouterr().out
+    [result] = stored(tmp_path)
+    assert result.benchmark == "ends"
+    printed = capsys.readouterr().out
+    assert "failed with exit code 1: 1 failed: two: no kernel" in printed
+    assert f"{result.hardware}; {result.measured_at}, commit {result.versions['commit']}\n" in printed
 
 
 def test_a_benchmark_in_steps_that_fails_stores_what_it_measured(tmp_path: Path) -> None:
@@ -149,6 +152,22 @@ def test_a_call_that_is_killed_has_stored_what_was_measured(tmp_path: Path) -> N
         )
     [result] = stored(tmp_path)
     assert (result.status, result.figures) == ("stopped", {"one": {"ms": 1.5}})
+
+
+def test_a_slow_benchmark_shows_what_it_printed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "PROGRESS_S", 0.0)
+    looks = iter((False, True))
+
+    def stop_later(_: Result) -> None:
+        if next(looks):
+            raise KilledError
+
+    waits = stand_in("waits", in_steps=True)
+    with pytest.raises(KilledError):
+        run(waits, "a machine", dry_run=False, limit_s=PATIENCE_S, logs=tmp_path, so_far=stop_later)
+    assert ' s: {"' in capsys.readouterr().out
 
 
 def test_a_benchmark_in_steps_is_stopped_some_time_after_its_budget(

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from encoder_contract.checkpoint import (
-    model_fingerprint,
-    require_files,
-    vision_tensors,
-)
+from encoder_contract.checkpoint import model_fingerprint, require_files, vision_tensors
 
 QWEN3 = {
     "depth": 27,

@@ -41,6 +41,8 @@ def test_every_format_and_mode_reads_as_pillow_reads_it(kind, mode):
         assert (header.format, (header.width, header.height), header.upright) == by_pillow(image)
         assert header.orientation == 1
         assert header.pixels == size[0] * size[1]
+        if kind == "JPEG":
+            assert header.channels == {"L": 1, "RGB": 3, "CMYK": 4}[mode]
 
 
 @pytest.mark.parametrize("kind", WITH_EXIF)
@@ -51,12 +53,6 @@ def test_orientation_is_what_exif_transpose_sees(kind, value):
     assert header.orientation == value
     assert (header.width, header.height) == (50, 30)
     assert header.upright == by_pillow(image)[2] == ((30, 50) if value >= 5 else (50, 30))
-
-
-def test_a_cmyk_jpeg_has_four_channels():
-    assert read_header(photo(20, 20, 1, mode="CMYK")).channels == 4
-    assert read_header(photo(20, 20, 1, mode="L")).channels == 1
-    assert read_header(photo(20, 20, 1)).channels == 3
 
 
 @pytest.mark.parametrize(
@@ -178,7 +174,12 @@ def test_other_common_formats_are_refused_by_name(image, name):
             read(image)
 
 
-@pytest.mark.parametrize("image", [b"II*\0", b"\0\0\1\0\1", b"8BPS\0\1", b"\0\0\0\x1cftypavif", b"hello"])
+AVIF = [
+    b"\0\0\0\x1cftyp" + brands for brands in (b"avif", b"avis", b"mif1\0\0\0\0mif1avifmiaf", b"msf1\0\0\0\0msf1avis")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("image", [b"II*\0", b"\0\0\1\0\1", b"8BPS\0\1", b"hello", *AVIF])
 def test_a_file_that_may_have_a_rare_format_is_left_to_the_server(image):
     assert format_of(image) is None
 
@@ -304,8 +305,3 @@ def test_limit_errors_name_the_limit_and_the_value():
 def test_every_brand_of_heif_is_named_with_what_to_do(brands):
     with pytest.raises(InvalidImageError, match=r"this looks like HEIF, as .* convert it to JPEG first"):
         format_of(b"\0\0\0\x1cftyp" + brands)
-
-
-@pytest.mark.parametrize("brands", [b"avif", b"avis", b"mif1\0\0\0\0mif1avifmiaf", b"msf1\0\0\0\0msf1avis"])
-def test_an_avif_is_left_to_the_server(brands):
-    assert format_of(b"\0\0\0\x1cftyp" + brands) is None

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
 
-from encoder_contract.geometry import Geometry
 from encoder_contract.processor import ProcessorSettings
 from testing.checkpoints import QWEN2_5_PREPROCESSOR, QWEN3_PREPROCESSOR
 
@@ -16,29 +15,17 @@ def write(folder, settings, name="preprocessor_config.json"):
     return folder
 
 
-def test_qwen2_5_vl_style_with_top_level_pixel_bounds(tmp_path):
-    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN2_5_PREPROCESSOR))
-    assert settings.geometry == Geometry(14, 2, 3136, 12845056)
-    assert settings.mean == (0.48145466, 0.4578275, 0.40821073)
-    assert settings.std == (0.26862954, 0.26130258, 0.27577711)
-    assert settings.rescale_factor == 1 / 255
-
-
-def test_qwen3_vl_style_with_edges_in_size(tmp_path):
-    settings = ProcessorSettings.from_folder(write(tmp_path, QWEN3_PREPROCESSOR))
-    assert settings.geometry == Geometry(16, 2, 65536, 16777216)
-    assert settings.mean == settings.std == (0.5, 0.5, 0.5)
-
-
-@pytest.mark.parametrize("nested", [False, True], ids=["preprocessor_config", "nested"])
+@pytest.mark.parametrize("layout", ["as published", "as saved", "nested"])
 @pytest.mark.parametrize("style", [QWEN2_5_PREPROCESSOR, QWEN3_PREPROCESSOR], ids=["qwen2_5_vl", "qwen3_vl"])
-def test_settings_saved_by_transformers_are_read_alike(tmp_path, style, nested):
+def test_settings_are_read_as_by_transformers(tmp_path, style, layout):
     processor = Qwen2VLImageProcessorPil(**style)
-    if nested:
+    if layout == "nested":
         write(tmp_path, {"image_processor": processor.to_dict()}, "processor_config.json")
         write(tmp_path, {**style, "patch_size": 99})  # the nested settings win
-    else:
+    elif layout == "as saved":
         processor.save_pretrained(tmp_path)
+    else:
+        write(tmp_path, style)
     settings = ProcessorSettings.from_folder(tmp_path)
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     assert settings.geometry.patch_size == theirs.patch_size

@@ -75,30 +75,20 @@ def test_only_a_server_on_this_host_gets_bytes_of_a_file(store, endpoint, told):
     assert segment_proof(endpoint, str(store.segment.path)) == (store.segment.segment_id if told else b"")
 
 
-def test_a_start_removes_dead_segments_among_other_files(tmp_path):
-    dead = tmp_path / "encoder-service-1-aa.rows"
+def test_a_start_removes_dead_segments_and_no_links_folders_or_other_files(tmp_path):
+    dead, fifo, folder, link = (tmp_path / f"{PREFIX}1-{name}.rows" for name in ("aa", "bb", "cc", "dd"))
     dead.write_bytes(b"left behind")
-    fifo, folder = tmp_path / "encoder-service-1-bb.rows", tmp_path / "encoder-service-1-cc.rows"
     os.mkfifo(fifo)
     folder.mkdir()
+    other = tmp_path / "somebody-elses.rows"
+    other.touch()
+    link.symlink_to(other)
     script = (
         "import sys, torch; from encoder_service.store import Store; "
         "Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=sys.argv[1]).close()"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=START_S)
-    assert not dead.exists()
-    assert fifo.exists()
-    assert folder.exists()
-
-
-def test_a_sweep_removes_no_links_and_no_other_files(tmp_path: Path) -> None:
-    other = tmp_path / "somebody-elses.rows"
-    other.touch()
-    link = tmp_path / f"{PREFIX}link.rows"
-    link.symlink_to(other)
-    assert remove_ownerless(tmp_path, PREFIX) == []
-    assert link.is_symlink()
-    assert other.exists()
+    assert {*tmp_path.iterdir()} == {fifo, folder, other, link}
 
 
 def test_concurrent_sweeps_keep_a_file_that_is_being_created(tmp_path: Path) -> None:

@@ -87,11 +87,3 @@ async def test_the_client_returns_numpy_arrays_without_torch(
 def test_packages_have_a_py_typed_marker() -> None:
     for package in ("prefill_client", "encoder_contract"):
         assert files(package).joinpath("py.typed").is_file()
-
-
-def test_torch_and_pillow_are_only_in_extras() -> None:
-    names = [re.split(r"[\[>]", each)[0] for each in PROJECT["dependencies"]]
-    assert not {"torch", "pillow"} & {*names}
-    extras = PROJECT["optional-dependencies"]
-    assert [name.split(">")[0] for name in extras["torch"]] == ["torch"]
-    assert {"torch", "pillow"} <= {name.split(">")[0] for name in extras["server"]}

@@ -78,14 +78,11 @@ async def fails(_: object, __: Receive, send: Send) -> None:
 
 
 @pytest.mark.parametrize("broken", [[], [1], [1, 2]])
-async def test_an_error_for_a_broken_image_names_the_image(server: Server, broken: list[int]) -> None:
+async def test_an_error_for_a_broken_image_names_the_image(client: EncoderClient, broken: list[int]) -> None:
     caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (42, 43, 44)]
     for index in broken:
         files[index] = files[index][: len(files[index]) // 2]  # its header is valid
-    async with (
-        await EncoderClient.connect(server.endpoint) as client,
-        await client.keep(files) as kept,
-    ):
+    async with await client.keep(files) as kept:
         find = finding(client, kept.answers)
         error = await GuardedRequest(b"the body", kept, find, caller.receive, caller.send).run(fails, {})
     if broken:
@@ -99,13 +96,10 @@ async def test_an_error_for_a_broken_image_names_the_image(server: Server, broke
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("continues", [True, False])
 async def test_a_lost_image_that_was_not_submitted_is_an_error_with_advice(
-    server: Server, sent: bool, continues: bool
+    client: EncoderClient, sent: bool, continues: bool
 ) -> None:
     caller, other = Caller(), photo(90, 90, 45)
-    async with (
-        await EncoderClient.connect(server.endpoint) as client,
-        await client.keep([PHOTO]) as kept,
-    ):
+    async with await client.keep([PHOTO]) as kept:
         if sent:
             await client.submit([other])
         answers = [Submitted(content_digest(other)), *kept.answers]
@@ -116,22 +110,16 @@ async def test_a_lost_image_that_was_not_submitted_is_an_error_with_advice(
         return
     assert isinstance(error, UnknownImageError)
     assert isinstance(error, LostImageError) is not continues
-    advice = (
-        "image 0, of an earlier response, is no longer kept: send"
-        if continues
-        else "render the request again"
-    )
-    assert advice in error.message
+    kept_before = "image 0, of an earlier response, is no longer kept: send"
+    assert (kept_before if continues else "render the request again") in error.message
 
 
 @pytest.mark.parametrize("lost", [True, False])
-async def test_vllms_errors_are_forwarded_unless_images_are_lost(server: Server, lost: bool) -> None:
+async def test_vllms_errors_are_forwarded_unless_images_are_lost(
+    server: Server, client: EncoderClient, lost: bool
+) -> None:
     caller = Caller()
-
-    async with (
-        await EncoderClient.connect(server.endpoint) as client,
-        await client.keep([PHOTO]) as kept,
-    ):
+    async with await client.keep([PHOTO]) as kept:
         if lost:
             await kill(server)
             await soon(lambda: kept.error is not None)
@@ -141,7 +129,9 @@ async def test_vllms_errors_are_forwarded_unless_images_are_lost(server: Server,
     assert len(caller.received) == (0 if lost else 2)
 
 
-async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: Server) -> None:
+async def test_an_answer_that_has_begun_continues_after_images_are_lost(
+    server: Server, client: EncoderClient
+) -> None:
     caller, may_continue = Caller(), asyncio.Event()
 
     async def answers(_: object, __: Receive, send: Send) -> None:
@@ -150,10 +140,7 @@ async def test_an_answer_that_has_begun_continues_after_images_are_lost(server: 
         await may_continue.wait()
         await send(ANSWER[2])
 
-    async with (
-        await EncoderClient.connect(server.endpoint) as client,
-        await client.keep([PHOTO], again_s=0.2) as kept,
-    ):
+    async with await client.keep([PHOTO], again_s=0.2) as kept:
         running = asyncio.create_task(
             GuardedRequest(b"the body", kept, never, caller.receive, caller.send).run(answers, {})
         )
@@ -176,10 +163,11 @@ async def forever() -> EncoderError | None:
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at vLLM", "for its first image"])
-async def test_lost_images_end_a_request_before_its_answer_begins(server: Server, waits: bool) -> None:
+async def test_lost_images_end_a_request_before_its_answer_begins(
+    server: Server, client: EncoderClient, waits: bool
+) -> None:
     caller, first_image = Caller(), forever if waits else None
     async with (
-        await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO], again_s=0.2) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
@@ -193,7 +181,9 @@ async def test_lost_images_end_a_request_before_its_answer_begins(server: Server
     assert not caller.received
 
 
-async def test_a_caller_who_leaves_while_the_first_image_is_encoded_ends_the_request(server: Server) -> None:
+async def test_a_caller_who_leaves_while_the_first_image_is_encoded_ends_the_request(
+    client: EncoderClient,
+) -> None:
     caller, left = Caller(), asyncio.Event()
 
     async def receive() -> MutableMapping[str, Any]:
@@ -201,7 +191,6 @@ async def test_a_caller_who_leaves_while_the_first_image_is_encoded_ends_the_req
         return {"type": "http.disconnect"}
 
     async with (
-        await EncoderClient.connect(server.endpoint) as client,
         await client.keep([PHOTO]) as kept,
         asyncio.timeout(PATIENCE_S),
     ):
@@ -214,7 +203,9 @@ async def test_a_caller_who_leaves_while_the_first_image_is_encoded_ends_the_req
 
 
 @pytest.mark.parametrize("broken", [[], [0], [1]])
-async def test_vllm_gets_a_request_when_its_first_image_is_encoded(server: Server, broken: list[int]) -> None:
+async def test_vllm_gets_a_request_when_its_first_image_is_encoded(
+    client: EncoderClient, broken: list[int]
+) -> None:
     caller, files = Caller(), [photo(90, 90, seed, "PNG") for seed in (46, 47)]
     for index in broken:
         files[index] = files[index][: len(files[index]) // 2]  # its header is valid
@@ -225,10 +216,7 @@ async def test_vllm_gets_a_request_when_its_first_image_is_encoded(server: Serve
         for message in ANSWER:
             await send(message)
 
-    async with (
-        await EncoderClient.connect(server.endpoint) as client,
-        await client.keep(files) as kept,
-    ):
+    async with await client.keep(files) as kept:
         first = partial(
             first_encoded,
             *(client, kept.answers, "image 0", 64),

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,10 @@ class Clock:
         return self.now
 
 
+def session_of(encoder: Encoder, chunks: Sequence[Chunk], **options: Any) -> PrefetchSession:
+    return PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, **options)
+
+
 def images_of(sizes: Sequence[int], chunk_tokens: int) -> tuple[Chunk, ...]:
     return plan(expand_prompt([IMAGE] * len(sizes), IMAGE, sizes), chunk_tokens)
 
@@ -96,9 +101,7 @@ def test_chunks_arrive_in_order_with_exactly_their_rows(
 
     async def run() -> None:
         encoder = Encoder(ready=True)
-        session = PrefetchSession(
-            encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, max_held_bytes=max_held_bytes
-        )
+        session = session_of(encoder, chunks, max_held_bytes=max_held_bytes)
         seen = []
         async with session:
             async for ready in session:
@@ -115,7 +118,7 @@ def test_chunks_arrive_in_order_with_exactly_their_rows(
 
 async def test_later_chunks_are_requested_while_the_first_one_is_awaited() -> None:
     encoder = Encoder()
-    async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
+    async with session_of(encoder, images_of([8] * 4, 8)) as session:
         first = asyncio.ensure_future(anext(session))
         await settled()
         assert encoder.demanded_chunks() == [0, 1, 2, 3]
@@ -128,7 +131,7 @@ async def test_later_chunks_are_requested_while_the_first_one_is_awaited() -> No
 
 async def test_rows_of_a_chunk_are_released_with_the_next_request() -> None:
     encoder = Encoder(ready=True)
-    async with PrefetchSession(encoder.fetch, images_of([8] * 3, 8), IMAGES, row_bytes=ROW_BYTES) as session:
+    async with session_of(encoder, images_of([8] * 3, 8)) as session:
         await anext(session)
         await settled()
         assert encoder.open == {0, 1, 2}
@@ -141,25 +144,21 @@ async def test_held_bytes_stay_bounded_and_the_next_chunk_is_always_fetched() ->
     encoder = Encoder(ready=True)
     chunks = images_of([4, 4, 4, 20, 4], 4)
     held, seen = [], []
-    async with PrefetchSession(
-        encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, max_held_bytes=85
-    ) as session:
+    async with session_of(encoder, chunks, max_held_bytes=85) as session:
         async for ready in session:
             held.append(session.held_bytes)
             seen.append(ready.chunk.index)
     assert seen == [chunk.index for chunk in chunks]
     assert max(held) == 80
     chunks = images_of([50, 50], 50)
-    async with PrefetchSession(
-        encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES, max_held_bytes=85
-    ) as session:
+    async with session_of(encoder, chunks, max_held_bytes=85) as session:
         assert [(ready.chunk.index, session.held_bytes) async for ready in session] == [(0, 500), (1, 500)]
 
 
 async def test_a_chunk_without_images_never_waits() -> None:
     encoder = Encoder()
     chunks = plan(expand_prompt([1] * 8 + [IMAGE] + [1] * 4, IMAGE, [4]), 4)
-    async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
+    async with session_of(encoder, chunks) as session:
         for index in (0, 1):
             ready = await asyncio.wait_for(anext(session), PATIENCE_S)
             assert (ready.chunk.index, ready.rows) == (index, ())
@@ -173,7 +172,7 @@ async def test_a_chunk_without_images_never_waits() -> None:
 
 async def test_a_failed_image_fails_the_request_at_once() -> None:
     encoder = Encoder()
-    async with PrefetchSession(encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES) as session:
+    async with session_of(encoder, images_of([8] * 4, 8)) as session:
         first = asyncio.ensure_future(anext(session))
         await settled()
         encoder.finish(2, error=InvalidImageError("no image"))
@@ -186,7 +185,7 @@ async def test_a_failed_image_fails_the_request_at_once() -> None:
 async def test_a_failed_image_fails_at_a_chunk_without_images() -> None:
     encoder = Encoder()
     chunks = plan(expand_prompt([1] * 8 + [IMAGE], IMAGE, [4]), 4)
-    async with PrefetchSession(encoder.fetch, chunks, IMAGES, row_bytes=ROW_BYTES) as session:
+    async with session_of(encoder, chunks) as session:
         await anext(session)
         encoder.finish(0, error=InvalidImageError("no image"))
         await settled()
@@ -198,9 +197,7 @@ async def test_fail_at_image_fails_only_at_the_chunk_of_the_image() -> None:
     encoder = Encoder()
     encoder.finish(0, 1, 3)
     encoder.finish(2, error=InvalidImageError("no image"))
-    session = PrefetchSession(
-        encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES, fail_at_image=True
-    )
+    session = session_of(encoder, images_of([8] * 4, 8), fail_at_image=True)
     async with session:
         for index in (0, 1):
             await settled()
@@ -225,9 +222,7 @@ async def test_a_cancelled_request_leaves_no_open_call() -> None:
     encoder = Encoder()
 
     async def request() -> None:
-        async with PrefetchSession(
-            encoder.fetch, images_of([8] * 4, 8), IMAGES, row_bytes=ROW_BYTES
-        ) as session:
+        async with session_of(encoder, images_of([8] * 4, 8)) as session:
             await anext(session)
 
     task = asyncio.create_task(request())
@@ -241,14 +236,8 @@ async def test_a_cancelled_request_leaves_no_open_call() -> None:
 
 async def test_needed_in_ms_follows_the_measured_prefill_speed() -> None:
     encoder, clock = Encoder(ready=True), Clock()
-    session = PrefetchSession(
-        encoder.fetch,
-        images_of([10] * 12, 10),
-        IMAGES,
-        row_bytes=ROW_BYTES,
-        max_held_bytes=300,
-        prefill_tokens_per_s=1000,
-        clock=clock,
+    session = session_of(
+        encoder, images_of([10] * 12, 10), max_held_bytes=300, prefill_tokens_per_s=1000, clock=clock
     )
     async with session:
         async for _ in session:
@@ -263,14 +252,7 @@ async def test_needed_in_ms_follows_the_measured_prefill_speed() -> None:
 async def test_slow_rows_are_requested_further_ahead() -> None:
     async def windows(*, slow: bool) -> list[int]:
         encoder, clock = Encoder(ready=not slow), Clock()
-        session = PrefetchSession(
-            encoder.fetch,
-            images_of([10] * 30, 10),
-            IMAGES,
-            row_bytes=ROW_BYTES,
-            max_held_bytes=500,
-            clock=clock,
-        )
+        session = session_of(encoder, images_of([10] * 30, 10), max_held_bytes=500, clock=clock)
         sizes = []
         async with session:
             for image in range(30):

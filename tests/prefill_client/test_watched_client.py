@@ -1,7 +1,6 @@
 """An engine's client of a service that is down for a while: it works again without a restart of the engine."""
 
 import logging
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,50 +14,39 @@ from prefill_client.plugin.service_settings import ServiceSettings
 from tests.waiting import soon
 
 
-async def test_a_checkpoint_that_cannot_be_read_is_read_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("unread", "error"), [("config.json", ModelMismatchError), ("token", UnauthenticatedError)]
+)
+async def test_a_file_of_the_engine_that_cannot_be_read_is_read_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: str, error: type[Exception]
 ) -> None:
+    """A checkpoint that is not there yet, and a token that is being replaced."""
     monkeypatch.setattr(service, "FIRST_PROBE_S", 0.01)
     monkeypatch.setattr(service, "LAST_PROBE_S", 0.01)
-    settings, reads = ServiceSettings((server.endpoint,)), 0
+    files = {"config.json": tmp_path / "config.json", "token": tmp_path / "token"}
+    for path in files.values():
+        path.write_text("secret")
+    settings = ServiceSettings.read({"endpoints": server.endpoint, "token_file": str(files["token"])})
+    opened = 0
 
     def check(_: Description) -> None:
-        nonlocal reads
-        reads += 1
-        (tmp_path / "config.json").read_bytes()
-
-    watched = WatchedClient(partial(connect, settings, wait=False, check=check), logging.getLogger(__name__))
-    with pytest.raises(ModelMismatchError, match=r"config\.json") as unread:
-        await watched.get()
-    watched.note(unread.value)
-    await soon(lambda: reads >= 3)
-    (tmp_path / "config.json").touch()
-    await soon(lambda: watched.down is None)
-    assert (await watched.get()).description.model_name
-    await watched.close()
-
-
-async def test_an_unreadable_token_file_is_read_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "FIRST_PROBE_S", 0.01)
-    monkeypatch.setattr(service, "LAST_PROBE_S", 0.01)
-    token, opened = tmp_path / "token", 0
-    token.write_text("secret")
-    settings = ServiceSettings.read({"endpoints": server.endpoint, "token_file": str(token)})
+        files["config.json"].read_bytes()
 
     async def open_client() -> EncoderClient:
         nonlocal opened
         opened += 1
-        return await connect(settings, wait=False)
+        return await connect(settings, wait=False, check=check)
 
-    token.write_text("")  # it is being replaced
+    if unread == "token":
+        files["token"].write_text("")
+    else:
+        files["config.json"].unlink()
     watched = WatchedClient(open_client, logging.getLogger(__name__))
-    with pytest.raises(UnauthenticatedError, match="token") as unread:
+    with pytest.raises(error, match=unread) as raised:
         await watched.get()
-    watched.note(unread.value)
+    watched.note(raised.value)
     await soon(lambda: opened >= 3)
-    token.write_text("secret")
+    files[unread].write_text("secret")
     await soon(lambda: watched.down is None)
     assert (await watched.get()).description.model_name
     await watched.close()

@@ -78,33 +78,30 @@ async def test_a_host_that_floods_tiny_pieces_is_refused_early(
     assert parsing.events <= 2000
 
 
-async def test_a_host_that_hangs_up_inside_its_headers_is_named() -> None:
+async def loaded_from(*pieces: bytes) -> bytes:
+    """Load an image from a host that answers with these bytes and hangs up."""
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nX-")
+        writer.writelines(pieces)
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         loader = ImageLoader(Destinations([name]), max_bytes=1 << 20, timeout_s=PATIENCE_S)
-        with pytest.raises(InvalidImageError, match="closed the connection before the end of the headers"):
-            await loader.load(f"http://{name}/")
+        return await loader.load(f"http://{name}/")
+
+
+async def test_a_host_that_hangs_up_inside_its_headers_is_named() -> None:
+    with pytest.raises(InvalidImageError, match="closed the connection before the end of the headers"):
+        await loaded_from(b"HTTP/1.1 200 OK\r\nX-")
 
 
 async def test_an_image_in_chunks_of_usual_sizes_is_loaded() -> None:
     image = bytes(range(256)) * 1000
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        chunks = [image[begin : begin + 512] for begin in range(0, len(image), 512)]
-        writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" + CHUNKED)
-        writer.writelines(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        loader = ImageLoader(Destinations([name]), max_bytes=1 << 20, timeout_s=PATIENCE_S)
-        assert await loader.load(f"http://{name}/") == image
+    chunks = [image[begin : begin + 512] for begin in range(0, len(image), 512)]
+    sent = (b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
+    assert await loaded_from(b"HTTP/1.1 102 Processing\r\n\r\n", CHUNKED, *sent) == image
 
 
 class Names:

@@ -215,10 +215,7 @@ async def test_hanging_up_withdraws_the_images(gateway: RunningGateway, server: 
 
 
 async def test_pins_are_released_after_success_and_failure(
-    gateway: RunningGateway,
-    sglang: LanguageServer,
-    server: Server,
-    monkeypatch: pytest.MonkeyPatch,
+    gateway: RunningGateway, sglang: LanguageServer, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len((await sglang.to_tokenizer([data_url(THIRD)])).parts) == 1
     monkeypatch.setattr(delivery, "CONNECT_S", 0.2)
@@ -291,10 +288,16 @@ async def test_parts_wait_for_memory_for_their_rows(
         assert len((await asking).parts) == 4
 
 
-async def test_a_part_with_more_rows_than_allowed_is_refused(client: EncoderClient) -> None:
-    async with gateway_for(client, part_row_bytes=100) as gateway, LanguageServer(gateway.url) as sglang:
+@pytest.mark.parametrize(
+    ("limits", "flag"),
+    [({"part_row_bytes": 100}, "--part-rows-gib"), ({"max_body_bytes": 1000}, "--max-body-bytes")],
+)
+async def test_a_part_over_a_limit_is_refused(
+    client: EncoderClient, limits: dict[str, int], flag: str
+) -> None:
+    async with gateway_for(client, **limits) as gateway, LanguageServer(gateway.url) as sglang:
         ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
-        assert (status, "--part-rows-gib" in message) == (400, True)
+        assert (status, flag in message) == (400, True)
 
 
 async def test_slow_bodies_take_no_slot(client: EncoderClient) -> None:
@@ -372,12 +375,6 @@ async def test_a_rank_that_registers_twice_gets_a_part_once(
         Message.of(await receiving.recv_multipart())
     ((receivers, _),) = gateway.delivery.delivered
     assert receivers == [Address("127.0.0.1", port), Address("127.0.0.1", other)]
-
-
-async def test_a_body_over_the_limit_is_refused(client: EncoderClient) -> None:
-    async with gateway_for(client, max_body_bytes=1000) as gateway, LanguageServer(gateway.url) as sglang:
-        ((status, message),) = (await sglang.to_tokenizer([data_url(FIRST)])).refusals
-        assert (status, "--max-body-bytes" in message) == (400, True)
 
 
 async def test_metrics_are_exposed(gateway: RunningGateway, sglang: LanguageServer) -> None:

@@ -30,13 +30,7 @@ def test_urls_base64_and_harmless_options_are_accepted() -> None:
         {"url": DATA, "content_hash": "sha256:00", "detail": "high", "max_dynamic_patch": 4},
         {"url": DATA, "preprocess_kwargs": None, "not_known_yet": None},
     ]
-    assert part(*items).urls(5) == [
-        DATA,
-        "data:;base64,/9j/4AAQ",
-        "https://example.org/a.jpg",
-        DATA,
-        DATA,
-    ]
+    assert part(*items).urls(5) == [DATA, "data:;base64,/9j/4AAQ", "https://example.org/a.jpg", DATA, DATA]
 
 
 @pytest.mark.parametrize("key", ["preprocess_kwargs", "max_long_side_pixel", "not_known_yet"])

@@ -31,14 +31,22 @@ async def has_health(gateway: GatewayProcess, status: int) -> bool:
 
 
 @asynccontextmanager
-async def bootstrap_server() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]:
-    """Run a server like SGLang's encoder bootstrap server; yield its URL and its calls, `(method path, url)`."""
+async def bootstrap_server(
+    registers: asyncio.Barrier | None = None,
+) -> AsyncIterator[tuple[str, list[tuple[str, str]]]]:
+    """Run a server like SGLang's encoder bootstrap server; yield its URL and the calls it answered: method path, url.
+
+    A registration comes to the barrier when it has arrived, and before it is answered.
+    """
     calls: list[tuple[str, str]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().partition("content-length:")[2].split()[0])
         body = json.loads(await reader.readexactly(length))
+        if registers and head.startswith("POST"):
+            await registers.wait()
+            await registers.wait()
         calls.append((" ".join(head.split()[:2]), body["url"]))
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nOK")
         await writer.drain()
@@ -88,9 +96,7 @@ async def test_a_gateway_accepts_parts_for_a_while_after_it_unregistered(
         keeping.cancel()
 
 
-async def test_a_bootstrap_server_with_invalid_answers_is_retried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_bootstrap_server_with_invalid_answers_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_client.sglang_gateway.registration.REGISTER_EVERY_S", 0.01)
     calls = 0
 
@@ -114,32 +120,16 @@ async def test_a_gateway_that_ends_while_it_registers_is_not_left_registered(
 ) -> None:
     monkeypatch.setattr("prefill_client.sglang_gateway.registration.LAST_PARTS_S", 0.0)
     monkeypatch.setattr("prefill_client.sglang_gateway.registration._CALL_S", PATIENCE_S)
-    asked, may_answer = asyncio.Event(), asyncio.Event()
-    registered: set[str] = set()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        body = json.loads(await reader.readexactly(int(head.partition("Content-Length: ")[2].split()[0])))
-        if head.startswith("POST"):
-            asked.set()
-            await may_answer.wait()
-            registered.add(body["url"])
-        else:
-            registered.discard(body["url"])
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nOK")
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        bootstrap = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    registers = asyncio.Barrier(2)
+    async with bootstrap_server(registers) as (bootstrap, calls):
         registration = Registration([bootstrap], ["http://gateway:30001/v0"])
         keeping = asyncio.create_task(registration.keep())
-        await asked.wait()
+        await registers.wait()  # SGLang has the call
         ending = asyncio.create_task(registration.end())
         await asyncio.sleep(0.05)
-        may_answer.set()
+        await registers.wait()
         await asyncio.gather(ending, keeping)
-        assert not registered
+    assert [call.split()[0] for call, _ in calls] == ["POST", "DELETE"]
 
 
 async def test_parts_outlast_a_restart_of_the_service(checkpoint: Path, tmp_path: Path) -> None:

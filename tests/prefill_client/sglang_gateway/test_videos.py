@@ -79,14 +79,11 @@ async def test_a_damaged_video_is_named_in_the_refusal(client: EncoderClient, ch
             assert "video 1: " in text
 
 
-async def test_videos_need_the_checkpoint_and_audio_is_refused(client: EncoderClient) -> None:
+async def test_videos_need_the_checkpoint(client: EncoderClient) -> None:
     async with gateway_for(client) as gateway, LanguageServer(gateway.url) as sglang:
         answer = await sglang.to_tokenizer([data_url(FIRST)], modality="VIDEO")
         ((_, text),) = answer.refusals
         assert "start the gateway with --language-model" in text
-        answer = await sglang.to_tokenizer([data_url(FIRST)], modality="AUDIO")
-        ((_, text),) = answer.refusals
-        assert "AUDIO is not served" in text
 
 
 def test_a_refused_video_has_the_reason(

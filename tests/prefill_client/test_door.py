@@ -76,10 +76,7 @@ async def test_after_an_error_no_image_of_the_request_is_kept(
     config: Config, model: Model, gate: Gate
 ) -> None:
     gated = replace(model, decoder=gate)  # type: ignore[arg-type]
-    async with (
-        server_of(config, gated) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_of(config, gated) as server, await EncoderClient.connect(server.endpoint) as client:
         with gate.closed():
             with pytest.raises(InvalidImageError, match="image 1: not an image"):
                 await Door(client).keep(

@@ -167,10 +167,7 @@ async def test_lost_images_end_a_request_before_its_answer_begins(
     server: Server, client: EncoderClient, waits: bool
 ) -> None:
     caller, first_image = Caller(), forever if waits else None
-    async with (
-        await client.keep([PHOTO], again_s=0.2) as kept,
-        asyncio.timeout(PATIENCE_S),
-    ):
+    async with await client.keep([PHOTO], again_s=0.2) as kept, asyncio.timeout(PATIENCE_S):
         exchange = GuardedRequest(
             b"the body", kept, never, caller.receive, caller.send, first_encoded=first_image
         )
@@ -190,10 +187,7 @@ async def test_a_caller_who_leaves_while_the_first_image_is_encoded_ends_the_req
         await left.wait()
         return {"type": "http.disconnect"}
 
-    async with (
-        await client.keep([PHOTO]) as kept,
-        asyncio.timeout(PATIENCE_S),
-    ):
+    async with await client.keep([PHOTO]) as kept, asyncio.timeout(PATIENCE_S):
         exchange = GuardedRequest(b"the body", kept, never, receive, caller.send, first_encoded=forever)
         running = asyncio.create_task(exchange.run(unreached, {}))
         await asyncio.sleep(0)

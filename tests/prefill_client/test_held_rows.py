@@ -98,9 +98,7 @@ async def test_a_late_image_does_not_lose_the_other_rows(small: Server) -> None:
         await within_some_limit(one_came_in_time)
 
 
-async def test_rows_replaced_while_they_are_read_raise_stale_handle(
-    small: Server,
-) -> None:
+async def test_rows_replaced_while_they_are_read_raise_stale_handle(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, expected = await submitted(client, 1)
         async with client.fetch([request]) as stream:
@@ -129,9 +127,7 @@ async def test_lost_rows_replace_an_error_of_their_reader(small: Server) -> None
                 raise ZeroDivisionError
 
 
-async def test_rows_cannot_be_read_after_their_call_has_ended(
-    small: Server,
-) -> None:
+async def test_rows_cannot_be_read_after_their_call_has_ended(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         request, _ = await submitted(client, 1)
         async with client.fetch([request]) as stream:

@@ -20,16 +20,8 @@ PAGE = (ROOT / "docs/prefill.md").read_text()
 VIDEOS_PAGE = (ROOT / "docs/videos.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE + VIDEOS_PAGE, re.DOTALL)
 
-CLIENTS = {
-    "KeptImages",
-    "BlockingKept",
-    "EncoderClient",
-    "FetchStream",
-    "BlockingClient",
-    "BlockingFetch",
-    "Description",
-    "TRANSPORTS",
-}
+CLIENTS = {"EncoderClient", "FetchStream", "KeptImages", "Description", "TRANSPORTS"}
+CLIENTS |= {"BlockingClient", "BlockingFetch", "BlockingKept"}
 IMAGES = {"Image", "read_images", "content_digest", "Geometry", "Grid", "RowRequest", "Submitted"}
 VIDEOS = {"Video", "VideoSettings", "VideoTokens", "mark_pairs", "read_videos"}
 ROWS = {"FetchedRows", "read", "Handle", "SharedRows", "DeviceRows"}
@@ -63,6 +55,7 @@ def test_every_public_class_and_method_has_a_docstring() -> None:
 
 
 def test_the_page_documents_every_public_name() -> None:
+    assert len(EXAMPLES) == 4, "each has a test below"
     for name in prefill_client.__all__:
         assert re.search(rf"\b{name}\b", PAGE), name
     imported = {
@@ -74,10 +67,15 @@ def test_the_page_documents_every_public_name() -> None:
     assert {module for module in imported if module and "_" in module} == {"prefill_client"}
 
 
+async def run_example(number: int, namespace: dict[str, Any], endpoint: str = "encoder:50051") -> None:
+    """Run an example of the pages over these names, with a server at `endpoint`."""
+    example = EXAMPLES[number].replace("encoder:50051", endpoint)
+    await eval(compile(example, "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+
+
 async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None:
-    example, _errors, _kept, _videos = EXAMPLES
     prefilled = []
-    namespace = {
+    namespace: dict[str, Any] = {
         "files": [photo(128, 96, 3), photo(64, 64, 4)],
         "request": "example",
         "token_ids": [1, 7, 2, 7, 3],
@@ -87,22 +85,19 @@ async def test_the_example_of_the_page_prefills_a_prompt(server: Server) -> None
         "embed": lambda chunk, rows: (chunk.rows, sum(map(len, rows))),
         "run": lambda chunk, inputs: prefilled.append((chunk.tokens, *inputs)),
     }
-    code = compile(
-        example.replace("encoder:50051", server.endpoint), "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    )
-    await eval(code, namespace)
-    await namespace["client"].close()  # type: ignore[attr-defined]
+    await run_example(0, namespace, server.endpoint)
+    await namespace["client"].close()
     images = namespace["submitted"]
-    assert sum(tokens for tokens, _, _ in prefilled) == 3 + sum(image.tokens for image in images)  # type: ignore[attr-defined]
+    assert sum(tokens for tokens, _, _ in prefilled) == 3 + sum(image.tokens for image in images)
     assert all(wanted == got for _, wanted, got in prefilled)
-    assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)  # type: ignore[attr-defined]
+    assert sum(got for _, _, got in prefilled) == sum(image.tokens for image in images)
 
 
 async def test_the_example_of_errors_names_the_image_and_how_long_to_wait(
     client: prefill_client.EncoderClient,
 ) -> None:
     namespace: dict[str, Any] = {"client": client, "files": [photo(64, 64, 4), b"no image"]}
-    await eval(compile(EXAMPLES[1], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    await run_example(1, namespace)
     assert (namespace["status"], namespace["headers"]) == (400, {})
     assert namespace["text"].startswith("image 1: not an image of a supported format")
     full = errors.OverloadedError("the queue is full", retry_after_ms=1200)
@@ -112,13 +107,13 @@ async def test_the_example_of_errors_names_the_image_and_how_long_to_wait(
 
 async def test_the_example_of_kept_images_gets_their_rows(client: prefill_client.EncoderClient) -> None:
     used: list[prefill_client.FetchedRows] = []
-    namespace = {
+    namespace: dict[str, Any] = {
         "client": client,
         "files": [photo(128, 96, 5), photo(64, 64, 6)],
         "use": used.append,
         "RowRequest": prefill_client.RowRequest,
     }
-    await eval(compile(EXAMPLES[2], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    await run_example(2, namespace)
     assert [rows.error for rows in used] == [None] * 2
 
 
@@ -129,7 +124,7 @@ async def test_the_example_of_videos_lays_out_a_prompt(
         def encode(self, text: str) -> list[int]:
             return list(text.encode())
 
-    namespace = {
+    namespace: dict[str, Any] = {
         "checkpoint": checkpoint,
         "client": client,
         "file": clip("mp4", frames=30, fps=10.0),
@@ -140,13 +135,13 @@ async def test_the_example_of_videos_lays_out_a_prompt(
         "video_token": 303,
         "tokenizer": Tokenizer(),
     }
-    await eval(compile(EXAMPLES[3], "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+    await run_example(3, namespace)
     layout, video = namespace["layout"], namespace["video"]
-    assert len(layout.spans) == len(namespace["images"]) == len(video.images) > 1  # type: ignore[attr-defined,arg-type]
-    for span, seconds in zip(layout.spans, video.clip.seconds, strict=True):  # type: ignore[attr-defined]
+    assert len(layout.spans) == len(namespace["images"]) == len(video.images) > 1
+    for span, seconds in zip(layout.spans, video.clip.seconds, strict=True):
         text = [*f"<{seconds:.1f} seconds>".encode(), 301]
-        assert layout.token_ids[span.begin - len(text) : span.begin].tolist() == text  # type: ignore[attr-defined]
-        assert layout.token_ids[span.end] == 302  # type: ignore[attr-defined]
+        assert layout.token_ids[span.begin - len(text) : span.begin].tolist() == text
+        assert layout.token_ids[span.end] == 302
 
 
 def test_importing_the_client_loads_no_heavy_modules() -> None:

@@ -16,7 +16,6 @@ from encoder_service.config import Config
 from encoder_service.devices.model import load_model
 from prefill_client import Description, EncoderClient, Submitted
 from prefill_client.fleet.fetch_stream import FetchStream
-from prefill_client.transport.rows import element_type
 from prefill_client.vllm import row_fetcher
 from prefill_client.vllm.host_memory import HostMemory
 from prefill_client.vllm.image_name import ImageName, RequestInfo
@@ -59,20 +58,27 @@ async def outcome(fetcher: RowFetcher) -> Outcome:
     return ended
 
 
-async def test_rows_are_in_their_extents_when_the_outcome_arrives(
-    client: EncoderClient, fetcher: RowFetcher, memory: HostMemory
-) -> None:
-    (image,) = await client.submit([photo(64, 96, 1)])
-    row_bytes = client.description.width * element_type(client.description.dtype).itemsize
-    name = ImageName(image.digest, image.grid, b"")
-    query = FetchQuery(
-        name, image.tokens, RequestInfo("a request"), extents=memory.allocate(image.tokens * row_bytes)
-    )
-    fetcher.start([query])
-    ended = await outcome(fetcher)
-    assert (ended.query, ended.state) == (query, "here")
-    assert memory.read(query.extents).tobytes() == (await fetched(client, image.digest)).array.tobytes()
-    assert list(fetcher.outcomes()) == [], "each outcome is returned once"
+class Step:
+    """Queries for images of one request, as a scheduler's step begins them, and their outcomes."""
+
+    def __init__(self, fetcher: RowFetcher, memory: HostMemory, row_bytes: int) -> None:
+        self.fetcher, self.memory, self.row_bytes = fetcher, memory, row_bytes
+        self.ended: dict[FetchQuery, Outcome] = {}
+
+    def query(self, image: Submitted, request_id: str = "a request") -> FetchQuery:
+        assert image.grid is not None
+        extents = self.memory.allocate(image.tokens * self.row_bytes)
+        assert extents is not None
+        name = ImageName(image.digest, image.grid, b"")
+        return FetchQuery(name, image.tokens, RequestInfo(request_id), extents=extents)
+
+    async def outcomes(self, number: int) -> dict[FetchQuery, Outcome]:
+        """Wait for this many outcomes; return all that have arrived."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.ended) < number:
+                await asyncio.to_thread(self.fetcher.wait, 1.0)
+                self.ended |= {each.query: each for each in self.fetcher.outcomes()}
+        return self.ended
 
 
 async def test_a_cancelled_query_has_an_outcome(fetcher: RowFetcher) -> None:
@@ -132,38 +138,12 @@ async def test_an_engine_with_its_own_tower_joins_no_service_of_another_model(
         proxy.mend(to_port=port_of(server))
         await soon(lambda: fetcher.description == right)
         (image,) = await client.submit([photo(64, 96, 2)])
-        row_bytes = right.width * element_type(right.dtype).itemsize
-        name = ImageName(image.digest, image.grid, b"")
-        extents = memory.allocate(image.tokens * row_bytes)
-        fetcher.start([FetchQuery(name, image.tokens, RequestInfo("a request"), extents=extents)])
+        fetcher.start([Step(fetcher, memory, right.row_bytes).query(image)])
         assert (await outcome(fetcher)).error is None
     finally:
         await asyncio.to_thread(fetcher.close)
         await proxy.stop()
         other_model.decoder.close()
-
-
-class Step:
-    """Queries for images of one request, as a scheduler's step begins them, and their outcomes."""
-
-    def __init__(self, fetcher: RowFetcher, memory: HostMemory, row_bytes: int) -> None:
-        self.fetcher, self.memory, self.row_bytes = fetcher, memory, row_bytes
-        self.ended: dict[FetchQuery, Outcome] = {}
-
-    def query(self, image: Submitted, request_id: str = "a request") -> FetchQuery:
-        assert image.grid is not None
-        extents = self.memory.allocate(image.tokens * self.row_bytes)
-        assert extents is not None
-        name = ImageName(image.digest, image.grid, b"")
-        return FetchQuery(name, image.tokens, RequestInfo(request_id), extents=extents)
-
-    async def outcomes(self, number: int) -> dict[FetchQuery, Outcome]:
-        """Wait for this many outcomes; return all that have arrived."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.ended) < number:
-                await asyncio.to_thread(self.fetcher.wait, 1.0)
-                self.ended |= {each.query: each for each in self.fetcher.outcomes()}
-        return self.ended
 
 
 @pytest.fixture
@@ -196,6 +176,7 @@ async def test_the_images_of_a_step_come_in_one_call_for_each_request(
     step.fetcher.start(queries)
     ended = await step.outcomes(9)
     assert {each.state for each in ended.values()} == {"here"}
+    assert list(step.fetcher.outcomes()) == [], "each outcome is returned once"
     assert sorted(calls) == [3, 6]
     for query, image in zip(queries, images, strict=True):
         right = (await fetched(client, image.digest)).array.tobytes()

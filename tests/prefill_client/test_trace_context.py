@@ -2,11 +2,13 @@
 
 import pytest
 
+from encoder_contract.traceparent import trace_id
 from prefill_client.vllm.image_name import RequestInfo, valid_traceparent
 
-GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+GOOD = f"00-{TRACE}-00f067aa0ba902b7-01"
 # gRPC ends a call with the first, and most servers one with the second: metadata is ASCII, and bounded.
-BAD = ["é", "a" * 10_000, GOOD + "é", GOOD.replace("4bf92f3577b34da6a3ce929d0e0e4736", "0" * 32), ""]
+BAD = ["é", "a" * 10_000, GOOD + "é", GOOD.replace(TRACE, "0" * 32), GOOD.upper(), GOOD + "\nforged", ""]
 CASES = [(GOOD, GOOD), *((bad, "") for bad in BAD), (7, ""), (None, "")]
 
 
@@ -15,6 +17,7 @@ def test_a_malformed_trace_context_is_ignored(sent: object, kept: str) -> None:
     assert valid_traceparent(sent) == kept
     parameters = {RequestInfo.KEY: {"traceparent": sent}}
     assert RequestInfo.read(parameters, "x").traceparent == kept
+    assert trace_id(str(sent)) == (TRACE if kept else "")
 
 
 def test_a_request_without_a_trace_context_has_none() -> None:

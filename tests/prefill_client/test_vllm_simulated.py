@@ -216,11 +216,7 @@ async def test_what_a_worker_leaves_out_is_found(
             await asyncio.gather(staging.copy(handle), return_exceptions=True)
         else:
             await copied(staging, worker, handle)
-    expected = {
-        "the wait after the copy": "race",
-        "record_stream": "freed",
-        "the worker's device": "context",
-    }
+    expected = {"the wait after the copy": "race", "record_stream": "freed", "the worker's device": "context"}
     assert expected[missing] in kinds(gpu), gpu.findings
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,29 +12,28 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 import transformers
 import uvicorn
 
+from encoder_contract.errors import ForbiddenError
 from encoder_contract.settings import ConfigError
-from encoder_contract.video import VideoSettings
+from encoder_contract.turns import Room
 from encoder_service.app import Server
 from prefill_client import EncoderClient
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.image_loader import ImageLoader
-from prefill_reference.chat import Chat
 from prefill_reference.cli import main
 from prefill_reference.config import ServiceConfig
-from prefill_reference.engine import Engine
 from prefill_reference.http_service import HttpService, Limits
-from prefill_reference.language_model import load_language_model
-from prefill_reference.prefix import PrefixCache
 from testing.clips import clip
 from testing.photos import data_url, photo
+from tests.chats import chat_of
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for, settled
+from tests.waiting import soon
 
 MODEL = "tiny"
+FORBIDDEN = "http://host/forbidden.jpg"
 FIRST, SECOND = photo(300, 220, 1), photo(256, 400, 2, orientation=6)
 
 
@@ -53,32 +53,18 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    client: EncoderClient,
-    checkpoint: Path,
-    limits: Limits,
-    loader: ImageLoader | None = None,
+    client: EncoderClient, checkpoint: Path, limits: Limits, loader: ImageLoader | None = None
 ) -> AsyncIterator[Service]:
-    language_model = load_language_model(checkpoint, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    engine = Engine(language_model, row_width=client.description.width)
-    chat = Chat(
-        client,
-        engine,
-        tokenizer,
-        chunk_tokens=50,
-        prefixes=PrefixCache(10_000),
-        videos=VideoSettings.from_folder(checkpoint),
-    )
-    http = HttpService(
-        chat,
-        tokenizer,
-        MODEL,
-        image_loader=loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1),
-        video_loader=ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1, what="video"),
-        limits=limits,
-    )
-    server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with chat_of(client, checkpoint) as chat, socket.create_server(("127.0.0.1", 0)) as listener:
+        http = HttpService(
+            chat,
+            chat._tokenizer,
+            MODEL,
+            image_loader=loader or ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1),
+            video_loader=ImageLoader(Destinations([]), max_bytes=1 << 20, timeout_s=1, what="video"),
+            limits=limits,
+        )
+        server = uvicorn.Server(uvicorn.Config(http.app(), log_level="warning"))
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
@@ -88,7 +74,6 @@ async def serving(
             yield service
         server.should_exit = True
         await running
-    chat.close()
 
 
 @pytest.fixture
@@ -156,13 +141,8 @@ async def test_sampling_with_a_seed_repeats_itself(service: Service) -> None:
 async def test_a_bad_image_is_a_400_that_names_it(service: Service) -> None:
     with pytest.raises(openai.BadRequestError, match="image 1 of the prompt"):
         await service.ask(user("What?", data_url(FIRST), data_url(b"no image")))
-    for url in (
-        "data:image/jpeg;base64,@@@@",
-        "data:image/jpeg,abc",
-        "ftp://host/a.jpg",
-        "http://[",
-        "no url",
-    ):
+    bad = ("data:image/jpeg;base64,@@@@", "data:image/jpeg,abc", "ftp://host/a.jpg", "http://[", "no url")
+    for url in bad:
         with pytest.raises(openai.BadRequestError):
             await service.ask(user("What?", url))
     with pytest.raises(openai.PermissionDeniedError, match=r"169\.254\.169\.254"):
@@ -271,3 +251,50 @@ async def test_a_chat_about_a_video_is_answered_and_a_bad_one_is_named(service: 
     assert answer.usage.completion_tokens > 0
     with pytest.raises(openai.BadRequestError, match="video 0: no video in a supported container"):
         await service.ask(about(b"no video"))
+
+
+class Endless(ImageLoader):
+    """Refuses one URL once the other downloads have started. Those never end by themselves."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__(Destinations([]), max_bytes=1 << 20, timeout_s=1)
+        self.begun = asyncio.Barrier(others + 1)
+        self.running = 0
+
+    async def load(self, url: str, lookups: Room | None = None) -> bytes:
+        self.running += 1
+        try:
+            await self.begun.wait()
+            if url == FORBIDDEN:
+                raise ForbiddenError("not this one")
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.running -= 1
+
+
+async def test_a_failed_image_cancels_the_other_downloads(client: EncoderClient, checkpoint: Path) -> None:
+    others = ["http://host/1.jpg", "http://host/2.jpg"]
+    loader = Endless(len(others))
+    async with serving(client, checkpoint, Limits(), loader=loader) as service:
+        with pytest.raises(openai.PermissionDeniedError, match="not this one"):
+            await service.ask(user("What?", FORBIDDEN, *others))
+        await soon(lambda: loader.running == 0)
+
+
+async def test_an_answer_cut_off_by_the_models_limit_has_finish_reason_length(
+    client: EncoderClient, checkpoint: Path, tmp_path: Path
+) -> None:
+    short, room, question = Path(shutil.copytree(checkpoint, tmp_path / "short")), 3, user("What is this?")
+    prompt = transformers.AutoTokenizer.from_pretrained(short).apply_chat_template(
+        [question], add_generation_prompt=True, return_dict=True
+    )
+    config = json.loads((short / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = len(prompt["input_ids"]) + room
+    (short / "config.json").write_text(json.dumps(config))
+    async with serving(client, short, Limits()) as service:
+        whole = await service.ask(question, max_tokens=room + 5)
+        stream = await service.ask(question, max_tokens=room + 5, stream=True)
+        ends = [piece.choices[0].finish_reason async for piece in stream if piece.choices]
+    assert whole.usage.completion_tokens == room
+    assert whole.choices[0].finish_reason == "length"
+    assert ends[-1] == "length"

@@ -1,4 +1,4 @@
-"""Which requests the reference service accepts."""
+"""Which requests the reference service accepts, and why an answer ends."""
 
 import pytest
 from pydantic import ValidationError
@@ -21,3 +21,13 @@ def test_unknown_fields_are_refused_by_name() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "hi", "image_url": {"url": "data:x"}}]}
     with pytest.raises(ValidationError, match="image_url"):
         ChatRequest.model_validate({"model": "m", "messages": [message]})
+
+
+@pytest.mark.parametrize(
+    ("generated", "room", "said"),
+    [(5, 9, "length"), (4, 9, "stop"), (3, 3, "length"), (2, 3, "stop"), (0, 0, "length")],
+)
+def test_finish_reason_is_stop_only_below_both_limits(generated: int, room: int, said: str) -> None:
+    message = {"role": "user", "content": "What is this?"}
+    asked = ChatRequest.model_validate({"model": "m", "messages": [message], "max_tokens": 5})
+    assert asked.finish_reason(generated, room) == said

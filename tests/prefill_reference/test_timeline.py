@@ -2,29 +2,25 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder_contract.errors import InvalidImageError
-from encoder_contract.traceparent import trace_id
 from encoder_service.app import Server
 from prefill_client import EncoderClient, Trace
 from prefill_client.images import ServerClock
 from prefill_client.trace import TimeSpan, read_spans
 from prefill_reference.chat import Chat
-from prefill_reference.engine import Engine
-from prefill_reference.language_model import load_language_model
 from prefill_reference.timeline import COLOURS, draw
 from testing.photos import photo
+from tests.chats import chat_of
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.waiting import PATIENCE_S
@@ -34,14 +30,9 @@ STAGES = ["queue", "decode", "preprocess", "vit", "copy_out"]
 
 
 @pytest.fixture
-async def chat(client: EncoderClient, checkpoint: Path) -> AsyncIterator[Chat]:
-    language_model = load_language_model(checkpoint, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    chat = Chat(
-        client, Engine(language_model, row_width=client.description.width), tokenizer, chunk_tokens=50
-    )
-    yield chat
-    chat.close()
+def chat(client: EncoderClient, checkpoint: Path) -> Iterator[Chat]:
+    with chat_of(client, checkpoint) as chat:
+        yield chat
 
 
 def question(*images: bytes) -> list[dict[str, Any]]:
@@ -104,20 +95,6 @@ def test_the_clock_estimate_is_within_its_error(
     clock = ServerClock.estimate(asked, asked + there + offset, asked + there + back)
     assert abs(clock.offset_s - offset) <= clock.error_s + 1e-6
     assert abs(clock.to_local(asked + there + offset) - (asked + there)) <= clock.error_s + 1e-6
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "4bf92f3577b34da6a3ce929d0e0e4736"),
-        ("00-00000000000000000000000000000000-00f067aa0ba902b7-01", ""),
-        ("00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01", ""),
-        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\nforged", ""),
-        ("", ""),
-    ],
-)
-def test_only_a_well_formed_traceparent_has_a_trace_id(given: str, found: str) -> None:
-    assert trace_id(given) == found
 
 
 def example() -> Trace:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ import torch
 import transformers
 
 from encoder_contract.errors import InvalidImageError, InvalidRequestError
-from encoder_contract.video import VideoSettings
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import load_model
 from prefill_client import EncoderClient, Trace
 from prefill_reference.chat import Chat, Prefilled
-from prefill_reference.engine import Engine
-from prefill_reference.language_model import load_language_model
-from prefill_reference.prefix import PrefixCache
 from testing.clips import clip, true_frames
+from testing.photos import photo
+from tests.chats import chat_of
 from tests.gate import Gate
 from tests.operator_view import fetches_wait_for
 from tests.servers import server_of
@@ -36,32 +34,14 @@ PAIRS = 6  # of a clip of six seconds: two frames of each
 
 
 @asynccontextmanager
-async def chat_of(config: Config, folder: Path) -> AsyncIterator[Chat]:
+async def served_chat(config: Config, folder: Path) -> AsyncIterator[Chat]:
     """A chat with its own model and server."""
     config = replace(config, model=folder)
     model = load_model(config)
-    async with (
-        server_of(config, model) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
-        with chat_by(client, folder) as chat:
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+        with chat_of(client, folder) as chat:
             yield chat
     model.decoder.close()
-
-
-@contextmanager
-def chat_by(client: EncoderClient, folder: Path) -> Iterator[Chat]:
-    language_model = load_language_model(folder, dtype=torch.float32)
-    chat = Chat(
-        client,
-        Engine(language_model, row_width=language_model.width),
-        transformers.AutoTokenizer.from_pretrained(folder),
-        chunk_tokens=50,
-        prefixes=PrefixCache(10_000),
-        videos=VideoSettings.from_folder(folder),
-    )
-    yield chat
-    chat.close()
 
 
 def user(text: str, *videos: bytes) -> dict[str, Any]:
@@ -106,7 +86,7 @@ async def test_a_chat_about_a_video_ends_in_the_logits_of_transformers(
     config: Config, kept_checkpoint: Callable[..., Path], model_type: str
 ) -> None:
     folder = kept_checkpoint(model_type)
-    async with chat_of(config, folder) as chat:
+    async with served_chat(config, folder) as chat:
         messages = [user("What happens?", VIDEO)]
         prefilled = await chat.prefill(messages)
         ids, logits = Whole(folder).logits(messages, VIDEO, 12.5)
@@ -119,7 +99,7 @@ async def test_a_chat_about_a_video_ends_in_the_logits_of_transformers(
 
 @pytest.fixture
 def chat(client: EncoderClient, checkpoint: Path) -> Iterator[Chat]:
-    with chat_by(client, checkpoint) as chat:
+    with chat_of(client, checkpoint) as chat:
         yield chat
 
 
@@ -164,8 +144,6 @@ async def test_equal_frames_of_another_video_share_no_prefix(chat: Chat) -> None
 
 
 async def test_stills_and_videos_are_laid_out_in_order(chat: Chat) -> None:
-    from testing.photos import photo
-
     content = [
         {"type": "image", "image": photo(300, 220, 1)},
         {"type": "video", "video": VIDEO},

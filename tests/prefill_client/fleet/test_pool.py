@@ -78,10 +78,7 @@ async def test_a_server_that_connects_slowly_is_used(server: Server, monkeypatch
 async def test_a_call_keeps_its_connection_when_later_calls_get_a_new_one(
     config: Config, model: Model
 ) -> None:
-    async with (
-        server_of(config, model) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
         (answer,) = await client.submit([photo(64, 96, 62)])
         (expected,) = (await collect(client, [RowRequest(answer.digest)])).values()
         before = await connection(client)
@@ -216,9 +213,7 @@ async def test_a_replacement_server_is_found_while_waiting_for_the_old_one(
             )
 
 
-async def test_an_unresolvable_name_is_in_the_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unresolvable_name_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "WATCH_AGAIN_S", 0.05)
 
     async def looked_up_again(limit_s: float) -> bool:

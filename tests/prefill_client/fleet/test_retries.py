@@ -37,9 +37,7 @@ def test_permanent_errors_are_not_retried(error) -> None:
 
 
 @pytest.mark.parametrize("hint_ms", [0, 1, 200, 4000])
-def test_retries_follow_the_hint_and_back_off_until_the_deadline(
-    hint_ms: int,
-) -> None:
+def test_retries_follow_the_hint_and_back_off_until_the_deadline(hint_ms: int) -> None:
     tried = attempts(1e6)
     pauses = []
     for _ in range(2000):

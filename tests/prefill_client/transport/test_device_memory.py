@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_contract.device_memory import (
-    CudaBytes,
-    DeviceMemory,
-    DeviceMemoryError,
-    allocate,
-    open_memory,
-)
+from encoder_contract.device_memory import CudaBytes, DeviceMemory, DeviceMemoryError, allocate, open_memory
 from encoder_service.store import Store, tensors
 from testing.stored import write
 from tests.waiting import START_S

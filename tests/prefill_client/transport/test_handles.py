@@ -16,15 +16,7 @@ from encoder_service.store.tensors import copy_bytes
 from prefill_client import DeviceRows, SharedRows
 from testing import stored
 from testing.stored import write
-from tests.rows_by_handle import (
-    WIDTH,
-    as_bytes,
-    embedding,
-    flat,
-    make_store,
-    scattered,
-    shared_rows,
-)
+from tests.rows_by_handle import WIDTH, as_bytes, embedding, flat, make_store, scattered, shared_rows
 
 
 def test_a_handle_to_evicted_rows_is_stale(store):

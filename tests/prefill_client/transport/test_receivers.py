@@ -67,9 +67,7 @@ async def test_the_callers_first_usable_transport_is_used(client: EncoderClient)
         assert outcomes[0].transport == used
 
 
-async def test_an_unknown_transport_is_refused_with_the_known_ones(
-    client: EncoderClient,
-) -> None:
+async def test_an_unknown_transport_is_refused_with_the_known_ones(client: EncoderClient) -> None:
     with pytest.raises(InvalidRequestError, match="unknown transports pigeon: use device, shm, tcp, inline"):
         client.fetch([RowRequest(b"\0" * 32)], transports=["pigeon"])
 

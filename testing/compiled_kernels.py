@@ -64,12 +64,7 @@ def cases() -> list[Case]:
             f"sum and {kind} of {width}",
             pointwise_triton.add_norm_kernel,
             norm,
-            {
-                "width": width,
-                "columns": triton.next_power_of_2(width),
-                "add": True,
-                "rms": kind == "RMSNorm",
-            },
+            {"width": width, "columns": triton.next_power_of_2(width), "add": True, "rms": kind == "RMSNorm"},
             warps=8 if width > 2048 else 4,
         )
         for kind, width in (("LayerNorm", EMBED), ("LayerNorm", MERGED), ("RMSNorm", 1280))

@@ -22,17 +22,8 @@ SGLANG_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SGLANG_FLAGS = [
-    *(
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--host",
-        "127.0.0.1",
-        "--random-seed",
-        "0",
-        "--enable-metrics",
-    ),
+    *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--random-seed", "0"),
+    "--enable-metrics",
     *("--attention-backend", "torch_native", "--mm-attention-backend", "sdpa"),
     *("--disable-cuda-graph", "--chunked-prefill-size", str(CHUNK_TOKENS)),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--max-running-requests", "8"),

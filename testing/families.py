@@ -37,6 +37,8 @@ VISION: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+SIGLIP = VISION | {"model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False}
+WITHOUT_HEAD_DIM = {name: value for name, value in TEXT.items() if name != "head_dim"}
 GLM_TEXT = {name: value for name, value in TEXT.items() if name not in ("head_dim", "bos_token_id")} | {
     "rope_parameters": {
         "rope_type": "default",
@@ -97,13 +99,7 @@ CHECKPOINTS = {
         "Gemma3Processor",
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         text=TEXT | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
-        vision=VISION
-        | {
-            "model_type": "siglip_vision_model",
-            "image_size": 896,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
+        vision=SIGLIP | {"image_size": 896},
         top={"mm_tokens_per_image": 256},
         tokens={
             "image_token_index": "<image_soft_token>",
@@ -163,13 +159,7 @@ CHECKPOINTS = {
         "LlavaOnevisionProcessor",
         ("<image>", "<video>"),
         text=TEXT | {"model_type": "qwen2"},
-        vision=VISION
-        | {
-            "model_type": "siglip_vision_model",
-            "image_size": 384,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
+        vision=SIGLIP | {"image_size": 384},
         tokens={"image_token_index": "<image>", "video_token_index": "<video>"},
         processor_settings={"num_image_tokens": 729, "vision_feature_select_strategy": "full"},
         video_processor="LlavaOnevisionVideoProcessor",
@@ -180,7 +170,7 @@ CHECKPOINTS = {
         "Qwen2VLImageProcessor",
         "Qwen2VLProcessor",
         ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-        text={name: value for name, value in TEXT.items() if name != "head_dim"}
+        text=WITHOUT_HEAD_DIM
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}},
         vision={
             "depth": 2,
@@ -290,14 +280,7 @@ CHECKPOINTS = {
         "PaliGemmaProcessor",
         ("<image>",),
         text=TEXT | {"model_type": "gemma2", "query_pre_attn_scalar": 32},
-        vision=VISION
-        | {
-            "model_type": "siglip_vision_model",
-            "image_size": 224,
-            "patch_size": 14,
-            "vision_use_head": False,
-            "projection_dim": 128,
-        },
+        vision=SIGLIP | {"image_size": 224, "projection_dim": 128},
         top={"projection_dim": 128},
         tokens={"image_token_index": "<image>"},
         named={"image_token": "<image>"},
@@ -340,7 +323,7 @@ CHECKPOINTS = {
         "Kimi_K25ImageProcessor",
         "Kimi_K25Processor",
         ("<|media_pad|>", "<|media_begin|>", "<|media_end|>", "<|kimi_k25_video_placeholder|>"),
-        text={name: value for name, value in TEXT.items() if name != "head_dim"}
+        text=WITHOUT_HEAD_DIM
         | {
             "model_type": "deepseek_v3",
             "num_key_value_heads": 4,

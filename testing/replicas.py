@@ -12,13 +12,7 @@ from testing.server_process import ServerProcess
 
 # All replicas of a fleet share a small machine: with one thread each they do not compete for cores. The index gets more
 # time than in production, since a busy machine delays it.
-SETTINGS = {
-    "threads": 1,
-    "decode_threads": 1,
-    "index_timeout_ms": 500,
-    "drain_s": 15,
-    "store_host_gib": 0.25,
-}
+SETTINGS = {"threads": 1, "decode_threads": 1, "index_timeout_ms": 500, "drain_s": 15, "store_host_gib": 0.25}
 
 
 class ReplicaProcess:

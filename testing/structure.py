@@ -145,12 +145,7 @@ async def trace_image(folder: Path) -> dict[str, int]:
     from testing.device_thread import DeviceThread
     from testing.photos import photo
 
-    config = Config(
-        model=write_checkpoint(folder),
-        listen="127.0.0.1:0",
-        devices="cpu",
-        store_host_gib=0.25,
-    )
+    config = Config(model=write_checkpoint(folder), listen="127.0.0.1:0", devices="cpu", store_host_gib=0.25)
     trace = FileTrace()
     model = load_model(config)
     threading.settrace(trace)  # before the stages start: it applies to new threads

@@ -23,23 +23,8 @@ pytestmark = pytest.mark.slow
 
 # Modules that a machine with torch may lack, and which of them each part needs for its measurements.
 OPTIONAL = {
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "blake3",
-    "xxhash",
-    "cachetools",
-    "grpc",
-    "grpc_health",
-    "google",
-    "grpc_reflection",
-    "redis",
-    "prometheus_client",
-    "PIL",
-    "nvidia",
-    "rich",
-    "pytest",
-    "psutil",
+    *("transformers", "tokenizers", "safetensors", "blake3", "xxhash", "cachetools", "grpc", "grpc_health"),
+    *("google", "grpc_reflection", "redis", "prometheus_client", "PIL", "nvidia", "rich", "pytest", "psutil"),
     "fastapi",
 }
 TOWER = {"safetensors", "blake3", "cachetools", "google"}

@@ -97,7 +97,4 @@ async def test_alerts_reach_the_receiver_of_their_severity_and_single_replicas_a
             process.wait()
     assert {
         each["receiver"]: [alert["labels"]["alertname"] for alert in each["alerts"]] for each in sent
-    } == {
-        "page": ["EncoderNone"],
-        "ticket": ["EncoderSlow"],
-    }
+    } == {"page": ["EncoderNone"], "ticket": ["EncoderSlow"]}

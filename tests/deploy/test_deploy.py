@@ -101,9 +101,7 @@ def test_every_scrape_target_is_a_listening_service() -> None:
     jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     networks = [service.get("networks", {}) for service in SERVICES.values()]
     aliases = {alias for each in networks for alias in each.get("default", {}).get("aliases", [])}
-    listens = {
-        "encoder": environment("encoder-cpu")["ENCSVC_METRICS_LISTEN"],
-    }
+    listens = {"encoder": environment("encoder-cpu")["ENCSVC_METRICS_LISTEN"]}
     for job in jobs:
         (found,) = job["dns_sd_configs"]
         assert set(found["names"]) <= aliases | set(SERVICES)

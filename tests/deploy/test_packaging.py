@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,30 +57,15 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pip(*arguments: str | Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--quiet",
-        arguments[0],
-        "--no-deps",
-        "--no-index",
-        *arguments[1:],
-    ]
-    subprocess.run(command, check=True, timeout=WAIT_S)
+    command, *others = arguments
+    every = [sys.executable, "-m", "pip", "--quiet", command, "--no-deps", "--no-index", *others]
+    subprocess.run(every, check=True, timeout=WAIT_S)
 
 
 def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command of the installed wheel outside the tree. Its errors go to the output of the test."""
-    return subprocess.run(
-        command,
-        cwd=site,
-        env=environment(site),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=WAIT_S,
-        check=True,
-    )
+    given: dict[str, Any] = {"cwd": site, "env": environment(site), "timeout": WAIT_S}
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given)
 
 
 def environment(site: Path) -> dict[str, str]:

@@ -54,10 +54,7 @@ def parser() -> CommandLine:
             ["serve", "--metric-listen", "x"],
             "unknown argument --metric-listen (did you mean --metrics-listen?)",
         ),
-        (
-            ["serve", "--metric-listen=x"],
-            "unknown argument --metric-listen (did you mean --metrics-listen?)",
-        ),
+        (["serve", "--metric-listen=x"], "unknown argument --metric-listen (did you mean --metrics-listen?)"),
         (["serve", "--metrics", "a:1"], "unknown argument --metrics"),
         (["serve", "--timeout", "3"], "unknown argument --timeout (did you mean --timeout-s?)"),
         (["serve", "--", "--timeout"], "--timeout must be host:port"),

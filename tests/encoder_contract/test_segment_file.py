@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from encoder_contract.errors import InternalError
-from encoder_contract.segment_file import (
-    create_owned,
-    open_segment,
-    remove_ownerless,
-    segment_proof,
-)
+from encoder_contract.segment_file import create_owned, open_segment, remove_ownerless, segment_proof
 from encoder_service.store import Store
 from tests.waiting import START_S
 

@@ -21,10 +21,7 @@ class Window(Filling):
 
 def announcement(index: int, rows: bytes, *, inside: bool = False) -> pb.ImageReady:
     return pb.ImageReady(
-        index=index,
-        row_bytes=len(rows),
-        checksum=checksum([memoryview(rows)]),
-        rows=rows if inside else b"",
+        index=index, row_bytes=len(rows), checksum=checksum([memoryview(rows)]), rows=rows if inside else b""
     )
 
 

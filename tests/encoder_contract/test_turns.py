@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_contract.turns import (
-    Place,
-    Room,
-    RoundRobin,
-    ThreadTurns,
-    TurnQueue,
-    Turns,
-    at_most,
-    fair_share,
-)
+from encoder_contract.turns import Place, Room, RoundRobin, ThreadTurns, TurnQueue, Turns, at_most, fair_share
 from tests.waiting import PATIENCE_S, soon, until
 
 AT_A_TIME = 2

@@ -30,13 +30,8 @@ def test_a_neighbour_of_the_encoder_reads_rows_in_place(
     holder, services = HOLDERS[name]
     override = tmp_path / "cpu.yml"
     override.write_text(f"services:\n{services}{ON_THE_CPU}".replace("IMAGE", images["encoder"]))
-    settings = {
-        "MODEL": str(readable_checkpoint),
-        "SERVED_NAME": "chat",
-        "SHM_SIZE": "384m",
-        "ENCODER_MEMORY": "3g",
-    }
-    settings |= {"GRAFANA_PASSWORD": "of this test"}
+    settings = {"MODEL": str(readable_checkpoint), "SERVED_NAME": "chat", "GRAFANA_PASSWORD": "of this test"}
+    settings |= {"SHM_SIZE": "384m", "ENCODER_MEMORY": "3g"}
 
     def compose(*arguments: str) -> str:
         files = ("-f", str(build.DEPLOY / name / "docker-compose.yml"), "-f", str(override))
@@ -44,22 +39,10 @@ def test_a_neighbour_of_the_encoder_reads_rows_in_place(
 
     def encoded() -> str:
         namespaces = compose("ps", "--quiet", holder).strip()
-        client = [
-            "run",
-            "--rm",
-            "--user",
-            "10001:10001",
-            "--network",
-            "none",
-            "--ipc",
-            f"container:{namespaces}",
-        ]
-        client += [
-            "--volume",
-            f"encoder-service-{name}_socket:/run/encoder",
-            "--volume",
-            f"{tmp_path}:/photos:ro",
-        ]
+        client = ["run", "--rm", "--user", "10001:10001", "--network", "none"]
+        client += ["--ipc", f"container:{namespaces}"]
+        client += ["--volume", f"encoder-service-{name}_socket:/run/encoder"]
+        client += ["--volume", f"{tmp_path}:/photos:ro"]
         client += ["--entrypoint", "prefill-client", images["encoder"]]
         return engine.run(*client, "encode", "/photos/photo.jpg", "--server", "unix:/run/encoder/socket")
 

@@ -65,15 +65,8 @@ def test_a_broken_case_of_an_alert_is_detected(images: dict[str, str]) -> None:
     assert "is 75% full" in text
     broken = text.replace("is 75% full", "is 76% full")
     shell = "cp -r /files /tmp/p && cd /tmp/p && cat > rules.test.yml && promtool test rules rules.test.yml"
-    command = [
-        "run",
-        "--rm",
-        "--interactive",
-        "--entrypoint",
-        "sh",
-        "--volume",
-        f"{build.DEPLOY}/prometheus:/files:ro",
-    ]
+    command = ["run", "--rm", "--interactive", "--entrypoint", "sh"]
+    command += ["--volume", f"{build.DEPLOY}/prometheus:/files:ro"]
     done = subprocess.run(
         [engine.docker(), *command, build.bases()["prometheus"], "-c", shell],
         env=engine.environment(),

@@ -145,10 +145,7 @@ def _torch_cuda(gpu: SimulatedGpu) -> dict[str, Any]:
         "CUDAGraph": lambda: Graph(gpu),
         "graph": lambda graph, *, stream, **_options: _capturing(gpu, graph, stream),
         "graph_pool_handle": lambda: (0, 1),
-        "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=gpu.register,
-            cudaHostUnregister=gpu.unregister,
-        ),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=gpu.register, cudaHostUnregister=gpu.unregister),
     }
 
 

@@ -1,4 +1,4 @@
-"""Reads how deploy/ starts an LLM engine beside the service."""
+"""Reads how deploy/ starts the service, and an LLM engine beside it."""
 
 import re
 from collections.abc import Mapping
@@ -13,31 +13,38 @@ DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
 
 
-class DeployedEngine:
-    """The compose file with its example of variables, and the chart of one engine."""
+class ComposeFile:
+    """A folder's compose file, with its example of variables."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        folder = DEPLOY / name
+    def __init__(self, folder: Path) -> None:
         self.text = (folder / "docker-compose.yml").read_text()
         self.compose: dict[str, Any] = yaml.safe_load(self.text)
         self.services: dict[str, dict[str, Any]] = self.compose["services"]
-        # Services that are taken from deploy/docker-compose.yml.
-        self.extended = {name: each["extends"] for name, each in self.services.items() if "extends" in each}
         self.example = dict(
             line.split("=", 1)
             for line in (folder / ".env.example").read_text().splitlines()
             if line and not line.startswith("#")
         )
 
-    def filled(self, value: object) -> str:
-        """Return a value of the compose file with the example's variables filled in."""
-        return VARIABLE.sub(lambda match: self.example.get(match[1]) or match[2] or "", str(value))
+    def filled(self, value: object, **changes: str) -> str:
+        """Return a value with the example's variables, and `changes`, filled in, as compose does."""
+        variables = {**self.example, **changes}
+        return VARIABLE.sub(lambda match: variables.get(match[1]) or match[2] or "", str(value))
 
     def environment(self, service: str, prefix: str = "") -> dict[str, str]:
-        """Return the variables of a service in the compose file that begin with `prefix`."""
+        """Return the variables of a service that begin with `prefix`."""
         given = self.services[service]["environment"]
         return {name: self.filled(value) for name, value in given.items() if name.startswith(prefix)}
+
+
+class DeployedEngine(ComposeFile):
+    """The compose file and the chart of one engine."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(DEPLOY / name)
+        self.name = name
+        # Services that are taken from deploy/docker-compose.yml.
+        self.extended = {name: each["extends"] for name, each in self.services.items() if "extends" in each}
 
     def pod(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the specification of its pod in Kubernetes, by default for a model that is served as `chat`."""

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from testing.processes import free_port
-from tests.deploy.test_prometheus import DEPLOY, rules
+from tests.deploy.test_prometheus import rules
+from tests.deployed_engine import DEPLOY
 from tests.waiting import PATIENCE_S, START_S, soon
 
 FILE = DEPLOY / "prometheus/alertmanager.yml"

@@ -5,9 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,27 +16,12 @@ from encoder_contract.version import __version__
 from encoder_service.config import Config, ConfigError
 from encoder_service.devices import EXIT_LOST
 from prefill_reference.config import ServiceConfig
+from tests.deployed_engine import DEPLOY, VARIABLE, ComposeFile
+from tests.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+MAIN = ComposeFile(DEPLOY)
+SERVICES = MAIN.services
 PROCESSES_GIB = {"cpu": 1, "cuda": 2}  # of a small model
-VARIABLE = re.compile(r"\$\{(\w+)(?::[-?]([^}]*))?\}")
-EXAMPLE = dict(
-    line.split("=", 1)
-    for line in (DEPLOY / ".env.example").read_text().splitlines()
-    if line and not line.startswith("#")
-)
-
-
-def filled(value: str, variables: Mapping[str, str] = EXAMPLE) -> str:
-    """Return a value of the compose file with its variables filled in, as compose does."""
-    return VARIABLE.sub(lambda match: variables.get(match[1]) or match[2] or "", str(value))
-
-
-def environment(service: str) -> dict[str, str]:
-    return {name: filled(value) for name, value in SERVICES[service]["environment"].items()}
 
 
 def gib(size: str) -> float:
@@ -66,28 +49,28 @@ def test_every_service_is_hardened_bounded_watched_and_pinned(name: str) -> None
 
 @pytest.mark.parametrize("name", ["encoder-cpu", "encoder-gpu"])
 def test_the_encoders_environment_is_a_valid_configuration(name: str) -> None:
-    config = Config.read({}, environment(name))
+    config = Config.read({}, MAIN.environment(name))
     assert config.index.startswith("redis://redis:")
     assert config.metrics_listen.endswith(":9464")
     assert config.devices == {"encoder-cpu": "cpu", "encoder-gpu": "cuda"}[name]
-    assert config.store_host_gib < gib(filled(SERVICES[name]["shm_size"]))
-    assert gib(filled(SERVICES[name]["shm_size"])) < gib(filled(SERVICES[name]["mem_limit"]))
+    assert config.store_host_gib < gib(MAIN.filled(SERVICES[name]["shm_size"]))
+    assert gib(MAIN.filled(SERVICES[name]["shm_size"])) < gib(MAIN.filled(SERVICES[name]["mem_limit"]))
     least = memory_gib(config, on_gpu=config.devices == "cuda")
-    assert gib(filled(SERVICES[name]["mem_limit"])) > least + PROCESSES_GIB[config.devices]
+    assert gib(MAIN.filled(SERVICES[name]["mem_limit"])) > least + PROCESSES_GIB[config.devices]
     assert config.drain_s < float(SERVICES[name]["stop_grace_period"].rstrip("s"))
 
 
 def test_the_prefill_services_environment_is_a_valid_configuration() -> None:
-    config = ServiceConfig.read({}, {k: v for k, v in environment("prefill").items() if "PREFILLSVC" in k})
+    config = ServiceConfig.read({}, MAIN.environment("prefill", "PREFILLSVC_"))
     assert config.encoder == "dns:encoder:50051", "all replicas, not the first"
     assert "encoder" in SERVICES["encoder-cpu"]["networks"]["default"]["aliases"]
 
 
 def test_the_example_sets_exactly_the_variables_in_use() -> None:
-    text = re.sub(r"^\s*#.*$", "", (DEPLOY / "docker-compose.yml").read_text(), flags=re.M)
+    text = re.sub(r"^\s*#.*$", "", MAIN.text, flags=re.M)
     used = {match[1] for match in VARIABLE.finditer(text)}
-    assert used | {"COMPOSE_PROFILES"} == set(EXAMPLE)
-    assert EXAMPLE["COMPOSE_PROFILES"] in SERVICES["encoder-cpu"]["profiles"]
+    assert used | {"COMPOSE_PROFILES"} == set(MAIN.example)
+    assert MAIN.example["COMPOSE_PROFILES"] in SERVICES["encoder-cpu"]["profiles"]
 
 
 def test_every_mounted_file_exists() -> None:
@@ -101,7 +84,7 @@ def test_every_scrape_target_is_a_listening_service() -> None:
     jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     networks = [service.get("networks", {}) for service in SERVICES.values()]
     aliases = {alias for each in networks for alias in each.get("default", {}).get("aliases", [])}
-    listens = {"encoder": environment("encoder-cpu")["ENCSVC_METRICS_LISTEN"]}
+    listens = {"encoder": MAIN.environment("encoder-cpu")["ENCSVC_METRICS_LISTEN"]}
     for job in jobs:
         (found,) = job["dns_sd_configs"]
         assert set(found["names"]) <= aliases | set(SERVICES)
@@ -184,13 +167,13 @@ def test_each_variant_of_the_encoder_has_its_decoder_and_attention(torch: str, e
 
 def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="ENCSVC_STORE_GIB is not a setting"):
-        Config.read({}, {**environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
+        Config.read({}, {**MAIN.environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
 
 
 def test_every_gpu_deployment_may_use_the_hardware_jpeg_decoder() -> None:
     wanted = "compute,utility,video"
     assert f"NVIDIA_DRIVER_CAPABILITIES={wanted}\n" in (DEPLOY / "Dockerfile").read_text()
-    assert environment("encoder-gpu")["NVIDIA_DRIVER_CAPABILITIES"] == wanted
+    assert MAIN.environment("encoder-gpu")["NVIDIA_DRIVER_CAPABILITIES"] == wanted
 
 
 # The operator's page

@@ -15,8 +15,8 @@ import pytest
 
 from encoder_contract.version import __version__
 from testing.photos import photo
+from tests.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "encoder_service": ROOT,
     "prefill_client": ROOT,

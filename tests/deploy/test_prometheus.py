@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +28,11 @@ from testing.certificates import HOSTS, Authority
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from tests.calls import encoded
+from tests.deployed_engine import DEPLOY
+from tests.processes import run
 from tests.servers import server_of
 from tests.waiting import PATIENCE_S
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/encoder-service.json"
 RULES = [DEPLOY / "prometheus/rules.yml", DEPLOY / "prometheus/alerts.yml"]
 
@@ -198,15 +198,12 @@ def test_unknown_labels_and_label_values_are_detected() -> None:
 
 
 def test_the_dashboard_is_built_from_its_panels_file() -> None:
-    built = subprocess.run(
-        [sys.executable, DEPLOY / "grafana/build.py", "--check"], capture_output=True, text=True
-    )
+    built = run("python", DEPLOY / "grafana/build.py", "--check")
     assert built.returncode == 0, built.stderr
 
 
 def test_the_prometheus_operator_gets_the_same_rules_and_scrapes_the_pods() -> None:
-    check = [sys.executable, DEPLOY / "prometheus/operator.py", "--check"]
-    built = subprocess.run(check, capture_output=True, text=True)
+    built = run("python", DEPLOY / "prometheus/operator.py", "--check")
     assert built.returncode == 0, built.stderr
     rendered = charts.render("encoder-service", {"monitoring": {"enabled": True}})
     rule = rendered["PrometheusRule", "encoder"]

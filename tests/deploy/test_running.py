@@ -20,8 +20,9 @@ from encoder_service.metrics import scrape
 from testing.photos import photo
 from testing.processes import free_port
 from testing.redis_servers import redis_binary
-from tests.deploy.test_deploy import DEPLOY, EXAMPLE, SERVICES, filled
+from tests.deploy.test_deploy import MAIN, SERVICES
 from tests.deploy.test_prometheus import EXPRESSIONS
+from tests.deployed_engine import DEPLOY
 from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S
 
@@ -53,7 +54,7 @@ class Started:
 
     def here(self, value: str) -> str:
         """Return a value of the compose file as it is on this host."""
-        value = filled(value, {**EXAMPLE, "STORE_HOST_GIB": str(STORE_GIB)})
+        value = MAIN.filled(value, STORE_HOST_GIB=str(STORE_GIB))
         for there, here in self._here:
             if there in value:
                 return value.replace(there, here)

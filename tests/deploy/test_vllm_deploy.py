@@ -12,7 +12,7 @@ from deploy import charts
 from encoder_service.config import Config
 from prefill_client.vllm.vllm_settings import VllmSettings
 from testing.certificates import Authority
-from tests.deploy.test_deploy import COMPOSE as OTHER
+from tests.deploy.test_deploy import MAIN
 from tests.deployed_engine import DEPLOY
 from tests.deployed_vllm import VLLM, command_lines, render_arguments
 
@@ -42,9 +42,9 @@ def test_the_monitoring_services_extend_the_main_compose_file_and_scrape_both() 
     port = VLLM.environment("encoder")["ENCSVC_METRICS_LISTEN"].removeprefix("0.0.0.0:")
     assert targets["encoder"] == [f"encoder:{port}"]
     assert targets["vllm"] == [f"vllm:{VLLM.services['vllm']['ports'][0].rpartition(':')[2]}"]
-    needed = {each["source"] for name in names for each in OTHER["services"][name]["volumes"]}
-    assert len(needed & set(OTHER["volumes"])) == 2
-    assert needed & set(OTHER["volumes"]) <= VLLM.compose["volumes"].keys()
+    needed = {each["source"] for name in names for each in MAIN.services[name]["volumes"]}
+    assert len(needed & set(MAIN.compose["volumes"])) == 2
+    assert needed & set(MAIN.compose["volumes"]) <= VLLM.compose["volumes"].keys()
 
 
 def flags(arguments: list[str]) -> dict[str, str]:

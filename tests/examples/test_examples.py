@@ -16,9 +16,9 @@ from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo
 from testing.processes import START_S
 from testing.server_process import ServerProcess
+from tests.pages import ROOT
 from tests.processes import SCRIPTS
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 WAIT_S = 300
 

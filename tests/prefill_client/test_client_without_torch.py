@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import distribution
 from importlib.resources import files
@@ -15,9 +13,9 @@ import encoder_contract
 import prefill_client
 from encoder_service.app import Server
 from testing.photos import photo
-from tests.waiting import START_S
+from tests.pages import ROOT
+from tests.processes import run
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ABSENT = (
     *("torch", "PIL", "encoder_service", "prefill_reference"),
@@ -76,10 +74,8 @@ async def test_the_client_returns_numpy_arrays_without_torch(
 ) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(photo(160, 120, 7))
-    command = [sys.executable, "-I", "-S", "-c", SCRIPT, str(site), server.endpoint, str(file), *ABSENT]
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, timeout=START_S, check=False
-    )
+    command = ("python", "-I", "-S", "-c", SCRIPT, site, server.endpoint, file, *ABSENT)
+    done = await asyncio.to_thread(run, *command)
     assert done.stderr == ""
     assert done.stdout.split("\n")[:3] == ["shm numpy True", "shm numpy True", "inline numpy True"]
 

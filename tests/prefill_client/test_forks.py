@@ -1,13 +1,12 @@
 """A process that was forked from one with a client gets a typed error: it neither crashes nor hangs."""
 
 import asyncio
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from encoder_service.app import Server
+from tests.processes import run
 from tests.waiting import PATIENCE_S
 
 PROGRAM = """
@@ -63,14 +62,7 @@ REFUSED = "InvalidRequestError: this process was forked from one that had a clie
 )
 async def test_a_client_in_a_forked_process_is_refused(server: Server, what: str, expected: str) -> None:
     program = textwrap.dedent(PROGRAM).replace("PATIENCE", str(int(PATIENCE_S / 2)))
-    ran = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", program, server.endpoint, what],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    ran = await asyncio.to_thread(run, "python", "-c", program, server.endpoint, what)
     outcome, *rest = ran.stdout.splitlines()
     assert outcome.startswith(expected), ran.stderr
     assert rest == ["ended with 0", "INVALID_ARGUMENT"], ran.stderr

@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from encoder_contract import errors
 from encoder_service.app import Server
 from testing.clips import clip
 from testing.photos import photo
-from tests.waiting import START_S
+from tests.pages import ROOT
+from tests.processes import run
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/prefill.md").read_text()
 VIDEOS_PAGE = (ROOT / "docs/videos.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE + VIDEOS_PAGE, re.DOTALL)
@@ -147,7 +145,4 @@ async def test_the_example_of_videos_lays_out_a_prompt(
 def test_importing_the_client_loads_no_heavy_modules() -> None:
     heavy = "{'torch', 'grpc', 'PIL', 'redis', 'encoder_service', 'prefill_reference', 'transformers'}"
     script = f"import sys, prefill_client; print({heavy} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=START_S, check=True
-    )
-    assert done.stdout == "set()\n"
+    assert run("python", "-c", script).stdout == "set()\n"

@@ -1,7 +1,5 @@
 """The KV cache reaches the model under the name of each release of `transformers`; an ignored cache is an error."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from prefill_client import expand_prompt, plan
 from prefill_reference.engine import Engine
 from prefill_reference.language_model import LanguageModel, load_language_model
-from tests.waiting import START_S
+from tests.processes import run
 
 pytestmark = pytest.mark.slow
 
@@ -46,10 +44,7 @@ def largest_difference(folder: str) -> float:
 def test_chunks_see_those_before_them_in_a_release_without_the_old_name(
     kept_checkpoint: Callable[..., Path],
 ) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", LATER_RELEASE, kept_checkpoint("qwen3_vl")],
-        capture_output=True, text=True, timeout=START_S, check=False,
-    )  # fmt: skip
+    ran = run("python", "-c", LATER_RELEASE, kept_checkpoint("qwen3_vl"))
     assert ran.returncode == 0, ran.stderr
     assert float(ran.stdout) < 5e-6
 

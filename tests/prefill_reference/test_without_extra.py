@@ -1,10 +1,9 @@
 """The command of the reference service without its extra, `encoder-service[reference]`."""
 
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.waiting import START_S
+from tests.processes import run
 
 ABSENT = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client")
 
@@ -12,10 +11,7 @@ ABSENT = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client")
 def prefill_reference(*words: str | Path) -> subprocess.CompletedProcess[str]:
     absent = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"
     code = f"{absent}; from prefill_reference.cli import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        capture_output=True, text=True, timeout=START_S, check=False,
-    )  # fmt: skip
+    return run("python", "-c", code, *words)
 
 
 def test_serve_names_what_is_missing_and_the_extra_that_installs_it(checkpoint: Path) -> None:

@@ -43,17 +43,17 @@ async def transport(client: EncoderClient) -> str:
     return type(fetched.error).__name__ if fetched.error else fetched.transport
 
 
+async def is_shared(client: EncoderClient) -> bool:
+    return await transport(client) == "shm"
+
+
 async def test_a_restarted_server_shares_its_memory_again(config: Config, model: Model) -> None:
     listen = f"127.0.0.1:{free_port()}"
     async with server_of(config, model, listen=listen):
         client = await EncoderClient.connect(listen)
         assert await transport(client) == "shm"
     async with client, server_of(config, model, listen=listen):
-
-        async def is_shared() -> bool:
-            return await transport(client) == "shm"
-
-        await soon(is_shared)
+        await soon(lambda: is_shared(client))
 
 
 async def test_a_server_that_connects_slowly_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +101,7 @@ async def test_a_killed_and_restarted_server_shares_its_memory_again(config: Con
             assert await transport(client) == "shm"
             first.kill()
             with running(config.model, listen=listen):
-
-                async def is_shared() -> bool:
-                    return await transport(client) == "shm"
-
-                await soon(is_shared)
+                await soon(lambda: is_shared(client))
 
 
 def device_mappings() -> list[str]:

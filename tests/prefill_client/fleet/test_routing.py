@@ -1,8 +1,6 @@
 """Routing: consistent choices, little movement, bounded load, and servers that are down."""
 
 import itertools
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -23,6 +21,7 @@ from prefill_client.images import Image
 from prefill_client.transport.connection import Connection
 from testing.photos import photo, with_comment
 from tests.calls import all_connect, collect
+from tests.processes import run
 
 ENDPOINTS = [f"encoder-{n}.encoders:50051" for n in range(5)]
 DIGESTS = [content_digest(b"%d" % n) for n in range(5000)]
@@ -94,10 +93,9 @@ def test_another_process_makes_the_same_choices() -> None:
         f"router = Router({ENDPOINTS!r})\n"
         "print([router.order(content_digest(b'%d' % n)) for n in range(100)])\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-    assert printed.strip() == str([Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]])
+    assert run("python", "-c", code).stdout.strip() == str(
+        [Router(ENDPOINTS).order(digest) for digest in DIGESTS[:100]]
+    )
 
 
 def test_images_and_those_of_a_lost_endpoint_spread_evenly() -> None:

@@ -26,7 +26,7 @@ from tests.calls import collect
 from tests.closed_port import closed_port
 from tests.gate import Gate
 from tests.image_host import image_host
-from tests.operator_view import fetches_wait_for, images_wait, numbers
+from tests.operator_view import fetches_wait_for, images_wait, numbers, settled
 from tests.sglang_gateways import RunningGateway, gateway_for
 from tests.sglang_messages import Message, body_of
 from tests.sglang_receiver import LanguageServer
@@ -224,11 +224,7 @@ async def test_pins_are_released_after_success_and_failure(
         async with httpx2.AsyncClient() as http:
             answer = await http.post(f"{gateway.url}/encode", json=body, timeout=100)
     assert (answer.status_code, "does not accept a connection" in answer.json()["message"]) == (503, True)
-
-    async def unpinned() -> bool:
-        return (await numbers(server)).total("store_pinned_bytes") == 0
-
-    await soon(unpinned)
+    await settled(server, "store_pinned_bytes", 0)
 
 
 async def test_parts_over_the_bound_wait_for_a_slot(

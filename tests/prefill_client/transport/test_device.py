@@ -75,12 +75,6 @@ async def test_host_rows_come_by_shared_memory_until_enough_device_readers_ask(
     assert np.array_equal(outcome.array, inline[index].array)
 
 
-async def test_callers_without_the_device_transport_read_the_host(reader: EncoderClient) -> None:
-    (image,) = await reader.submit([photo(128, 128, 4)])
-    outcome = (await collect(reader, [RowRequest(image.digest)]))[0]
-    assert outcome.transport == "shm"
-
-
 async def test_a_server_without_a_device_tier_offers_none(client: EncoderClient) -> None:
     assert "device" not in (await connection(client)).receivers
     (image,) = await client.submit([photo(128, 128, 5)])
@@ -128,7 +122,7 @@ async def test_the_probe_is_opened_on_demand_and_has_no_rows(
     assert probe != tier
     async with await EncoderClient.connect(device.endpoint) as reader:
         (image,) = await reader.submit([photo(128, 128, 4)])
-        await collect(reader, [RowRequest(image.digest)])
+        assert (await collect(reader, [RowRequest(image.digest)]))[0].transport == "shm"
         assert opened == []
         for _ in range(2):
             outcome = (await collect(reader, [RowRequest(image.digest)], transports=["device"]))[0]

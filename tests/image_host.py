@@ -1,6 +1,7 @@
 """A web server whose next answers a test sets, and which records its requests."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -20,13 +21,14 @@ class Host:
         self.before = b""
         """What precedes each answer that is no redirect."""
         self.moved: dict[str, str] = {}
-        """Redirected paths and their targets; these answers have `moved_headers`."""
+        """Redirected paths and their targets; these answers have `moved_status` and `moved_headers`."""
+        self.moved_status = "302 Found"
         self.moved_headers = "Cache-Control: max-age=3600"
         self.requests: list[bytes] = []
         self.answering = asyncio.Event()
         self.answering.set()
         self.ended = asyncio.Event()
-        self.name = ""
+        self.name, self.port = "", 0
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -40,8 +42,8 @@ class Host:
                 return
             hung_up.cancel()
             if (path := request.split()[1].decode()) in self.moved:
-                head = f"HTTP/1.1 302 Found\r\n{self.moved_headers}\r\nLocation: {self.moved[path]}\r\n\r\n"
-                writer.write(head.encode())
+                head = f"HTTP/1.1 {self.moved_status}\r\n{self.moved_headers}\r\n"
+                writer.write(f"{head}Location: {self.moved[path]}\r\n\r\n".encode())
                 await writer.drain()
                 return
             head = f"HTTP/1.1 {self.status}\r\n{self.headers}\r\nContent-Length: {len(self.body)}\r\n\r\n"
@@ -58,9 +60,10 @@ class Host:
 
 
 @asynccontextmanager
-async def image_host() -> AsyncIterator[Host]:
+async def image_host(address: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[Host]:
     """Run a host."""
     host = Host()
-    async with await asyncio.start_server(host.answer, "127.0.0.1", 0) as server:
-        host.name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with await asyncio.start_server(host.answer, address, 0, ssl=tls) as server:
+        host.port = server.sockets[0].getsockname()[1]
+        host.name = f"{address}:{host.port}"
         yield host

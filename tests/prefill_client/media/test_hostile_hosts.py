@@ -126,9 +126,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     names.released.set()
 
 
-def loader_of(host: Host) -> tuple[ImageLoader, str]:
+def loader_of(host: Host) -> tuple[ImageLoader, int]:
     """A loader that may load from the host by any name, and the host's port."""
-    port = host.name.rpartition(":")[2]
+    port = host.port
     rules = Destinations([f"*.slow.test:{port}", f"good.test:{port}", "127.0.0.0/8", host.name])
     return ImageLoader(rules, max_bytes=1 << 20, timeout_s=2 * PATIENCE_S), port
 

@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import ssl
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import trustme
@@ -121,13 +120,15 @@ async def test_a_compressed_body_is_refused(host: Host, encoding: str) -> None:
         await host.loader().load(f"http://{host.name}/a")
 
 
-async def test_a_certificate_is_checked(tmp_path: Path) -> None:
-    authority, host = trustme.CA(), Host()
+async def test_a_certificate_is_checked() -> None:
+    authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("localhost").configure_cert(context)
-    async with await asyncio.start_server(host.answer, "127.0.0.1", 0, ssl=context) as server:
-        port = server.sockets[0].getsockname()[1]
-        rules = Destinations([f"localhost:{port}", "127.0.0.0/8"])
+    async with image_host(tls=context) as host:
+        url, rules = (
+            f"https://localhost:{host.port}/a",
+            Destinations([f"localhost:{host.port}", "127.0.0.0/8"]),
+        )
         trusting = ssl.create_default_context()
         authority.configure_trust(trusting)
 
@@ -135,7 +136,7 @@ async def test_a_certificate_is_checked(tmp_path: Path) -> None:
             return ["127.0.0.1"]
 
         ours = ImageLoader(rules, max_bytes=1 << 20, timeout_s=30, tls=trusting, resolve=resolve)
-        assert await ours.load(f"https://localhost:{port}/a") == BODY
+        assert await ours.load(url) == BODY
         strangers = ImageLoader(rules, max_bytes=1 << 20, timeout_s=30, resolve=resolve)
         with pytest.raises(ImageHostError, match="certificate"):
-            await strangers.load(f"https://localhost:{port}/a")
+            await strangers.load(url)

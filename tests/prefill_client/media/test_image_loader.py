@@ -145,8 +145,7 @@ def dead_address(port: int) -> Iterator[str]:
 
 async def test_a_dead_first_address_delays_an_image_by_a_part_of_a_second() -> None:
     async with image_host() as host:
-        port = int(host.name.rpartition(":")[2])
-        with dead_address(port) as dead:
+        with dead_address(host.port) as dead:
 
             def loading(*addresses: str, limit_s: float) -> Coroutine[Any, Any, bytes]:
                 async def resolve(_host: str, _port: int) -> list[str]:
@@ -154,7 +153,7 @@ async def test_a_dead_first_address_delays_an_image_by_a_part_of_a_second() -> N
 
                 rules = Destinations(["two.example", "127.0.0.0/8"])
                 loader = ImageLoader(rules, max_bytes=1 << 20, timeout_s=limit_s, resolve=resolve)
-                return loader.load(f"http://two.example:{port}/a")
+                return loader.load(f"http://two.example:{host.port}/a")
 
             async def loaded(limit_s: float) -> bool:
                 try:

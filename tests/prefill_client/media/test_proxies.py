@@ -13,7 +13,7 @@ from prefill_client.media.destinations import Destinations, ImageUrl
 from prefill_client.media.download import ImageHostError
 from prefill_client.media.image_loader import ImageLoader
 from prefill_client.media.proxy import Proxy, proxy_for
-from tests.image_host import BODY, Host
+from tests.image_host import BODY, image_host
 
 NAMES = [f"{kind}_proxy" for kind in ("http", "https", "no", "all")]
 
@@ -55,13 +55,13 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @pytest.fixture
 async def secure() -> AsyncIterator[tuple[Tunnels, int, ssl.SSLContext]]:
     """A host with TLS behind a proxy: the proxy, its port, and what trusts the host's certificate."""
-    authority, host = trustme.CA(), Host()
+    authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("photos.example").configure_cert(context)
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
-    async with await asyncio.start_server(host.answer, "127.0.0.1", 0, ssl=context) as server:
-        proxy = Tunnels(server.sockets[0].getsockname()[1])
+    async with image_host(tls=context) as host:
+        proxy = Tunnels(host.port)
         async with await asyncio.start_server(proxy.answer, "127.0.0.1", 0) as listening:
             yield proxy, listening.sockets[0].getsockname()[1], trusting
 

@@ -2,10 +2,8 @@
 
 import asyncio
 import ipaddress
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -13,11 +11,9 @@ from encoder_contract.errors import ForbiddenError, InvalidImageError
 from prefill_client.media.destinations import Destinations, ImageUrl, is_public
 from prefill_client.media.download import Resolver
 from prefill_client.media.image_loader import ImageLoader
-from testing.photos import photo
+from tests.image_host import BODY, Host, image_host
 
 pytestmark = pytest.mark.slow
-
-PHOTO = photo(64, 48, 1)
 
 
 class Inside:
@@ -176,35 +172,11 @@ def test_hosts_of_the_internet_are_public(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))
 
 
-class Outside(BaseHTTPRequestHandler):
-    """An allowed host that redirects: the path names the target."""
-
-    def do_GET(self) -> None:
-        if self.path == "/photo":
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(PHOTO)))
-            self.end_headers()
-            self.wfile.write(PHOTO)
-            return
-        status, _, location = self.path[1:].partition("/")
-        self.send_response(int(status))
-        self.send_header("Location", location)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def outside() -> Iterator[str]:
-    """At an address that the rules name; the internal service has other addresses."""
-    with ThreadingHTTPServer(("127.0.0.2", 0), Outside) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"127.0.0.2:{server.server_port}"
-        server.shutdown()
-        thread.join()
+async def outside() -> AsyncIterator[Host]:
+    """An allowed host, at an address that the rules name; the internal service has other addresses."""
+    async with image_host("127.0.0.2") as host:
+        yield host
 
 
 REDIRECTS = [
@@ -221,18 +193,21 @@ REDIRECTS = [
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("location", REDIRECTS)
 async def test_a_redirect_is_checked_as_a_url_is(
-    status: int, location: str, inside: Inside, outside: str
+    status: int, location: str, inside: Inside, outside: Host
 ) -> None:
-    loader = ImageLoader(Destinations([outside, "public"]), max_bytes=1 << 20, timeout_s=20)
+    outside.moved_status = f"{status} Moved"
+    outside.moved["/moved"] = location.format(port=inside.port, outside=outside.name)
+    loader = ImageLoader(Destinations([outside.name, "public"]), max_bytes=1 << 20, timeout_s=20)
     with pytest.raises((ForbiddenError, InvalidImageError)):
-        await loader.load(f"http://{outside}/{status}/{location.format(port=inside.port, outside=outside)}")
+        await loader.load(f"http://{outside.name}/moved")
+    assert len(outside.requests) == 1
     assert inside.reached == []
 
 
 @pytest.mark.attack("a name that resolves to another address the second time")
-async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside: str) -> None:
+async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside: Host) -> None:
     """Each request resolves the name again, and connects only to the addresses that were checked."""
-    host, _, port = outside.rpartition(":")
+    host, _, port = outside.name.rpartition(":")
     answers = [[host], ["127.0.0.1"], [host, "127.0.0.1"], ["127.0.0.1", host]]
     remaining = iter(answers)
 
@@ -245,7 +220,7 @@ async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside
     )
     for answer in answers:
         try:
-            assert await loader.load(f"http://rebinds.example:{port}/photo") == PHOTO
+            assert await loader.load(f"http://rebinds.example:{port}/photo") == BODY
         except ForbiddenError:
             assert host not in answer
     assert next(remaining, None) is None, "each load resolves the name once"
@@ -253,10 +228,9 @@ async def test_dns_rebinding_reaches_no_internal_address(inside: Inside, outside
 
 
 async def test_proxies_and_credentials_of_the_environment_are_ignored(
-    inside: Inside, outside: str, monkeypatch: pytest.MonkeyPatch
+    inside: Inside, outside: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{inside.port}")
-    loader = ImageLoader(Destinations([outside]), max_bytes=1 << 20, timeout_s=20)
-    assert await loader.load(f"http://{outside}/photo") == PHOTO
+    assert await outside.loader().load(f"http://{outside.name}/photo") == BODY
     assert inside.reached == []

@@ -3,7 +3,6 @@
 import json
 import queue
 import shutil
-import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from testing.processes import free_port
+from testing.processes import LoggedProcess, free_port
 from tests.deploy.test_prometheus import rules
 from tests.deployed_engine import DEPLOY
 from tests.waiting import PATIENCE_S, START_S, soon
@@ -75,8 +74,7 @@ async def test_alerts_reach_the_receiver_of_their_severity_and_single_replicas_a
         port = free_port()
         command = [str(PROGRAM), f"--config.file={tmp_path}/alertmanager.yml", f"--storage.path={tmp_path}"]
         command += [f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="]
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = LoggedProcess(command, {})
         try:
             await soon(lambda: answers(f"http://127.0.0.1:{port}/-/ready"), START_S)
             alerts = [
@@ -95,7 +93,6 @@ async def test_alerts_reach_the_receiver_of_their_severity_and_single_replicas_a
             sent = [received.get(timeout=PATIENCE_S) for _ in range(2)]
         finally:
             process.kill()
-            process.wait()
     assert {
         each["receiver"]: [alert["labels"]["alertname"] for alert in each["alerts"]] for each in sent
     } == {"page": ["EncoderNone"], "ticket": ["EncoderSlow"]}

@@ -15,6 +15,7 @@ import pytest
 
 from encoder_contract.version import __version__
 from testing.photos import photo
+from testing.processes import LoggedProcess
 from tests.pages import ROOT
 
 PACKAGES = {
@@ -64,13 +65,10 @@ def pip(*arguments: str | Path) -> None:
 
 def installed(site: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command of the installed wheel outside the tree. Its errors go to the output of the test."""
-    given: dict[str, Any] = {"cwd": site, "env": environment(site), "timeout": WAIT_S}
+    given: dict[str, Any] = {"cwd": site, "timeout": WAIT_S}
+    # The wheel precedes the tree, which may be installed in this interpreter too.
+    given["env"] = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **given)
-
-
-def environment(site: Path) -> dict[str, str]:
-    """Return an environment in which the wheel precedes the tree, which may be installed in this interpreter too."""
-    return {**os.environ, "PYTHONPATH": str(site)}
 
 
 def test_every_file_names_this_release() -> None:
@@ -156,14 +154,11 @@ def test_an_installed_server_serves_an_installed_client(site: Path, checkpoint: 
     (site / "photo.jpg").write_bytes(photo(300, 200, 1))
     command: list[str | Path] = [site / "bin" / "encoder-service", "serve", "--model", checkpoint]
     command += ["--listen", "127.0.0.1:0", "--store-host-gib", "0.04"]
-    process = subprocess.Popen(command, cwd=site, env=environment(site), stdout=subprocess.PIPE, text=True)
+    server = LoggedProcess(command, {"PYTHONPATH": str(site)})
     try:
-        assert process.stdout
-        endpoint = next(m[1] for line in process.stdout if (m := re.match(r"\s*listening\s+(\S+)", line)))
+        endpoint = server.wait_for_settings()["listening"]
         encode = [site / "bin" / "prefill-client", "encode", site / "photo.jpg", "--server", endpoint]
         assert "by shm" in installed(site, *encode).stdout
-        process.terminate()
-        assert process.wait(WAIT_S) == 0
+        assert server.terminate() == 0
     finally:
-        process.kill()
-        process.wait()
+        server.kill()

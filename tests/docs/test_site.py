@@ -39,7 +39,10 @@ def test_the_site_has_every_page_and_name_and_refuses_a_broken_link() -> None:
         ):
             assert (page.parent / html.unescape(target)).is_file(), f"{page}: {target}"
     assert (site.SITE / "search/search_index.json").exists()
-    # A missing page and a missing anchor are both reported.
+    # A missing page and a missing anchor are both reported. Without the other pages this is a second's work.
+    for page in site.STAGE.rglob("*.md"):
+        if page.name != "sizing.md":
+            page.unlink()
     (site.STAGE / "docs/store.md").write_text("[one](gone.md) and [two](sizing.md#gone)\n")
     broken = site.build()
     assert broken.returncode != 0

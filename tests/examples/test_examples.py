@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from prefill_client import BlockingClient, RowRequest
 from testing.photos import photo
-from testing.processes import START_S
+from testing.processes import LoggedProcess
 from testing.server_process import ServerProcess
 from tests.pages import ROOT
 from tests.processes import SCRIPTS
@@ -68,12 +68,8 @@ def test_fetch_rows_prints_the_rows_without_torch(process: ServerProcess, photos
     ],
 )
 def test_fetch_rows_says_what_is_wrong(process: ServerProcess, arguments: list[str], says: str) -> None:
-    example = [
-        sys.executable,
-        EXAMPLES / "fetch_rows.py",
-        *arguments,
-        *([process.endpoint] if arguments else []),
-    ]
+    where = [process.endpoint] if arguments else []
+    example = [sys.executable, EXAMPLES / "fetch_rows.py", *arguments, *where]
     done = subprocess.run(example, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout) == (1 if arguments else 2, "")
     assert says in done.stderr
@@ -106,17 +102,12 @@ def test_openai_chat_asks_the_reference_service(
     process: ServerProcess, checkpoint: Path, photos: list[Path]
 ) -> None:
     command = [SCRIPTS / "prefill-reference", "--model", checkpoint, "--encoder", process.endpoint]
-    reference = subprocess.Popen(
-        [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    reference = LoggedProcess([*command, "--listen", "127.0.0.1:0"], {})
     try:
-        assert reference.stdout
-        where = (re.match(r"\s*listening\s+(\S+)$", line) for line in reference.stdout)
-        url = next(f"http://{found[1]}/v1" for found in where if found)
+        url = f"http://{reference.wait_for_settings()['listening']}/v1"
         printed = output_of(sys.executable, EXAMPLES / "openai_chat.py", *photos, "--url", url)
     finally:
         reference.terminate()
-        reference.wait(START_S)
     counts = [int(count) for count in re.findall(r", (\d+) prompt tokens$", printed, re.MULTILINE)]
     assert len(counts) == 2
     assert 0 < counts[0] < counts[1]

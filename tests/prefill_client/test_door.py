@@ -24,6 +24,7 @@ from tests.servers import server_of
 from tests.waiting import PATIENCE_S, soon
 
 GOOD, OTHER, BAD = photo(90, 60, 71), photo(60, 90, 72), b"no image"
+PATIENT = {"timeout_s": PATIENCE_S, "again_s": PATIENCE_S}
 SETTINGS = ServiceSettings(("unused",), submit_timeout_s=PATIENCE_S)
 
 
@@ -36,9 +37,7 @@ async def test_the_media_of_a_request_are_submitted_in_its_order(server: Server,
     media = [*stills(files), *videos]
     assert [medium.name for medium in media] == ["image 0", "image 1", "video 0"]
     (shown,) = clips_of(media)
-    async with await door.for_tenant("a").keep(
-        media, request_id="x", timeout_s=PATIENCE_S, again_s=PATIENCE_S
-    ) as kept:
+    async with await door.for_tenant("a").keep(media, request_id="x", **PATIENT) as kept:
         assert [answer.digest for answer in kept.answers[:2]] == [content_digest(GOOD)] * 2
         assert [answer.frames for answer in kept.answers[2:]] == [*shown.pairs]
     await door.close()
@@ -49,21 +48,19 @@ async def test_an_image_that_a_request_shows_again_is_submitted_once(
 ) -> None:
     shown = [GOOD, OTHER, GOOD, OTHER, GOOD]
     door, before = Door(client), (await numbers(server)).total("submitted_images_total")
-    kept = await door.keep(stills(shown), request_id="x", timeout_s=PATIENCE_S, again_s=PATIENCE_S)
+    kept = await door.keep(stills(shown), request_id="x", **PATIENT)
     digests = [content_digest(each) for each in shown]
     assert [answer.digest for answer in kept.answers] == digests
     assert [answer.digest for answer in await door.read(stills(shown))] == digests
     assert (await numbers(server)).total("submitted_images_total") == before + 2
     (image,) = read_images([GOOD], client.description.geometry)
     assert isinstance(image, Image)
-    known = await door.keep_known(
-        [image, image], ["image 0", "image 1"], request_id="y", timeout_s=PATIENCE_S, again_s=PATIENCE_S
-    )
+    known = await door.keep_known([image, image], ["image 0", "image 1"], request_id="y", **PATIENT)
     assert [answer.digest for answer in known.answers] == [content_digest(GOOD)] * 2
     await known.close()
     await kept.close()
     with pytest.raises(InvalidImageError, match="image 2: not an image"):
-        await door.keep(stills([GOOD, GOOD, BAD]), request_id="z", timeout_s=PATIENCE_S, again_s=PATIENCE_S)
+        await door.keep(stills([GOOD, GOOD, BAD]), request_id="z", **PATIENT)
 
 
 async def test_an_error_names_the_image_at_fault(client: EncoderClient) -> None:
@@ -79,9 +76,7 @@ async def test_after_an_error_no_image_of_the_request_is_kept(
     async with server_of(config, gated) as server, await EncoderClient.connect(server.endpoint) as client:
         with gate.closed():
             with pytest.raises(InvalidImageError, match="image 1: not an image"):
-                await Door(client).keep(
-                    stills([GOOD, BAD]), request_id="x", timeout_s=PATIENCE_S, again_s=PATIENCE_S
-                )
+                await Door(client).keep(stills([GOOD, BAD]), request_id="x", **PATIENT)
             await soon(lambda: len(server.jobs) == 0)
 
 

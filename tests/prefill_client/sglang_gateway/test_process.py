@@ -118,8 +118,8 @@ async def test_a_bootstrap_server_with_invalid_answers_is_retried(monkeypatch: p
 async def test_a_gateway_that_ends_while_it_registers_is_not_left_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prefill_client.sglang_gateway.registration.LAST_PARTS_S", 0.0)
-    monkeypatch.setattr("prefill_client.sglang_gateway.registration._CALL_S", PATIENCE_S)
+    for name, seconds in {"LAST_PARTS_S": 0.0, "REGISTER_EVERY_S": 0.0, "_CALL_S": PATIENCE_S}.items():
+        monkeypatch.setattr(f"prefill_client.sglang_gateway.registration.{name}", seconds)
     registers = asyncio.Barrier(2)
     async with bootstrap_server(registers) as (bootstrap, calls):
         registration = Registration([bootstrap], ["http://gateway:30001/v0"])

@@ -241,7 +241,7 @@ def test_every_stat_panel_has_a_colour_for_each_range() -> None:
         assert len({step["color"] for step in steps}) in (1, 3), each["title"]
 
 
-def test_every_alert_has_a_case_a_severity_and_a_page() -> None:
+def test_every_alert_has_a_case_a_severity_and_a_runbook() -> None:
     cases = yaml.safe_load((DEPLOY / "prometheus/rules.test.yml").read_text())["tests"]
     fired = {
         case["alertname"]
@@ -249,11 +249,9 @@ def test_every_alert_has_a_case_a_severity_and_a_page() -> None:
         for case in test.get("alert_rule_test", [])
         if case.get("exp_alerts")
     }
-    operations = (DEPLOY.parent / "docs/operations.md").read_text()
     for rule in rules("alert"):
         assert rule["alert"] in fired, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert f"### {rule['alert']}\n" in operations, rule["alert"]
         assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
         assert not re.search(r"\bjob *=", rule["expr"]), "a job may have any name"
     assert fired == {rule["alert"] for rule in rules("alert")}

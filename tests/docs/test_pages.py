@@ -201,20 +201,6 @@ async def test_the_metrics_page_has_what_a_server_exports(server: Server) -> Non
             assert not family.samples or found == named(r"`(\w+)`", labels), name
 
 
-def test_the_contract_page_names_every_error_with_its_status() -> None:
-    rows = re.findall(
-        r"^\| `([A-Z_]+)` \| `(\w+)` \|", (ROOT / "docs" / "contract.md").read_text(), re.MULTILINE
-    )
-    family = {
-        (kind.status.name, name)
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type)
-        and issubclass(kind, errors.EncoderError)
-        and kind is not errors.EncoderError
-    }
-    assert set(rows) == family
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_status_and_state_on_a_page_is_in_the_contract(page: Path, words: set[str]) -> None:
     """A word in capitals must be a gRPC code that we use, a state, or a name in the code."""

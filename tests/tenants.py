@@ -10,12 +10,7 @@ from encoder_service.config import Config
 from prefill_client import EncoderClient
 
 TOKENS = {"chat": "chat-token", "search": "search-token", "reader": "reader-token", "ops": "operator-token"}
-RIGHTS = {
-    "chat": ["submit", "fetch"],
-    "search": ["submit", "fetch"],
-    "reader": ["fetch"],
-    "ops": ["operate"],
-}
+RIGHTS = {"chat": ["submit", "fetch"], "search": ["submit", "fetch"], "reader": ["fetch"], "ops": ["operate"]}
 
 
 # Connects with the token of a tenant.

@@ -79,9 +79,7 @@ async def outcomes_of(stub: Any, seeds: range) -> list[int | str]:
 
 
 @pytest.mark.attack("an image file that is damaged or truncated, or has a false header")
-async def test_2000_damaged_files_end_in_rows_or_one_error_each(
-    small_images: Path,
-) -> None:
+async def test_2000_damaged_files_end_in_rows_or_one_error_each(small_images: Path) -> None:
     counts: Counter[int | str] = Counter()
     resident: list[int] = []
     with running(small_images, source_gib=0.004) as server:  # full after a few calls

@@ -37,9 +37,7 @@ async def outcomes(client: EncoderClient, images: list[bytes]) -> list[EncoderEr
     return [found[each.digest] for each in submitted]
 
 
-async def test_repeatedly_killed_decoders_cost_no_retried_image(
-    server: ServerProcess,
-) -> None:
+async def test_repeatedly_killed_decoders_cost_no_retried_image(server: ServerProcess) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         assert await outcomes(client, [photo(64, 48, 1), photo(64, 48, 2, "PNG")]) == [None, None]
         for seed in range(3, 6):

@@ -31,9 +31,7 @@ def test_a_message_is_one_line_without_control_characters(
     assert "gone\\n2026" in text.getvalue()
 
 
-def test_a_traceback_cannot_be_mistaken_for_events(
-    written: tuple[logging.Logger, io.StringIO],
-) -> None:
+def test_a_traceback_cannot_be_mistaken_for_events(written: tuple[logging.Logger, io.StringIO]) -> None:
     log, text = written
     try:
         raise ValueError(FORGED)

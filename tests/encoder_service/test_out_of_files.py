@@ -37,9 +37,7 @@ async def rows_of(client: EncoderClient, image: bytes) -> bytes:
 
 
 @pytest.mark.attack("all file descriptors in use")
-async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
-    checkpoint: Path,
-) -> None:
+async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(checkpoint: Path) -> None:
     with running(checkpoint) as server:
         process = psutil.Process(server.process.pid)
         async with await EncoderClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client:

@@ -11,12 +11,7 @@ import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import (
-    DeadlineError,
-    EncoderError,
-    InvalidImageError,
-    ModelMismatchError,
-)
+from encoder_contract.errors import DeadlineError, EncoderError, InvalidImageError, ModelMismatchError
 from encoder_contract.header import Header, read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import inbound, submit
@@ -191,9 +186,7 @@ async def test_a_client_refuses_a_server_with_another_model(server: Server) -> N
         await EncoderClient.connect(server.endpoint, model_fingerprint=b"\x02" * 32)
 
 
-async def test_a_non_image_fails_alone_at_the_client(
-    client: EncoderClient,
-) -> None:
+async def test_a_non_image_fails_alone_at_the_client(client: EncoderClient) -> None:
     answers = await client.submit([b"nothing", photo(64, 64, 12)])
     assert isinstance(answers[0].error, InvalidImageError)
     assert answers[1].error is None
@@ -235,9 +228,7 @@ async def test_the_operators_calls_are_refused_without_the_proof(server: Server)
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_submit_deadline_at_any_moment_is_a_contract_error(
-    client: EncoderClient,
-) -> None:
+async def test_a_submit_deadline_at_any_moment_is_a_contract_error(client: EncoderClient) -> None:
     images = [photo(400, 400, 700 + n) for n in range(4)]
     read = [image for image in read_images(images, client.description.geometry) if isinstance(image, Image)]
     endpoint = (await connection(client)).endpoint

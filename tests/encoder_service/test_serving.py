@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import (
-    UnknownImageError,
-)
+from encoder_contract.errors import UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.app import Server
 from encoder_service.devices.model import Model

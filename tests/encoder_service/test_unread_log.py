@@ -46,9 +46,7 @@ def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("test", logging.INFO, "", 0, text, (), None)
 
 
-async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(
-    pipe: tuple[int, int],
-) -> None:
+async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(pipe: tuple[int, int]) -> None:
     reads, writes = pipe
     handler = QueuedHandler(os.dup(writes), max_bytes=2 * PIPE_BYTES)
     handler.setFormatter(ConsoleFormatter("%(message)s"))
@@ -152,14 +150,7 @@ def test_a_record_that_cannot_be_formatted_is_counted(pipe: tuple[int, int]) -> 
 async def test_a_server_with_an_unread_log_answers_probes_and_ends_at_sigterm(
     checkpoint: Path, tmp_path: Path, pipe: tuple[int, int]
 ) -> None:
-    flags = [
-        "--model",
-        checkpoint,
-        "--devices",
-        "cpu",
-        "--store-host-gib",
-        STORE_GIB,
-    ]
+    flags = ["--model", checkpoint, "--devices", "cpu", "--store-host-gib", STORE_GIB]
     flags += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
     command = [str(word) for word in (SCRIPTS / "encoder-service", "serve", *flags)]
     said = tmp_path / "said"

@@ -171,11 +171,7 @@ async def test_without_upload_space_all_are_refused_and_may_come_again(config: C
     size = len(PHOTOS[0])
     async with (
         server_of(
-            config,
-            model,
-            max_queued_images=QUEUE,
-            max_queued_gib=8 * size / GIB,
-            max_image_bytes=size + 999,
+            config, model, max_queued_images=QUEUE, max_queued_gib=8 * size / GIB, max_image_bytes=size + 999
         ) as server,
         await EncoderClient.connect(server.endpoint) as client,
     ):

@@ -112,10 +112,7 @@ async def test_a_newer_client_reads_the_rows_of_an_older_server(
 ) -> None:
     digests = await held(client, [*SMALL, LARGE])
     requests = [RowRequest(digest) for digest in digests] + [RowRequest(digests[0], row_begin=3, row_end=9)]
-    async with (
-        older_server(server, client) as endpoint,
-        await EncoderClient.connect(endpoint) as newer,
-    ):
+    async with older_server(server, client) as endpoint, await EncoderClient.connect(endpoint) as newer:
         found = await collect(newer, requests, transports=["inline"])
     expected = await collect(client, requests, transports=["inline"])
     assert {index: rows.array.tobytes() for index, rows in found.items()} == {

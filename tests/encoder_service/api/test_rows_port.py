@@ -23,13 +23,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.limits import NAMES_AT_A_TIME, Budget
-from encoder_service.rows_port import (
-    ACCEPTED_AT_ONCE,
-    BACKLOG,
-    HOST_SHARE,
-    UNSENT_BYTES,
-    RowsPort,
-)
+from encoder_service.rows_port import ACCEPTED_AT_ONCE, BACKLOG, HOST_SHARE, UNSENT_BYTES, RowsPort
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.transport import Receiver, receivers
 from prefill_client.transport.channels import Channels

@@ -242,10 +242,7 @@ async def test_only_admitted_callers_write_spans(guard: Server, monkeypatch: pyt
             stub.Fetch(request, metadata=forged),
             stub.Submit(metadata=reader),  # has no right to submit
         ):
-            assert await call.code() in (
-                grpc.StatusCode.UNAUTHENTICATED,
-                grpc.StatusCode.PERMISSION_DENIED,
-            )
+            assert await call.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
         assert not begun
         chat = (*traced, ("authorization", f"Bearer {TOKENS['chat']}"))
         [answer] = [answer async for answer in stub.Fetch(request, metadata=chat)]

@@ -9,10 +9,7 @@ import grpc
 import pytest
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import (
-    ForbiddenError,
-    UnauthenticatedError,
-)
+from encoder_contract.errors import ForbiddenError, UnauthenticatedError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.api import tenants as tenants_module
@@ -69,10 +66,7 @@ async def test_removing_a_token_ends_open_submits(guarded: Config, model: Model,
         ),
     ):
         before = tenants_file.read_text()
-        async with (
-            server_of(guarded, model) as server,
-            grpc.aio.insecure_channel(server.endpoint) as channel,
-        ):
+        async with server_of(guarded, model) as server, grpc.aio.insecure_channel(server.endpoint) as channel:
             calls: Any = EncoderServiceStub(channel)
             metadata = (("authorization", "Bearer old"),)
             submit = calls.Submit(metadata=metadata, timeout=PATIENCE_S)

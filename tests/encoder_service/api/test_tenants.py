@@ -16,11 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import (
-    ForbiddenError,
-    UnauthenticatedError,
-    UnknownImageError,
-)
+from encoder_contract.errors import ForbiddenError, UnauthenticatedError, UnknownImageError
 from encoder_contract.v1 import admin_pb2
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from encoder_contract.digest import content_digest
-from encoder_contract.errors import (
-    EncoderError,
-    InvalidImageError,
-)
+from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.geometry import Grid
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.video import Frames, VideoInfo, VideoSettings
@@ -162,10 +159,7 @@ async def test_a_retained_video_is_requested_again_once(
     data = clip("mp4", **SIZES, seed=24)
     video = await read_video(client, data, settings)
     requests = [RowRequest.of(image) for image in video.images]
-    async with (
-        await client.keep(video.images),
-        await EncoderClient.connect(server.endpoint) as other,
-    ):
+    async with await client.keep(video.images), await EncoderClient.connect(server.endpoint) as other:
         first = await collect(other, requests, kept=True)
         await flushed(server, files=True)
         again = await collect(other, requests, kept=True)
@@ -312,10 +306,7 @@ async def test_a_server_without_a_decoder_says_so(
     config: Config, model: Model, settings: VideoSettings
 ) -> None:
     without = replace(model, recipe=replace(model.recipe, video=b""), videos="")
-    async with (
-        server_of(config, without) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_of(config, without) as server, await EncoderClient.connect(server.endpoint) as client:
         assert client.description.video_decoder == ""
         (found,) = await read_videos(client, [VIDEO], settings)
         assert isinstance(found, EncoderError)

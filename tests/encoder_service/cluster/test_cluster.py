@@ -97,9 +97,7 @@ async def test_a_fetch_ends_as_unknown_when_the_replica_that_encodes_dies(start:
     assert isinstance(outcome.error, UnknownImageError)
 
 
-async def test_a_second_replica_encodes_uploaded_bytes_when_the_first_dies(
-    start: Start,
-) -> None:
+async def test_a_second_replica_encodes_uploaded_bytes_when_the_first_dies(start: Start) -> None:
     a, b = await start(patience=PROMPTLY), await start()
     file = new_photo()
     call = await _named_only(a, file)

@@ -59,9 +59,7 @@ async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(
     await steady(fleet, prompts=40)
 
 
-async def test_a_replica_killed_while_encoding_loses_no_image(
-    fleet: Sequence[ReplicaProcess],
-) -> None:
+async def test_a_replica_killed_while_encoding_loses_no_image(fleet: Sequence[ReplicaProcess]) -> None:
     victim, *others = fleet
     before = await encodes(others)
     async with traffic(fleet, workers=6) as load:
@@ -80,9 +78,7 @@ def _encodes_now(replica: ReplicaProcess) -> bool:
     return replica.metrics().total("queue_images") > 0
 
 
-async def test_a_stream_of_a_killed_replica_continues_elsewhere(
-    fleet: Sequence[ReplicaProcess],
-) -> None:
+async def test_a_stream_of_a_killed_replica_continues_elsewhere(fleet: Sequence[ReplicaProcess]) -> None:
     base, seed = photo(1280, 720, 1), next(seeds) << 32
     files = [with_comment(base, seed + n) for n in range(24)]  # 1.8 MB of rows each
     before = await encodes(fleet[1:])
@@ -103,9 +99,7 @@ async def test_a_stream_of_a_killed_replica_continues_elsewhere(
     assert await encodes(fleet[1:]) - before <= len(files)
 
 
-async def test_leases_of_a_killed_replica_expire(
-    fleet: Sequence[ReplicaProcess],
-) -> None:
+async def test_leases_of_a_killed_replica_expire(fleet: Sequence[ReplicaProcess]) -> None:
     victim, *others = fleet
     base, seed = photo(200, 200, 1), next(seeds) << 32
     files = [with_comment(base, seed + n) for n in range(8)]
@@ -127,9 +121,7 @@ async def test_leases_of_a_killed_replica_expire(
     assert await encodes(others) - before == len(files)
 
 
-async def test_kept_images_of_a_dead_replica_are_found_by_digest(
-    fleet: Sequence[ReplicaProcess],
-) -> None:
+async def test_kept_images_of_a_dead_replica_are_found_by_digest(fleet: Sequence[ReplicaProcess]) -> None:
     victim, *others = fleet
     base, seed = photo(1280, 720, 2), next(seeds) << 32
     files = [with_comment(base, seed + n) for n in range(12)]

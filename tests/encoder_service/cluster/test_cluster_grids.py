@@ -57,9 +57,7 @@ async def test_an_image_of_a_peer_is_confirmed_with_its_own_grid(start: Start) -
     assert state.tokens == state.grid.h * state.grid.w // 4
 
 
-async def test_a_wrong_grid_for_a_peers_image_is_refused_after_its_header(
-    start: Start,
-) -> None:
+async def test_a_wrong_grid_for_a_peers_image_is_refused_after_its_header(start: Start) -> None:
     a, b = await start(), await start()
     file = await held_by(a, seen_by=b)
     wrong = pb.Grid(t=1, h=2, w=2)

@@ -21,9 +21,7 @@ async def test_dead_replicas_expire_when_the_clock_is_set_back(join_watched: Joi
         assert a.index.state is IndexState.JOINED
 
 
-async def test_a_fleet_recovers_when_redis_sets_its_clock_forward(
-    join_watched: JoinWatched,
-) -> None:
+async def test_a_fleet_recovers_when_redis_sets_its_clock_forward(join_watched: JoinWatched) -> None:
     with redis_server() as server:
         a, b = await join_watched(server.url, "a"), await join_watched(server.url, "b")
         held, leased = new_addresses(4), new_addresses(4)

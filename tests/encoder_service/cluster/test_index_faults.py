@@ -201,9 +201,7 @@ async def test_a_loading_redis_is_joined_when_it_is_ready(join_watched: JoinWatc
         await a.until(IndexState.JOINED)
 
 
-async def test_a_redis_that_starts_later_is_joined(
-    join_watched: JoinWatched,
-) -> None:
+async def test_a_redis_that_starts_later_is_joined(join_watched: JoinWatched) -> None:
     server = RedisServer()
     a = await join_watched(server.url, "a")
     assert a.index.state is IndexState.ALONE

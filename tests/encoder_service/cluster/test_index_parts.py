@@ -13,12 +13,7 @@ from encoder_service.cluster.leases import ADDRESSES_PER_S, BATCH_ADDRESSES, Lea
 from encoder_service.cluster.redis import RedisIndex
 from encoder_service.cluster.redis.connection import RedisUrl
 from encoder_service.cluster.redis.schema import parse_peers
-from encoder_service.cluster.redis.session import (
-    LAST_PROBE_S,
-    Breaker,
-    IndexEvents,
-    RedisSettings,
-)
+from encoder_service.cluster.redis.session import LAST_PROBE_S, Breaker, IndexEvents, RedisSettings
 from encoder_service.config import ConfigError
 from testing.holding import Holding
 from tests.index_replicas import grids, new_addresses, redis_settings

@@ -201,8 +201,7 @@ async def test_damaged_rows_of_a_peer_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [trickling, empty_frames, repeated_announcements, rows_before_the_announcement, another_grid],
+    "answer", [trickling, empty_frames, repeated_announcements, rows_before_the_announcement, another_grid]
 )
 async def test_a_transfer_without_progress_fails_in_time(answer: Answer) -> None:
     async with asyncio.timeout(5 * MOST_S):

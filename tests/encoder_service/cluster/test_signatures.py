@@ -192,10 +192,7 @@ async def test_a_replayed_signature_is_refused_elsewhere_and_later(start: Start)
 
         raw, now = request.SerializeToString(), time.time()
         assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now)) != b""
-        for away_s in (
-            -MAX_SKEW_S - 60,
-            MAX_SKEW_S + 60,
-        ):  # a replayed signature, or a wrong clock
+        for away_s in (-MAX_SKEW_S - 60, MAX_SKEW_S + 60):  # a replayed signature, or a wrong clock
             assert await signature_of(FleetKey([SECRET]).sign_request(a.endpoint, raw, now + away_s)) == b""
         assert await signature_of(metadata[SIGNATURE_METADATA]) == b""
         assert await signature_of(b"") == b""

@@ -53,9 +53,7 @@ class SmallDevice(Device):
         self.emptied += 1
 
 
-async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
-    model: Model,
-) -> None:
+async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(model: Model) -> None:
     """Every batch of more than two images fails, and so does every batch with one certain image."""
     gate, device = Gate(model), SmallDevice()
     hungry = model.tower.geometry.grid(384, 256)
@@ -85,9 +83,7 @@ async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
         (await bench.rows(photo(256, 352, 50), demanded("later"))).release()
 
 
-async def test_activations_of_a_failed_batch_are_freed_before_the_retry(
-    model: Model,
-) -> None:
+async def test_activations_of_a_failed_batch_are_freed_before_the_retry(model: Model) -> None:
     """An exception keeps the frames of its traceback alive, with all their local tensors."""
     held: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []

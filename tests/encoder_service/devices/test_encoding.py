@@ -102,9 +102,7 @@ async def test_a_fetch_promotes_images_over_speculative_ones(model: Model) -> No
     assert max(wanted) < min(order.index(of(256, 288)), order.index(of(256, 320)))
 
 
-async def test_the_job_is_dropped_when_its_last_waiter_cancels(
-    model: Model,
-) -> None:
+async def test_the_job_is_dropped_when_its_last_waiter_cancels(model: Model) -> None:
     gate = Gate(model)
     async with running(model, gate.encode, batch_patches=300, ahead_patches=10_000) as bench:
         blocker = asyncio.create_task(bench.rows(photo(256, 256, 0), demanded("b")))
@@ -267,9 +265,7 @@ async def test_images_withdrawn_during_a_failed_batch_can_start_again(model: Mod
                 (await bench.rows(image, demanded("again"))).release()
 
 
-async def test_an_image_without_space_in_the_store_is_refused_before_encoding(
-    model: Model,
-) -> None:
+async def test_an_image_without_space_in_the_store_is_refused_before_encoding(model: Model) -> None:
     gate = Gate(model)
     gate.open.set()
     async with running(model, gate.encode, host_bytes=600_000) as bench:

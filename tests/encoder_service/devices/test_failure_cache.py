@@ -33,9 +33,7 @@ def test_an_image_too_large_in_one_variant_is_not_in_another() -> None:
         failures.check(FULL)
 
 
-async def test_an_image_too_large_for_the_store_fits_in_a_smaller_variant(
-    model: Model,
-) -> None:
+async def test_an_image_too_large_for_the_store_fits_in_a_smaller_variant(model: Model) -> None:
     file = photo(640, 640, 7)
     geometry, recipe = model.tower.geometry, model.recipe
     small = geometry.variant(max_pixels=256 * 256)

@@ -16,14 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.config import Config, ConfigError
-from encoder_service.devices import (
-    EXIT_STUCK,
-    device_link,
-    device_main,
-    device_process,
-    dispatcher,
-    messages,
-)
+from encoder_service.devices import EXIT_STUCK, device_link, device_main, device_process, dispatcher, messages
 from encoder_service.devices.device_link import Link
 from encoder_service.devices.device_process import DeviceProcess
 from testing.photos import photo

@@ -24,9 +24,7 @@ def decoder() -> Iterator[Decoder]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_sandbox_decodes_every_format_that_pillow_writes(
-    decoder: Decoder,
-) -> None:
+def test_the_sandbox_decodes_every_format_that_pillow_writes(decoder: Decoder) -> None:
     wrong, seen = {}, set()
     for what, image in files():
         seen.add(image)

@@ -267,9 +267,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.attack("code in a decoder process that looks for the server's passwords")
-def test_decoder_processes_inherit_at_most_six_environment_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_decoder_processes_inherit_at_most_six_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENCSVC_INDEX", "rediss://encoder:secret@redis")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/libraries")
     with decoding() as pool:

@@ -43,9 +43,7 @@ async def test_a_slow_image_does_not_delay_others(model: Model) -> None:
         (await waiting).release()
 
 
-async def test_a_jpeg_refused_by_the_batch_decoder_is_decoded_single(
-    model: Model,
-) -> None:
+async def test_a_jpeg_refused_by_the_batch_decoder_is_decoded_single(model: Model) -> None:
     good = photo(256, 256, 1)
     tables = good.index(b"\xff\xdb")
     odd = good[:tables] + b"junk" * 9 + good[tables:]
@@ -58,9 +56,7 @@ async def test_a_jpeg_refused_by_the_batch_decoder_is_decoded_single(
     assert [type(result) for result in results] == [Pin, Pin, InvalidImageError]
 
 
-async def test_single_decodes_are_bounded_in_pixels_beside_one_larger_image(
-    model: Model,
-) -> None:
+async def test_single_decodes_are_bounded_in_pixels_beside_one_larger_image(model: Model) -> None:
     lock = threading.Lock()
     now: list[int] = []
     most: list[int] = []

@@ -1,9 +1,6 @@
 """The scheduler: order, ageing, single flight."""
 
-from encoder_service.scheduler import (
-    Claim,
-    State,
-)
+from encoder_service.scheduler import Claim, State
 from encoder_service.scheduler.policy import STRETCH
 from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepare_all, want
 

@@ -18,9 +18,7 @@ TORTURE_S = 5.0
 
 def start(role, folder):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.store_processes", role, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "tests.store_processes", role, str(folder)], stdout=subprocess.PIPE, text=True
     )
 
 

@@ -1,5 +1,7 @@
 """A scheduler with ample limits, and shorthands for its calls."""
 
+from dataclasses import replace
+
 from encoder_service.scheduler import LEAST_WORK_LEFT, Claim, QueueLimits, Scheduler, Task
 
 PATCHES = 100
@@ -25,6 +27,22 @@ def prepare_all(scheduler, now=0.0) -> None:
     while tasks := scheduler.next_to_prepare(now, 10**6):
         for task in tasks:
             assert scheduler.prepared(task, now)
+
+
+def encode_one(scheduler, seconds=0.1) -> Task:
+    """Decode all images that have room, and encode the first in `seconds`; return it."""
+    prepare_all(scheduler)
+    [task] = batch = scheduler.next_batch(0.0, 1)
+    scheduler.done(batch, seconds)
+    return task
+
+
+def measured(**limits) -> Scheduler:
+    """Return an empty queue whose device encodes a hundred patches a second."""
+    scheduler = make(replace(ROOMY, **limits))
+    want(scheduler, "measured", client="warm")
+    encode_one(scheduler, 1.0)
+    return scheduler
 
 
 def names(tasks) -> list[str]:

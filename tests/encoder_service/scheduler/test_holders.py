@@ -1,11 +1,23 @@
 """Shares between holders: the order of images, queue seconds, decode time and request identifiers."""
 
+from functools import partial
+
 import pytest
 
 from encoder_contract.errors import OverloadedError
-from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State
+from encoder_service.scheduler import Claim, State
 from encoder_service.scheduler.policy import MAX_ABSENT, FairQueue, Line, LlmRequest
-from tests.scheduling import PATCHES, encode_order, make, names, prepare_all, seconds_of, want
+from tests.scheduling import (
+    PATCHES,
+    encode_one,
+    encode_order,
+    make,
+    measured,
+    names,
+    prepare_all,
+    seconds_of,
+    want,
+)
 
 
 def fill(scheduler, client, count, *, requests=1, prefix="", **kind) -> list[Claim]:
@@ -14,10 +26,6 @@ def fill(scheduler, client, count, *, requests=1, prefix="", **kind) -> list[Cla
         want(scheduler, f"{prefix or client}{n}", f"{client}-r{n % requests}", client=client, **kind)
         for n in range(count)
     ]
-
-
-def first_of(order: list[str], client: str) -> int:
-    return next(place for place, name in enumerate(order) if name.startswith(client))
 
 
 # Device time
@@ -35,8 +43,7 @@ def test_a_priority_orders_images_within_its_holder_only():
 def test_a_small_image_does_not_wait_for_the_requests_of_another_holder():
     scheduler = make(ahead_patches=4 * PATCHES, ahead_images=4)
     fill(scheduler, "busy", 24, requests=24)
-    prepare_all(scheduler)
-    scheduler.done(scheduler.next_batch(0.0, PATCHES), 1.0)
+    encode_one(scheduler, 1.0)
     want(scheduler, "small", "one", client="small", patches=PATCHES)
     assert encode_order(scheduler).index("small") <= 1
 
@@ -48,8 +55,8 @@ def test_busy_holders_get_equal_patches_for_images_of_any_size():
     done = {"large": 0, "small": 0}
     prepare_all(scheduler)
     for _ in range(60):
-        for task in (batch := scheduler.next_batch(0.0, 1)):
-            done[task.address.decode().rstrip("0123456789")] += task.patches
+        [task] = batch = scheduler.next_batch(0.0, 1)
+        done[task.holder] += task.patches
         scheduler.done(batch, seconds_of(batch))
         assert abs(done["large"] - done["small"]) <= 400
 
@@ -62,9 +69,8 @@ def test_busy_holders_get_equal_times_if_patches_of_large_images_take_longer():
     prepare_all(scheduler)
     for _ in range(200):
         [task] = batch = scheduler.next_batch(0.0, 1)
-        name = task.address.decode().rstrip("0123456789")
-        seconds = seconds_of(batch) * (4 if name == "large" else 1)
-        spent[name] += seconds
+        seconds = seconds_of(batch) * (4 if task.holder == "large" else 1)
+        spent[task.holder] += seconds
         scheduler.done(batch, seconds)
     assert abs(spent["large"] - spent["small"]) <= 2 * 400 * 4 / 1000, "two large images"
     assert min(spent.values()) > 5
@@ -127,11 +133,10 @@ def test_submitting_one_image_at_a_time_gains_no_extra_share():
         want(scheduler, f"single{turn}", f"s{turn}", client="single", patches=100)
         prepare_all(scheduler)
         while scheduler.waiting_images:
-            batch = scheduler.next_batch(0.0, 1)
+            [task] = batch = scheduler.next_batch(0.0, 1)
             scheduler.done(batch, seconds_of(batch))
-            name = batch[0].address.decode().rstrip("0123456789")
-            done[name] += batch[0].patches
-            if name == "single":
+            done[task.holder] += task.patches
+            if task.holder == "single":
                 break
     assert done["single"] <= done["queued"] + 200
 
@@ -154,12 +159,11 @@ def test_a_small_image_of_another_holder_overtakes_a_priority_batch():
     batch = scheduler.next_batch(0.0, 1)
     want(scheduler, "own", "r", client="large", patches=100)
     prepare_all(scheduler)
-    assert scheduler.next_overtaking(batch, 0.0, 500, most_of=lambda _: 500) == [], (
-        "of its own holder, and of a lower priority"
-    )
+    overtaking = partial(scheduler.next_overtaking, batch, 0.0, 500, most_of=lambda _: 500)
+    assert overtaking() == [], "of its own holder, and of a lower priority"
     want(scheduler, "other", "r", client="small", patches=100)
     prepare_all(scheduler)
-    assert names(scheduler.next_overtaking(batch, 0.0, 500, most_of=lambda _: 500)) == ["other"]
+    assert names(overtaking()) == ["other"]
 
 
 # Decoding
@@ -168,8 +172,7 @@ def test_a_small_image_of_another_holder_overtakes_a_priority_batch():
 def test_a_full_decode_window_of_one_holder_does_not_block_another():
     scheduler = make(ahead_patches=10 * PATCHES, ahead_images=10)
     fill(scheduler, "busy", 100, requests=100)
-    prepare_all(scheduler)
-    scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
+    encode_one(scheduler)
     prepare_all(scheduler)
     want(scheduler, "other", "r", client="other")
     assert names(scheduler.next_to_prepare(0.0, 10)) == ["other"]
@@ -187,18 +190,14 @@ def test_images_of_all_holders_are_decoded_in_turn():
 
 @pytest.mark.attack("files that take long to decode")
 def test_seconds_of_decoding_count_against_their_holder():
-    scheduler = make()
-    want(scheduler, "measured", client="warm")
-    prepare_all(scheduler)
-    scheduler.done(scheduler.next_batch(0.0, 1), 1.0)  # a hundred patches a second
+    scheduler = measured()
     fill(scheduler, "slow", 50, single=True)
     fill(scheduler, "fast", 200, single=True)
     seconds = {"slow": 0.0, "fast": 0.0}
     for _ in range(120):
         (task,) = scheduler.next_single(0.0, 1000)
-        client = task.address.decode().rstrip("0123456789")
-        took = 20.0 if client == "slow" else 2.0
-        seconds[client] += took
+        took = 20.0 if task.holder == "slow" else 2.0
+        seconds[task.holder] += took
         scheduler.decoded([task], took)
         scheduler.prepared(task, 0.0)
     assert seconds["slow"] == pytest.approx(seconds["fast"], abs=25)
@@ -220,16 +219,6 @@ def test_request_identifiers_are_per_holder():
 
 
 # Queue seconds
-
-
-def measured(seconds: float) -> Scheduler:
-    """Return a scheduler that has measured 100 patches per second."""
-    limits = QueueLimits(images=1000, patches=10**6, source_bytes=10**9, claims=1000, seconds=seconds)
-    scheduler = make(limits)
-    want(scheduler, "first", client="warm")
-    prepare_all(scheduler)
-    scheduler.done(scheduler.next_batch(0.0, 1), 1.0)
-    return scheduler
 
 
 def test_a_holder_cannot_fill_the_seconds_of_the_queue():

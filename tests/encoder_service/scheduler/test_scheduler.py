@@ -2,7 +2,7 @@
 
 from encoder_service.scheduler import Claim, State
 from encoder_service.scheduler.policy import STRETCH
-from tests.scheduling import PATCHES, encode_order, is_empty, make, names, prepare_all, want
+from tests.scheduling import PATCHES, encode_one, encode_order, is_empty, make, names, prepare_all, want
 
 # Order
 
@@ -94,8 +94,7 @@ def test_a_reused_request_identifier_does_not_stay_the_oldest():
     rival = want(scheduler, "rival", "rival", patches=2 * PATCHES)
     for turn in range(1, 100):
         want(scheduler, f"x{turn}", "endless")  # claimed before the previous image is encoded
-        prepare_all(scheduler)
-        scheduler.done(scheduler.next_batch(0.0, 1), 0.1)
+        encode_one(scheduler)
         if rival.task is None:
             break
     assert turn <= 2 * STRETCH

@@ -4,7 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +16,9 @@ from encoder_contract.errors import OverloadedError
 from encoder_service.scheduler import Claim, QueueLimits, Scheduler, State, Task, least_work_left
 from encoder_service.scheduler.policy import STRETCH, allowance
 from encoder_service.scheduler.scheduler import MOST_COST
+from tests.scheduling import PATCHES, ROOMY, make
 
 pytestmark = pytest.mark.slow
-
-PATCHES = 100
 
 
 @dataclass
@@ -110,18 +109,10 @@ class Schedule:
         self.tasks: list[Task] = []  # keeps identities unique
 
     def play(self, steps: int) -> None:
-        steps_of = (
-            self.submit,
-            self.submit,
-            self.withdraw,
-            self.prepare,
-            self.prepared,
-            self.start,
-            self.end,
-        )
+        choices = (self.submit, self.submit, self.withdraw, self.prepare, self.prepared, self.start, self.end)
         for _ in range(steps):
             self.now += self.random.choice((0.0, 0.1, 1.0))
-            self.random.choice(steps_of)()
+            self.random.choice(choices)()
             self.check()
         while any(claim.task for claim in self.live) or self.batches or self.preparing:
             for step in (self.prepare, self.prepared, self.start, self.end):
@@ -291,13 +282,8 @@ def finish_clock(stretch: int, small_patches: list[int]) -> tuple[int, float]:
 
     Return the patches encoded until the big one is done, and the bound that the documentation states.
     """
-    limits = QueueLimits(
-        images=10**6, patches=40 * PATCHES, source_bytes=10**12, claims=10**6, client_share=0.99
-    )
-    ahead = 2 * PATCHES
-    scheduler = Scheduler(
-        limits, max_ahead_patches=ahead, max_ahead_images=10, policy=least_work_left(stretch)
-    )
+    limits, ahead = replace(ROOMY, patches=40 * PATCHES, client_share=0.99), 2 * PATCHES
+    scheduler = make(limits, ahead, 10, least_work_left(stretch))
     for number in range(50):  # so that the scheduler knows what an ordinary request is: one small image
         scheduler.admit(Claim(f"w{number}", "warm"), Task(b"warm", PATCHES, 1000), 0.0)
         (task,) = scheduler.next_to_prepare(0.0, 10)
@@ -345,7 +331,7 @@ def test_every_request_is_answered_or_refused_in_any_deployment(policy, seed):
     pick = random.Random(seed)
     load = RequestLoad({1: 3, 5: 2, 64: 1}, load=pick.choice((0.5, 0.9, 5.0)), burst=pick.choice((1, 6)), clients=5,
                 image_patches=pick.choice((1, 3)), replicas=pick.choice((1, 3, 16)))  # fmt: skip
-    limits = QueueLimits(images=pick.choice((80, 10**6)), patches=10**9, source_bytes=10**12, claims=10**6)
+    limits = replace(ROOMY, images=pick.choice((80, 10**6)))
     machine = Machine(
         policy=policy, replicas=load.replicas, prefill_engines=pick.choice((1, 4)), limits=limits,
         images_per_chunk=pick.choice((1, 3)), budget_patches=pick.choice((1, 8)), max_ahead_patches=16,

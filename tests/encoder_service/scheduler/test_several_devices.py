@@ -99,17 +99,9 @@ def test_only_images_that_end_their_device_every_time_fail(devices: int, stage: 
     pick = random.Random(seed)
     scheduler, floor = make(devices=devices), [Device() for _ in range(devices)]
     for n in range(12):
-        wants_single = stage == "decode single" or pick.random() < 0.3
-        name = ("bad" if n in (4, 7) else "good") + str(n)
-        want(
-            scheduler,
-            name,
-            str(n),
-            client=pick.choice("ab"),
-            single=wants_single,
-            pixels=100,
-            priority=pick.choice((0, -1)),
-        )
+        single = stage == "decode single" or pick.random() < 0.3
+        kind = {"client": pick.choice("ab"), "single": single, "priority": pick.choice((0, -1))}
+        want(scheduler, f"{'bad' if n in (4, 7) else 'good'}{n}", f"{n}", pixels=100, **kind)
     deaths, failed, encoded = 0, [], []
 
     def bad(tasks: list[Task]) -> bool:

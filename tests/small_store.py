@@ -1,5 +1,7 @@
 """A store of a few pages, and embeddings for it."""
 
+from collections.abc import Callable
+
 import torch
 
 from encoder_service.store import Store
@@ -11,6 +13,7 @@ STORE_GIB = 0.04
 WIDTH = 16  # float32: 64 bytes a row, 1024 rows a page
 PAGE_BYTES = 64 << 10
 PAGE_ROWS = PAGE_BYTES // (WIDTH * 4)
+NewStore = Callable[..., Store]
 
 
 def make_store(folder, host_pages=16, device_pages=0, **settings):

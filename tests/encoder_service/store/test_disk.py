@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,14 +39,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "rows"
 
 
+Start = Callable[..., Disk]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Return a function that opens the tier in the folder. It closes the one before, as a restart does."""
+    opened: list[Disk] = []
+
+    def start(max_bytes: int = MIB, row_bytes: int = ROW_BYTES, **options: Any) -> Disk:
+        if opened:
+            opened.pop().close()
+        opened.append(Disk(folder, max_bytes, row_bytes, **options))
+        return opened[0]
+
+    yield start
+    if opened:
+        opened[0].close()
+
+
 def rows_of(number: int, tokens: int) -> bytes:
     """Rows that follow from the address, so that rows of another are noticed."""
     return random.Random(number).randbytes(tokens * ROW_BYTES)
 
 
-def write(disk: Disk, number: int, tokens: int = 40) -> None:
+def write(disk: Disk, number: int, tokens: int = 40, holder: str = "") -> None:
     views = [memoryview(rows_of(number, tokens))]
-    disk.write(address(number), tokens, GRID, views, checksum(views))
+    disk.write(address(number), tokens, GRID, views, checksum(views), holder)
 
 
 def read(disk: Disk, number: int) -> bytes | None:
@@ -62,14 +82,13 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("at", [0, 8], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("row_bytes", [4096, 512, 24])
-def test_rows_come_back_after_a_restart(folder: Path, row_bytes: int, at: int) -> None:
+def test_rows_come_back_after_a_restart(start: Start, row_bytes: int, at: int) -> None:
     memory = memoryview(mmap.mmap(-1, 2 * MIB))[at : at + 300 * row_bytes]
     memory[:] = rows = random.Random(1).randbytes(300 * row_bytes)
     pages = [memory[: 104 * row_bytes], memory[104 * row_bytes :]]
-    disk = Disk(folder, MIB * 8, row_bytes)
+    disk = start(MIB * 8, row_bytes)
     disk.write(address(1), 300, GRID, pages, checksum(pages))
-    disk.close()
-    disk = Disk(folder, MIB * 8, row_bytes)
+    disk = start(MIB * 8, row_bytes)
     file = disk.find(address(1))
     assert file is not None
     assert file.name == DiskFile(address(1), 300, GRID, row_bytes).name
@@ -79,13 +98,12 @@ def test_rows_come_back_after_a_restart(folder: Path, row_bytes: int, at: int) -
     ) == checksum(pages)
     assert into == rows
     assert (len(disk), disk.used_bytes, disk.hits, disk.damaged) == (1, HEADER_BYTES + len(rows), 1, 0)
-    disk.close()
 
 
-def test_the_least_recently_used_makes_room(folder: Path) -> None:
+def test_the_least_recently_used_makes_room(folder: Path, start: Start) -> None:
     left: list[bytes] = []
     size = HEADER_BYTES + 40 * ROW_BYTES
-    disk = Disk(folder, 3 * size, ROW_BYTES, on_drop=left.append)
+    disk = start(3 * size, on_drop=left.append)
     for number in range(3):
         write(disk, number)
     assert read(disk, 0) == rows_of(0, 40)
@@ -94,10 +112,8 @@ def test_the_least_recently_used_makes_room(folder: Path) -> None:
     assert left == [address(1)]
     assert [read(disk, number) is not None for number in range(5)] == [True, False, True, True, False]
     assert (disk.used_bytes, disk.evictions, len(files(folder))) == (3 * size, 1, 3)
-    disk.close()
-    disk = Disk(folder, size, ROW_BYTES)
+    disk = start(size)
     assert len(disk) == len(files(folder)) == 1, "a smaller limit holds from the start"
-    disk.close()
 
 
 DAMAGES = ("cut", "bit", "swapped", "zeros", "longer", "header", "empty")
@@ -126,9 +142,9 @@ def damage(path: Path, how: str, others: list[Path], source: random.Random) -> N
 
 
 @pytest.mark.parametrize("before_start", [True, False])
-def test_damaged_files_are_misses_and_removed(folder: Path, before_start: bool) -> None:
+def test_damaged_files_are_misses_and_removed(folder: Path, start: Start, before_start: bool) -> None:
     source = random.Random(5)
-    disk = Disk(folder, 64 * MIB, ROW_BYTES)
+    disk = start(64 * MIB)
     count = 20 * len(DAMAGES)
     for number in range(count):
         write(disk, number, tokens=8 + number % 2)
@@ -139,8 +155,7 @@ def test_damaged_files_are_misses_and_removed(folder: Path, before_start: bool) 
         damage(path, DAMAGES[place % len(DAMAGES)], paths, source)
     changed = sum(path.read_bytes() != data for path, data in sound.items())
     if before_start:
-        disk.close()
-        disk = Disk(folder, 64 * MIB, ROW_BYTES)
+        disk = start(64 * MIB)
     results = [read(disk, number) for number in range(count)]
     wrong = [
         number for number, rows in enumerate(results) if rows not in (None, rows_of(number, 8 + number % 2))
@@ -148,19 +163,17 @@ def test_damaged_files_are_misses_and_removed(folder: Path, before_start: bool) 
     assert wrong == []
     assert (results.count(None), disk.damaged, len(files(folder))) == (changed, changed, count - changed)
     assert not disk.is_off
-    disk.close()
 
 
-def test_a_file_that_somebody_removed_is_a_miss(folder: Path) -> None:
-    disk = Disk(folder, MIB, ROW_BYTES)
+def test_a_file_that_somebody_removed_is_a_miss(folder: Path, start: Start) -> None:
+    disk = start()
     write(disk, 1)
     files(folder)[0].unlink()
     assert read(disk, 1) is None
     assert (len(disk), disk.used_bytes, disk.is_off) == (0, 0, False)
-    disk.close()
 
 
-def test_foreign_files_are_left_alone(folder: Path) -> None:
+def test_foreign_files_are_left_alone(folder: Path, start: Start) -> None:
     foreign = [
         folder / "notes.txt",
         folder / "ab" / "x",
@@ -170,19 +183,17 @@ def test_foreign_files_are_left_alone(folder: Path) -> None:
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    disk = Disk(folder, MIB, ROW_BYTES)
+    disk = start()
     write(disk, 1)
     disk.clear()
-    disk.close()
     assert [path.read_text() for path in foreign] == ["mine"] * 4
 
 
-def test_only_one_server_uses_a_folder(folder: Path) -> None:
-    disk = Disk(folder, MIB, ROW_BYTES)
+def test_only_one_server_uses_a_folder(folder: Path, start: Start) -> None:
+    start()
     with pytest.raises(DiskError, match="in use by another server"):
         Disk(folder, MIB, ROW_BYTES)
-    disk.close()
-    Disk(folder, MIB, ROW_BYTES).close()
+    start()
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "a file", "unwritable"])
@@ -267,16 +278,15 @@ def make_odd(path: Path, how: str) -> None:
 @pytest.mark.parametrize("before_start", [True, False])
 @pytest.mark.parametrize("how", ODD)
 def test_what_is_no_file_of_ours_is_a_miss_and_nothing_else_fails(
-    folder: Path, how: str, before_start: bool
+    folder: Path, start: Start, how: str, before_start: bool
 ) -> None:
-    disk = Disk(folder, MIB, ROW_BYTES)
+    disk = start()
     for number in (1, 2):
         write(disk, number)
     path = next(path for path in files(folder) if path.name.startswith(address(1).hex()))
     make_odd(path, how)
     if before_start:
-        disk.close()
-        disk = Disk(folder, MIB, ROW_BYTES)
+        disk = start()
     # root may read any file, and others cannot give one away
     is_sound = not os.geteuid() if how == "unreadable" else os.geteuid() and how == "another's"
     assert read(disk, 1) == (rows_of(1, 40) if is_sound else None)
@@ -284,32 +294,27 @@ def test_what_is_no_file_of_ours_is_a_miss_and_nothing_else_fails(
     write(disk, 1)
     assert read(disk, 1) == (None if "folder" in how else rows_of(1, 40))
     assert (disk.is_off, read(disk, 2)) == (False, rows_of(2, 40))
-    disk.close()
 
 
-def test_rows_are_bound_to_the_key(folder: Path) -> None:
+def test_rows_are_bound_to_the_key(start: Start) -> None:
     keys = [FleetKey([bytes([65 + number]) * 32]) for number in range(2)]
     rotated = FleetKey([b"B" * 32, b"A" * 32])
-    disk = Disk(folder, MIB, ROW_BYTES, key=keys[0])
+    disk = start(key=keys[0])
     write(disk, 1)
-    disk.close()
     for key, found in ((keys[0], True), (rotated, True), (None, True), (keys[1], False)):
-        disk = Disk(folder, MIB, ROW_BYTES, key=key)
+        disk = start(key=key)
         assert (read(disk, 1) == rows_of(1, 40)) == found
         assert disk.damaged == (not found)
-        disk.close()
-    disk = Disk(folder, MIB, ROW_BYTES)
+    disk = start()
     write(disk, 1)
-    disk.close()
-    disk = Disk(folder, MIB, ROW_BYTES, key=keys[0])
+    disk = start(key=keys[0])
     assert read(disk, 1) is None, "it has no signature"
-    disk.close()
 
 
 @pytest.mark.attack("forged rows on the disk")
-def test_a_forger_without_the_key_cannot_change_rows(folder: Path) -> None:
+def test_a_forger_without_the_key_cannot_change_rows(folder: Path, start: Start) -> None:
     key = FleetKey([b"A" * 32])
-    disk = Disk(folder, MIB, ROW_BYTES, key=key)
+    disk = start(key=key)
     write(disk, 1)
     (path,) = files(folder)
     data = path.read_bytes()
@@ -320,83 +325,77 @@ def test_a_forger_without_the_key_cannot_change_rows(folder: Path) -> None:
     path.write_bytes(header + data[len(header) : HEADER_BYTES] + forged)
     assert read(disk, 1) is None
     assert disk.damaged == 1
-    disk.close()
 
 
-def test_rows_of_another_size_are_neither_torn_nor_removed(folder: Path) -> None:
-    disk = Disk(folder, MIB, ROW_BYTES)
+def test_rows_of_another_size_are_neither_torn_nor_removed(folder: Path, start: Start) -> None:
+    disk = start()
     for number in range(3):
         write(disk, number)
-    disk.close()
-    other = Disk(folder, MIB, ROW_BYTES // 2)
+    other = start(row_bytes=ROW_BYTES // 2)
     assert (other.damaged, len(files(folder)), other.files(), address(0) in other) == (0, 3, [], False)
-    other.close()
-    disk = Disk(folder, MIB, ROW_BYTES)
+    disk = start()
     assert [read(disk, number) for number in range(3)] == [rows_of(number, 40) for number in range(3)]
     used_bytes = disk.used_bytes
-    disk.close()
-    other = Disk(folder, used_bytes, ROW_BYTES // 2)
+    other = start(used_bytes, ROW_BYTES // 2)
     views = [memoryview(rows_of(7, 20))]
     other.write(address(7), 40, GRID, views, checksum(views))
     assert (len(other), read(other, 7)) == (3, rows_of(7, 20)), "they make room"
-    other.close()
 
 
 @pytest.mark.attack("a tenant that fills the disk tier")
-def test_a_flood_takes_only_the_room_of_its_holders_share(folder: Path) -> None:
+def test_a_flood_takes_only_the_room_of_its_holders_share(start: Start) -> None:
     def write_of(disk: Disk, holder: str, numbers: range) -> None:
         for number in numbers:
-            views = [memoryview(rows_of(number, 40))]
-            disk.write(address(number), 40, GRID, views, checksum(views), holder)
+            write(disk, number, holder=holder)
 
     size = 20 * (HEADER_BYTES + 40 * ROW_BYTES)
-    disk = Disk(folder, size, ROW_BYTES)
+    disk = start(size)
     write_of(disk, "alice", range(12))
     write_of(disk, "mallory", range(100, 150))
     assert sum(address(number) in disk for number in range(12)) == 10
-    disk.close()
-    disk = Disk(folder, size, ROW_BYTES)
+    disk = start(size)
     write_of(disk, "mallory", range(200, 250))
     assert sum(address(number) in disk for number in range(12)) == 10, "nor after a restart"
     assert sum(address(number) in disk for number in range(200, 250)) == 10
-    disk.close()
 
 
-def test_of_two_files_of_an_embedding_a_start_keeps_the_last(folder: Path) -> None:
+def test_of_two_files_of_an_embedding_a_start_keeps_the_last(folder: Path, start: Start) -> None:
     size = HEADER_BYTES + 40 * ROW_BYTES
-    disk = Disk(folder, 3 * size, ROW_BYTES)
+    disk = start(3 * size)
     write(disk, 1)
-    disk.close()
     [file] = files(folder)
     other = folder / f"{file.name[:-16]}{disk_module.holder_tag('another')}"
     shutil.copy(file, other)
     os.utime(file, ns=(0, 0))
-    disk = Disk(folder, 3 * size, ROW_BYTES)
+    disk = start(3 * size)
     assert (files(folder), disk.used_bytes, disk.damaged) == ([other], size, 1)
     for number in range(2, 8):
         write(disk, number)
         assert read(disk, number) == rows_of(number, 40)
     assert (len(disk), len(files(folder)), disk.used_bytes) == (3, 3, 3 * size)
-    disk.close()
 
 
-def test_a_folder_in_place_of_the_open_one_is_not_used(folder: Path) -> None:
-    disk = Disk(folder, MIB, ROW_BYTES)
+def test_a_folder_in_place_of_the_open_one_is_not_used(folder: Path, start: Start) -> None:
+    disk = start()
     write(disk, 1)
     folder.rename(folder.with_name("moved"))
     folder.mkdir()
     write(disk, 2)
     assert [read(disk, number) for number in (1, 2)] == [rows_of(1, 40), rows_of(2, 40)]
     assert not list(folder.iterdir())
-    disk.close()
 
 
 @pytest.mark.parametrize(("does", "number"), [("write", errno.ENOSPC), ("read", errno.EIO)])
 def test_a_disk_that_fails_turns_the_tier_off_with_a_warning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, does: str, number: int
+    folder: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    does: str,
+    number: int,
 ) -> None:
     left: list[bytes] = []
-    disk = Disk(folder, MIB, ROW_BYTES, on_drop=left.append)
+    disk = start(on_drop=left.append)
     write(disk, 1)
     caplog.clear()
 
@@ -413,12 +412,10 @@ def test_a_disk_that_fails_turns_the_tier_off_with_a_warning(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"store: the disk tier is off until the next start, {folder}: {os.strerror(number)}"
     ]
-    disk.close()
     monkeypatch.undo()
-    disk = Disk(folder, MIB, ROW_BYTES)
+    disk = start()
     assert read(disk, 1) == rows_of(1, 40), "nothing is lost"
     assert len(files(folder)) == 1
-    disk.close()
 
 
 WRITES = """

@@ -21,10 +21,8 @@ def as_bytes(rows):
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = make_store(tmp_path)
-    yield store
-    store.close()
+def store(new_store):
+    return new_store()
 
 
 def test_rows_and_their_windows_are_read_bit_for_bit(store):
@@ -67,14 +65,15 @@ def test_a_window_outside_the_embedding_is_an_error(store, window):
 
 def test_the_first_writer_wins(store):
     put(store, b"a")
-    with write(store, b"a", embedding(99, 2), (1, 9, 9)) as pin:
+    with write(store, b"a", embedding(99, 2), (1, 9, 9), "another") as pin:
         assert read(pin) == embedding(ord("a")).numpy().tobytes()
-        assert pin.grid == (1, 2, 2)
+        assert (pin.grid, pin.entry.holder) == ((1, 2, 2), "")
+    assert store.stats().tiers[0].used_bytes == PAGE_BYTES
 
 
-def test_the_least_recently_used_is_evicted_first(tmp_path):
+def test_the_least_recently_used_is_evicted_first(new_store):
     gone = []
-    store = make_store(tmp_path, 4, on_evict=lambda address, tier: gone.append((address, tier)))
+    store = new_store(4, on_evict=lambda address, tier: gone.append((address, tier)))
     for name in (b"a", b"b", b"c", b"d"):
         put(store, name)
     store.pin(b"a").release()
@@ -82,7 +81,6 @@ def test_the_least_recently_used_is_evicted_first(tmp_path):
     put(store, b"f")
     assert gone == [(b"b", "host"), (b"c", "host")]
     assert tier_of(store, b"a") == "host"
-    store.close()
 
 
 def test_a_pinned_embedding_stays_and_a_full_store_refuses_with_a_hint(store):
@@ -98,8 +96,8 @@ def test_a_pinned_embedding_stays_and_a_full_store_refuses_with_a_hint(store):
     assert not store.contains(b"a")
 
 
-def test_a_move_waits_for_a_release_for_at_most_wait_s(tmp_path):
-    store = make_store(tmp_path, device_pages=16)
+def test_a_move_waits_for_a_release_for_at_most_wait_s(new_store):
+    store = new_store(device_pages=16)
     full = store.copy(write(store, b"a", embedding(1, 16), (1, 1, 1)), b"b")
     assert full.tier == "host"
     with store.pin(b"a") as pin:
@@ -112,7 +110,6 @@ def test_a_move_waits_for_a_release_for_at_most_wait_s(tmp_path):
         pin.to_host(wait_s=60.0)  # there is no room before that
         assert time.monotonic() - began < PATIENCE_S
         assert read(pin) == embedding(1, 16).numpy().tobytes()
-    store.close()
 
 
 def test_the_garbage_collector_releases_forgotten_pins_even_in_a_cycle(store):
@@ -141,8 +138,8 @@ def test_of_two_writers_of_one_address_the_first_to_commit_wins(store):
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_a_copy_has_the_rows_and_the_checksum_under_its_own_address_and_holder(tmp_path, where):
-    store = make_store(tmp_path, device_pages=8 if where == "device" else 0)
+def test_a_copy_has_the_rows_and_the_checksum_under_its_own_address_and_holder(new_store, where):
+    store = new_store(device_pages=8 if where == "device" else 0)
     with write(store, b"a", embedding(1, 2.5), (1, 4, 6), "me") as pin:
         assert pin.tier == where
         if where == "host":
@@ -155,7 +152,6 @@ def test_a_copy_has_the_rows_and_the_checksum_under_its_own_address_and_holder(t
             assert copy.checksum() == xxhash.xxh3_64_intdigest(as_bytes(embedding(1, 2.5)))
         with store.copy(pin, b"b", "you") as again:
             assert again.address == b"b"
-    store.close()
 
 
 def test_a_copy_without_room_is_none_and_takes_no_page(store):

@@ -3,7 +3,6 @@
 import random
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from encoder_service.store import Store
 from encoder_service.store.eviction import MAX_HOLDERS, UNUSED_S
 from encoder_service.store.tier import Entry, Tier
 from testing.stored import write
-from tests.small_store import PAGE_BYTES, embedding, make_store
+from tests.small_store import NewStore, embedding
 
 ROWS = embedding(1)
 GRID = (1, 2, 2)
@@ -48,29 +47,22 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.attack("a tenant that fills the store")
-def test_a_flood_does_not_evict_a_holder_with_half_of_the_store(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=16)
+def test_a_flood_does_not_evict_a_holder_with_half_of_the_store(new_store: NewStore) -> None:
+    store = new_store(host_pages=16)
     put(store, "a", *range(8))
     for flood in range(5):
         put(store, "b", *range(100 * flood, 100 * flood + 20))  # more than the store holds
         assert ask(store, "a", *range(8)) == 8
     assert held(store) == {"a": 8, "b": 8}
     assert ask(store, "b", *range(412, 420)) == 8, "the latest of b stay"
-    store.close()
 
 
-def test_one_holder_may_fill_the_store_and_loses_its_oldest_rows_first(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=16)
-    put(store, "b", *range(40))
-    (host,) = store.stats().tiers
-    assert host.used_bytes == host.size_bytes
-    assert ask(store, "b", *range(24, 40)) == 16
-    store.close()
-
-
-def test_a_holder_that_comes_later_gets_as_much_as_the_others(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=18)
-    put(store, "a", *range(18))
+def test_a_holder_that_comes_later_gets_as_much_as_the_others(new_store: NewStore) -> None:
+    store = new_store(host_pages=18)
+    put(store, "a", *range(40))
+    assert ask(store, "a", *range(22, 40)) == 18, (
+        "alone it may fill the store, and loses its oldest rows first"
+    )
     put(store, "b", *range(40))
     assert held(store) == {"a": 9, "b": 9}
     put(store, "c", *range(40))
@@ -78,33 +70,30 @@ def test_a_holder_that_comes_later_gets_as_much_as_the_others(tmp_path: Path) ->
     put(store, "b", *range(100, 140))
     put(store, "a", *range(100, 140))
     assert held(store) == {"a": 6, "b": 6, "c": 6}
-    store.close()
 
 
-def test_a_flood_of_random_sizes_spares_a_holder_with_a_third(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=64)
+def test_a_flood_of_random_sizes_spares_a_holder_with_a_third(new_store: NewStore) -> None:
+    store = new_store(host_pages=64)
     put(store, "a", *range(21))
     draw = random.Random(0)
     for number in range(300):
         rows = embedding(1, draw.uniform(0.1, 12))
         write(store, f"b {number}".encode(), rows, GRID, holder="b").release()
     assert held(store)["a"] == 21
-    store.close()
 
 
-def test_pinned_rows_count_against_their_holder(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=16)
+def test_pinned_rows_count_against_their_holder(new_store: NewStore) -> None:
+    store = new_store(host_pages=16)
     put(store, "a", *range(6))
     pins = [write(store, f"b {number}".encode(), ROWS, GRID, holder="b") for number in range(9)]
     put(store, "b", *range(20, 40))
     assert held(store) == {"a": 6, "b": 10}
     for pin in pins:
         pin.release()
-    store.close()
 
 
-def test_incoming_rows_count_against_their_holder(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=16)
+def test_incoming_rows_count_against_their_holder(new_store: NewStore) -> None:
+    store = new_store(host_pages=16)
     put(store, "a", *range(6))
     put(store, "b", *range(2))
     coming = [store.reserve(f"b {number}".encode(), len(ROWS), GRID, "b") for number in range(10, 18)]
@@ -115,12 +104,11 @@ def test_incoming_rows_count_against_their_holder(tmp_path: Path) -> None:
         store.abandon(incoming)
     put(store, "b", *range(40, 60))
     assert held(store) == {"a": 6, "b": 10}
-    store.close()
 
 
-def test_rows_unused_for_ten_minutes_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_unused_for_ten_minutes_go_first(new_store: NewStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a holder that left would keep its part of the store."""
-    store = make_store(tmp_path, host_pages=16)
+    store = new_store(host_pages=16)
     put(store, "a", *range(8))
     put(store, "b", *range(8))
     later(monkeypatch, UNUSED_S + 1)
@@ -128,11 +116,10 @@ def test_rows_unused_for_ten_minutes_go_first(tmp_path: Path, monkeypatch: pytes
     put(store, "b", *range(100, 140))
     assert held(store) == {"a": 1, "b": 15}
     assert ask(store, "a", 3) == 1
-    store.close()
 
 
-def test_holders_beyond_the_limit_have_one_common_share(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=MAX_HOLDERS + 16)
+def test_holders_beyond_the_limit_have_one_common_share(new_store: NewStore) -> None:
+    store = new_store(host_pages=MAX_HOLDERS + 16)
     for number in range(MAX_HOLDERS):
         put(store, f"named {number}", 0)
     for number in range(16):
@@ -148,11 +135,10 @@ def test_holders_beyond_the_limit_have_one_common_share(tmp_path: Path) -> None:
     assert not order.held
     put(store, "late", 0)
     assert pages_by_holder(store.host) == {"late": 1}
-    store.close()
 
 
-def test_the_device_tier_has_shares_and_a_copy_keeps_its_holder(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=64, device_pages=10)
+def test_the_device_tier_has_shares_and_a_copy_keeps_its_holder(new_store: NewStore) -> None:
+    store = new_store(host_pages=64, device_pages=10)
     put(store, "a", 0, 1)
     put(store, "b", *range(8))
     assert store.moves.move_once()
@@ -164,13 +150,3 @@ def test_the_device_tier_has_shares_and_a_copy_keeps_its_holder(tmp_path: Path) 
     pin.to_host()
     pin.release()
     assert pages_by_holder(store.host) == {"a": 1, "b": 1}
-    store.close()
-
-
-def test_the_first_writer_is_the_holder_of_an_address(tmp_path: Path) -> None:
-    store = make_store(tmp_path, host_pages=4)
-    write(store, b"same", ROWS, GRID, holder="a").release()
-    write(store, b"same", ROWS, GRID, holder="b").release()
-    assert pages_by_holder(store.host) == {"a": 1}
-    assert store.stats().tiers[0].used_bytes == PAGE_BYTES
-    store.close()

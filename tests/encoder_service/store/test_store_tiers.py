@@ -3,14 +3,16 @@
 import threading
 import time
 
+import pytest
+
 from encoder_service.store.moves import PROMOTE_READERS
 from testing.stored import write
-from tests.small_store import PAGE_ROWS, embedding, make_store, put, read, tier_of
+from tests.small_store import PAGE_ROWS, embedding, put, read, tier_of
 from tests.waiting import PATIENCE_S
 
 
-def test_rows_go_to_the_device_and_are_copied_to_the_host_for_readers(tmp_path):
-    store = make_store(tmp_path, device_pages=8)
+def test_rows_go_to_the_device_and_are_copied_to_the_host_for_readers(new_store):
+    store = new_store(device_pages=8)
     pin = write(store, b"a", embedding(1, 2), (1, 1, 1))
     assert pin.tier == "device"
     pin.to_host()
@@ -22,12 +24,11 @@ def test_rows_go_to_the_device_and_are_copied_to_the_host_for_readers(tmp_path):
     assert (device.entries, host.entries, store.stats().pins) == (1, 1, 0)
     with store.pin(b"a") as again:
         assert again.tier == "host"
-    store.close()
 
 
-def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_path):
+def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(new_store):
     gone = []
-    store = make_store(tmp_path, device_pages=4, on_evict=lambda *dropped: gone.append(dropped))
+    store = new_store(device_pages=4, on_evict=lambda *dropped: gone.append(dropped))
     for name in b"abcde":
         put(store, bytes([name]))
     assert [tier_of(store, bytes([name])) for name in b"abcde"] == ["device"] * 4 + ["host"]
@@ -38,11 +39,10 @@ def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(tmp_pa
     with store.pin(b"a") as pin:
         assert read(pin) == embedding(ord("a")).numpy().tobytes()
     assert store.stats().demotions == 1
-    store.close()
 
 
-def test_free_pages_that_other_processes_cannot_open_do_not_count(tmp_path):
-    store = make_store(tmp_path, host_pages=4, device_pages=4)
+def test_free_pages_that_other_processes_cannot_open_do_not_count(new_store):
+    store = new_store(host_pages=4, device_pages=4)
     assert store.device is not None
     store.device.shared_as = b""
     pin = write(store, b"p", embedding(1, 4), (1, 1, 1))
@@ -53,11 +53,10 @@ def test_free_pages_that_other_processes_cannot_open_do_not_count(tmp_path):
     pin.release()
     assert freed
     assert store.fits(PAGE_ROWS)
-    store.close()
 
 
-def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
-    store = make_store(tmp_path, host_pages=4, device_pages=4)
+def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(new_store):
+    store = new_store(host_pages=4, device_pages=4)
     for name in b"abcd":
         put(store, bytes([name]))
     pin = write(store, b"p", embedding(1, 4), (1, 1, 1))
@@ -67,14 +66,20 @@ def test_demotion_waits_while_the_host_is_pinned_and_loses_nothing(tmp_path):
     pin.release()
     assert store.moves.move_once()
     assert not store.contains(b"p")
-    store.close()
 
 
-def test_an_embedding_moves_to_the_device_after_enough_readers(tmp_path):
-    store = make_store(tmp_path, device_pages=4)
+@pytest.fixture
+def with_room(new_store):
+    """A store with an embedding on the host, `e`, and room for it on the device."""
+    store = new_store(device_pages=4)
     for name in b"abcde":
         put(store, bytes([name]))
-    assert store.moves.move_once()  # room for the promotion
+    assert store.moves.move_once()
+    return store
+
+
+def test_an_embedding_moves_to_the_device_after_enough_readers(with_room):
+    store = with_room
     for _ in range(PROMOTE_READERS):
         assert not store.moves.move_once()
         with store.pin(b"e") as pin:
@@ -90,24 +95,19 @@ def test_an_embedding_moves_to_the_device_after_enough_readers(tmp_path):
         assert read(pin) == embedding(ord("e")).numpy().tobytes()
     assert store.evict(b"e")
     assert not store.contains(b"e")
-    store.close()
 
 
-def test_pins_alone_do_not_promote_rows_to_the_device(tmp_path):
-    store = make_store(tmp_path, device_pages=4)
-    for name in b"abcde":
-        put(store, bytes([name]))
-    assert store.moves.move_once()  # there is room
+def test_pins_alone_do_not_promote_rows_to_the_device(with_room):
+    store = with_room
     for _ in range(3 * PROMOTE_READERS):
         store.pin(b"e").release()
         assert not store.moves.move_once()
     assert store.stats().promotions == 0
     assert tier_of(store, b"e") == "host"
-    store.close()
 
 
-def test_the_migrator_keeps_device_space_and_ends_with_the_store(tmp_path):
-    store = make_store(tmp_path, host_pages=64, device_pages=8)
+def test_the_migrator_keeps_device_space_and_ends_with_the_store(new_store):
+    store = new_store(host_pages=64, device_pages=8)
     thread = threading.Thread(target=store.moves.keep_moving)
     thread.start()
     deadline = time.monotonic() + PATIENCE_S
@@ -125,8 +125,8 @@ def test_the_migrator_keeps_device_space_and_ends_with_the_store(tmp_path):
     assert not thread.is_alive()
 
 
-def test_a_migrator_without_work_takes_no_lock(tmp_path, monkeypatch):
-    store = make_store(tmp_path, host_pages=64, device_pages=8)
+def test_a_migrator_without_work_takes_no_lock(new_store, monkeypatch):
+    store = new_store(host_pages=64, device_pages=8)
     put(store, b"a")
     asked = threading.Semaphore(0)
     wait = store.moves._closed.wait

@@ -34,7 +34,7 @@ class Pin:
     `to_host` first, which copies, so call it from a worker thread.
     """
 
-    __slots__ = ("_is_held", "_store", "entry")
+    __slots__ = ("_is_held", "_store", "address", "entry", "grid", "tier", "tokens")
 
     def __init__(self, store: EntryStore, entry: Entry) -> None:
         """Take over one pin of `entry` that `store` has already counted."""
@@ -42,26 +42,14 @@ class Pin:
         self._is_held = True
         self.entry = entry
         """The pinned copy. Its bytes stay in place until the pin is released."""
-
-    @property
-    def address(self) -> bytes:
+        self.tier: TierName = entry.tier.name
+        """The tier of the pinned copy."""
+        self.address: bytes = entry.address
         """Store address of the embedding."""
-        return self.entry.address
-
-    @property
-    def tokens(self) -> int:
+        self.tokens: int = entry.tokens
         """Number of rows."""
-        return self.entry.tokens
-
-    @property
-    def grid(self) -> Grid:
+        self.grid: Grid = entry.grid
         """(t, h, w), in patches, as given to `reserve`."""
-        return self.entry.grid
-
-    @property
-    def tier(self) -> TierName:
-        """The tier of the pinned copy: "device" or "host"."""
-        return self.entry.tier.name
 
     def to_host(self, wait_s: float = 2.0) -> None:
         """Move this pin to the copy in the host tier. If there is none, make one, which takes milliseconds.
@@ -74,7 +62,7 @@ class Pin:
     def move_to(self, copy: Entry) -> None:
         """Hold `copy`, in another tier, instead. The store has already counted the pin on it."""
         assert self._is_held, "the pin was released"
-        previous, self.entry = self.entry, copy
+        previous, self.entry, self.tier = self.entry, copy, copy.tier.name
         self._store.unpin(previous)
 
     def rows(self, begin: int = 0, end: int | None = None) -> list[memoryview]:
@@ -82,7 +70,7 @@ class Pin:
 
         Raises `InvalidRequestError` for a window outside the embedding.
         """
-        assert self.entry.tier.name == "host", "call to_host first"
+        assert self.tier == "host", "call to_host first"
         return views(self._store.segment.view, self._extents(begin, end))
 
     def checksum(self, begin: int = 0, end: int | None = None) -> int:
@@ -105,7 +93,7 @@ class Pin:
         Raises `InvalidRequestError` for a window outside the embedding.
         """
         segment, entry = self._store.segment, self.entry
-        on_device = entry.tier.name == "device"
+        on_device = self.tier == "device"
         assert entry.tier.shared_as or not on_device, "other processes cannot open this memory"
         return Handle(
             segment=str(segment.path),
@@ -145,5 +133,5 @@ class Pin:
             raise InvalidRequestError(
                 f"row window [{begin}, {end}) is outside the image's {entry.tokens} rows"
             )
-        base = self._store.segment.data_offset if entry.tier.name == "host" else 0
+        base = self._store.segment.data_offset if self.tier == "host" else 0
         return [(base + offset, length) for offset, length in entry.extents(begin, end)]

@@ -71,7 +71,8 @@ class Tiers(ABC):
         """
         found = None
         with self.lock:
-            self.unpin_collected()
+            if self._collected:
+                self.unpin_collected()
             for tier in self.tiers:
                 entry = tier.entries.get(address)
                 if entry is None:
@@ -245,7 +246,8 @@ class Tiers(ABC):
 
     def unpin_later(self, entry: Entry) -> None:
         self._collected.append(entry)
-        self._tell_freed()
+        if self._is_awaited:
+            self._tell_freed()
 
     # For `reserve` and `Moves`, with the lock held
 
@@ -302,13 +304,13 @@ class Tiers(ABC):
         """Wake the waiting threads: there may be free pages, or an address without a writer."""
         if self._waiting:
             self._freed.notify_all()
-        self._tell_freed()
+        if self._is_awaited:
+            self._tell_freed()
 
     def _tell_freed(self) -> None:
-        if self._is_awaited:
-            self._is_awaited = False
-            for call in self.on_freed:
-                call()
+        self._is_awaited = False
+        for call in self.on_freed:
+            call()
 
     def unpin_collected(self) -> None:
         """Undo the pins that were garbage-collected."""

@@ -223,6 +223,8 @@ class Images:
             for image, answer in zip(images, answers, strict=True)
             if answer is None and not image.is_video
         ]
+        if not unknown:
+            return [answer or LookupResult(None) for answer in answers]
         acquired = await self._cluster.acquire([image.key.address for image in unknown])
         return [
             answer or (LookupResult(None) if image.is_video else self._cluster_answer(image, acquired))

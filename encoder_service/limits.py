@@ -105,11 +105,6 @@ class Hold(Place):
     """How many holds the budget has of each holder and key."""
     once: bytes
 
-    @property
-    def most(self) -> int:
-        """The size of the budget."""
-        return self.room.size
-
     def admit(self) -> Lack | None:
         """Take the amount now, unless another hold with the same key has it. Return None, or what lacks."""
         is_counted = bool(self.once) and self.uses[self.holder, self.once] > 0

@@ -98,10 +98,8 @@ CLASSES = {"class": tuple(DEMAND.values())}
 _Labelled = TypeVar("_Labelled", Counter, Gauge, Histogram)
 
 
-def reason(error: Exception | None) -> str:
-    """Return the label of an error: `image_limit` for `ImageLimitError`, empty for None."""
-    if error is None:
-        return ""
+def reason(error: Exception) -> str:
+    """Return the label of an error: `image_limit` for `ImageLimitError`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
 
 
@@ -243,7 +241,7 @@ class Metrics:
         if error is None and not is_copied:
             self._encode.observe(seconds)
         outcome = "failed" if error else "copied" if is_copied else "kept"
-        self._counters[self._encoded, outcome, reason(error)].inc()
+        self._counters[self._encoded, outcome, reason(error) if error else ""].inc()
 
     def stage(self, stage: str, seconds: float) -> None:
         """Record the time that an image spent in one of `STAGES`."""
@@ -261,11 +259,9 @@ class Metrics:
         self._gauges[self._in_progress, call].dec()
         self._counters[self._calls, call, status].inc()
 
-    def submitted(
-        self, outcome: Literal["cached", "queued", "failed"], error: Exception | None = None
-    ) -> None:
-        """Count an image answered in Submit."""
-        self._counters[self._submitted, outcome, reason(error)].inc()
+    def submitted(self, outcome: Literal["cached", "queued", "failed"], failure: str = "") -> None:
+        """Count an image answered in Submit; `failure` is the `reason` of its error."""
+        self._counters[self._submitted, outcome, failure].inc()
 
     def uploaded(self, size: int, seconds: float) -> None:
         """Count an image whose last byte arrived `seconds` after it was named."""
@@ -276,10 +272,10 @@ class Metrics:
         self,
         outcome: Literal["device", "host", "peer", "encoded", "failed"],
         wait_s: float,
-        error: Exception | None = None,
+        failure: str = "",
     ) -> None:
         """Count an image answered in Fetch, by where its rows came from, and record how long the caller waited."""
-        self._counters[self._fetched, outcome, reason(error)].inc()
+        self._counters[self._fetched, outcome, failure].inc()
         self._histograms[self._fetch_wait, outcome].observe(wait_s)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:

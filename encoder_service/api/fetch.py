@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -41,6 +41,23 @@ from encoder_service.transport import Sender
 PIN_WAIT_S = 2.0
 
 
+@dataclass(eq=False, slots=True)
+class HeldRows:
+    """The pin on the rows of one image, with what it takes of its caller's shares."""
+
+    pin: Pin
+    room: Hold
+    tickets: Hold | None = None
+    """Of rows that are sent beside the call."""
+
+    def release(self) -> None:
+        """Release all. A second call does nothing."""
+        self.pin.release()
+        self.room.release()
+        if self.tickets is not None:
+            self.tickets.release()
+
+
 class PinnedRows:
     """The rows that one call keeps pinned, within its caller's shares of two budgets.
 
@@ -52,60 +69,59 @@ class PinnedRows:
         self._budgets = budgets
         self._caller = caller
         self._row_bytes = row_bytes
-        self._holds: set[ExitStack] = set()
+        self._held: set[HeldRows] = set()
 
-    def lend(self, pin: Pin) -> ExitStack:
-        """Take over `pin`, on rows to be read in place; return the hold to pass to `release`.
+    def lend(self, pin: Pin) -> HeldRows:
+        """Take over `pin`, on rows to be read in place; return what to pass to `release`.
 
         If it raises `OverloadedError`, the caller of this method keeps the pin.
         """
         size = pin.tokens * self._row_bytes
         return self._keep(pin, self._budgets.lent_bytes.hold(self._caller, size, once=pin.address))
 
-    def send_now(self, pin: Pin) -> ExitStack:
+    def send_now(self, pin: Pin) -> HeldRows:
         """Take over `pin`, on rows to be sent, as `lend` does."""
         size = pin.tokens * self._row_bytes
         return self._keep(pin, self._budgets.pinned_bytes.hold(self._caller, size, once=pin.address))
 
-    async def send(self, pin: Pin, pin_again: Callable[[], Awaitable[Pin]]) -> tuple[Pin, ExitStack]:
-        """As `send_now`, but wait for room; return a pin on the rows, and the hold to pass to `release`.
+    async def send(self, pin: Pin, pin_again: Callable[[], Awaitable[Pin]]) -> HeldRows:
+        """As `send_now`, but wait for room.
 
         The rows are unpinned while they wait. `pin_again` then finds or encodes them once more.
         """
         with suppress(OverloadedError):
-            return pin, self.send_now(pin)
+            return self.send_now(pin)
         address, size = pin.address, pin.tokens * self._row_bytes
         pin.release()
         room = await self._budgets.pinned_bytes.hold_within(self._caller, size, PIN_WAIT_S, once=address)
-        with ExitStack() as stack:
-            stack.push(room)
+        try:
             pin = await pin_again()
-            stack.pop_all()
-        return pin, self._keep(pin, room)
+        except BaseException:
+            room.release()
+            raise
+        return self._keep(pin, room)
 
-    def _keep(self, pin: Pin, room: Hold) -> ExitStack:
-        hold = ExitStack()
-        hold.push(room)
-        hold.push(pin)
-        self._holds.add(hold)
-        return hold
+    def _keep(self, pin: Pin, room: Hold) -> HeldRows:
+        held = HeldRows(pin, room)
+        self._held.add(held)
+        return held
 
-    def release(self, hold: ExitStack) -> None:
+    def release(self, held: HeldRows) -> None:
         """Release the rows of one image."""
-        hold.close()
-        self._holds.discard(hold)
+        held.release()
+        self._held.discard(held)
 
-    def leave(self, hold: ExitStack) -> None:
-        """Leave the rows of one image to the caller of this method, who closes the hold."""
-        self._holds.discard(hold)
+    def leave(self, held: HeldRows) -> None:
+        """Leave the rows of one image to the caller of this method, who releases them."""
+        self._held.discard(held)
 
     def __len__(self) -> int:
-        return len(self._holds)
+        return len(self._held)
 
     def close(self) -> None:
         """Release all."""
-        for hold in self._holds:
-            hold.close()
+        for held in self._held:
+            held.release()
 
 
 SOURCES = {
@@ -153,12 +169,12 @@ class RequestedImage:
 
 @dataclass(slots=True)
 class _Outcome:
-    """The outcome of one image: its rows, pinned while `hold` is set, or its error; and how long that took."""
+    """The outcome of one image: its rows, pinned while `held` is set, or its error; and how long that took."""
 
     request: RequestedImage
     result: FetchResult | EncoderError
     wait_s: float
-    hold: ExitStack | None = None
+    held: HeldRows | None = None
 
     @property
     def pin(self) -> Pin:
@@ -187,11 +203,8 @@ class _FetchMessage:
     """The messages of each window whose rows follow, and how many bytes of rows they have."""
     row_bytes: int = 0
     """Bytes of rows inside it and after it."""
-
-    @property
-    def outcomes(self) -> int:
-        """Number of windows."""
-        return len(self.response.ready) + len(self.response.errors)
+    outcomes: int = 0
+    """Number of windows."""
 
     def is_full(self, windows: int = 1) -> bool:
         """Return whether so many more may be too much for one message, or for one turn on the event loop."""
@@ -201,9 +214,9 @@ class _FetchMessage:
 class _Beside:
     """An image that is sent beside the call. It keeps the pin until no thread reads the rows any more."""
 
-    def __init__(self, hold: ExitStack, indexes: Iterable[int]) -> None:
+    def __init__(self, held: HeldRows, indexes: Iterable[int]) -> None:
         """`indexes` are those of its windows."""
-        self._hold = hold
+        self._held = held
         self._unsent = {*indexes}
         self._reading = len(self._unsent)
         self.transfers: list[Transfer] = []
@@ -218,23 +231,20 @@ class _Beside:
         """Note that a transfer has ended. Release the rows with the last one, and return whether it is."""
         self._reading -= 1
         if not self._reading:
-            self._hold.close()
+            self._held.release()
         return not self._reading
 
 
-async def row_requests(
-    request: pb.FetchRequest, caller: Caller, info: ServerInfo, turns: Turns
-) -> list[RequestedImage]:
-    """Return the requests of a call, one for each image. A claim has the earliest time and chunk of its windows.
+def windows_by_image(request: pb.FetchRequest, max_images: int) -> list[list[pb.FetchImage]]:
+    """Return the windows of a call, those of each image together.
 
-    Raises `InvalidRequestError` for an invalid name, an index that is used twice, and too few or too many images.
+    Raises `InvalidRequestError` for an index that is used twice, and for too few or too many images.
     """
     images = request.images
-    if not 0 < len(images) <= info.max_images:
-        raise InvalidRequestError(f"a Fetch call must name 1 to {info.max_images} images, got {len(images)}")
+    if not 0 < len(images) <= max_images:
+        raise InvalidRequestError(f"a Fetch call must name 1 to {max_images} images, got {len(images)}")
     if len({image.index for image in images}) < len(images):
         raise InvalidRequestError("two images of this call have the same index: give each name its own index")
-    now = monotonic()
     named: dict[tuple[object, ...], list[pb.FetchImage]] = {}
     for image in images:  # grouped by name: comparing names is cheaper than computing addresses
         frames = None
@@ -243,15 +253,7 @@ async def row_requests(
             frames = image.frames.SerializeToString(deterministic=True), grid.t, grid.h, grid.w
         name = image.digest, image.variant.min_pixels, image.variant.max_pixels, frames
         named.setdefault(name, []).append(image)
-    requests: list[RequestedImage] = []
-    for some, pieces in name_turns(list(named.values())):
-        await turns.take(caller.holder, pieces)
-        for windows in some:
-            key = messages.image_key(info.recipe, windows[0], caller.salt)
-            needed_at = now + min(window.needed_in_ms for window in windows) / 1000
-            claim = caller.claim(min(window.chunk for window in windows), needed_at)
-            requests.append(RequestedImage(key, claim, windows))
-    return requests
+    return list(named.values())
 
 
 class FetchCall:
@@ -260,7 +262,6 @@ class FetchCall:
     def __init__(
         self,
         message: pb.FetchRequest,
-        requests: Sequence[RequestedImage],
         images: Images,
         record: CallRecord,
         caller: Caller,
@@ -269,12 +270,13 @@ class FetchCall:
         budgets: Budgets,
         owed: Hold,
     ) -> None:
-        """`requests` are the `row_requests` of `message`; `turns` keeps a large call from delaying others.
+        """Raises as `windows_by_image` does. `turns` keeps a large call from delaying others.
 
         `owed` are the call's messages. It is released with the last: a caller that still reads in place owes none.
         Rows for a peer are signed with the fleet's key, if there is one.
         """
-        self._requests = requests
+        self._began = monotonic()
+        self._windows = windows_by_image(message, info.max_images)
         self._images = images
         self._record = record
         self._caller = caller
@@ -296,7 +298,7 @@ class FetchCall:
         self._tickets = budgets.tickets
         self._tickets_out = 0
         self._send_errors: list[pb.ImageError] = []  # those of them that failed
-        self._left = len(requests)  # images that the caller may still lack
+        self._left = len(self._windows)  # images that the caller may still lack
         self._changed = asyncio.Event()  # one of these has changed
         # How to leave the images that are being encoded here, by the request's identity, and tasks that find others.
         self._watched: dict[int, Callable[[], None]] = {}
@@ -307,30 +309,30 @@ class FetchCall:
 
         What is known at one moment is yielded together. If rows are read in place, the call stays open and keeps them
         pinned until the caller ends it. Of rows that are sent, only the next ones are pinned, however slowly the caller
-        reads. When the call ends, it releases every pin and withdraws every claim.
+        reads. When the call ends, it releases every pin and withdraws every claim. Raises `InvalidRequestError` for an
+        invalid name.
         """
         try:
             elsewhere: list[RequestedImage] = []
-            for some, units in name_turns(self._requests):
+            for some, units in name_turns(self._windows):
                 await self._turns.take(self._caller.holder, units)
-                elsewhere += [each for each in some if not (self._take_held(each) or self._watch(each))]
-            if elsewhere and not self._local_only:
-                self._located = await self._images.locate([request.key for request in elsewhere])
-            for some, units in name_turns(elsewhere):
-                await self._turns.take(self._caller.holder, units)
-                self._tasks.update(asyncio.create_task(self._resolve(request)) for request in some)
+                requests = [self._request(windows) for windows in some]
+                elsewhere += [each for each in requests if not (self._take_held(each) or self._watch(each))]
+            if elsewhere:
+                await self._seek(elsewhere)
             while self._left or self._beside or self._send_errors:
                 if not (self._known or self._send_errors or self._may_send):
                     self._changed.clear()
                     await self._changed.wait()
                 async with aclosing(self._messages()) as messages:
                     async for message in messages:
-                        await self._turns.take(self._caller.holder, 1 + len(message) // TURN_BYTES)
+                        if units := len(message) // TURN_BYTES:  # an image's own unit pays for a small one
+                            await self._turns.take(self._caller.holder, units)
                         yield message
             self._record.complete = True
-            self._owed.release()
             if self._pinned:
                 # The caller reads the rows in place, and cancels when it is done.
+                self._owed.release()
                 await asyncio.Event().wait()
         finally:
             await self._end()
@@ -340,6 +342,21 @@ class FetchCall:
         return bool(self._to_send) and self._tickets_out < SENT_BESIDE
 
     # Finding rows
+
+    def _request(self, windows: Sequence[pb.FetchImage]) -> RequestedImage:
+        """Return the request of an image. Its claim has the earliest time and chunk of the windows."""
+        key = messages.image_key(self._info.recipe, windows[0], self._caller.salt)
+        needed_at = self._began + min(window.needed_in_ms for window in windows) / 1000
+        claim = self._caller.claim(min(window.chunk for window in windows), needed_at)
+        return RequestedImage(key, claim, windows)
+
+    async def _seek(self, requests: Sequence[RequestedImage]) -> None:
+        """Begin to find images that are neither in memory here nor being encoded here."""
+        if not self._local_only:
+            self._located = await self._images.locate([request.key for request in requests])
+        for some, units in name_turns(requests):
+            await self._turns.take(self._caller.holder, units)
+            self._tasks.update(asyncio.create_task(self._resolve(request)) for request in some)
 
     def _take_held(self, request: RequestedImage) -> bool:
         """Return whether the rows of an image are held, in a tier that the sender reads. They are known then."""
@@ -405,7 +422,8 @@ class FetchCall:
         if isinstance(result, EncoderError):
             self._known.append(outcome)
             return
-        self._record.stages(result.stage_began_s, result.stage_ms)
+        if result.stage_ms:  # it was encoded for the call
+            self._record.stages(result.stage_began_s, result.stage_ms)
         if not self._sender.holds:
             self._send_later(outcome, result.pin)
         else:
@@ -417,7 +435,7 @@ class FetchCall:
         Calls that kept the rows they have, and waited for room for the others, could wait for each other.
         """
         try:
-            outcome.hold = self._pinned.lend(pin)
+            outcome.held = self._pinned.lend(pin)
         except OverloadedError as error:
             if self._copier is not None:
                 self._send_later(outcome, pin)
@@ -430,9 +448,9 @@ class FetchCall:
         """Send rows when it is their turn. They are unpinned until then, unless they are among the next ones."""
         assert self._copier is not None
         self._to_send.append(outcome)
-        if self._pinned_ahead < PINNED_AHEAD and self._copier.reaches(pin):
+        if self._pinned_ahead < PINNED_AHEAD and (self._copier is self._sender or self._copier.reaches(pin)):
             with suppress(OverloadedError):
-                outcome.hold = self._pinned.send_now(pin)
+                outcome.held = self._pinned.send_now(pin)
                 self._pinned_ahead += 1
                 return
         pin.release()
@@ -441,8 +459,8 @@ class FetchCall:
 
     async def _messages(self) -> AsyncGenerator[bytes]:
         """Yield what is known now in as few messages as possible. Nothing in a message waits for what is not known."""
-        message = _FetchMessage(pb.FetchResponse(errors=self._send_errors))
-        self._send_errors = []
+        errors, self._send_errors = self._send_errors, []
+        message = _FetchMessage(pb.FetchResponse(errors=errors), outcomes=len(errors))
         while self._known or self._may_send:
             if self._known:
                 image = self._add_known(message, self._known.popleft())
@@ -456,7 +474,7 @@ class FetchCall:
 
     async def _add_known(self, message: _FetchMessage, outcome: _Outcome) -> AsyncGenerator[bytes]:
         """Add handles of rows that the caller reads in place, or errors. Yield the messages that this fills."""
-        await self._take_turn(outcome)
+        await self._turns.take(self._caller.holder, 1 + len(outcome.request.windows) // TURN_NAMES)
         self._left -= 1
         is_lent = False
         for window in outcome.request.windows:
@@ -467,8 +485,8 @@ class FetchCall:
                 is_lent = True
                 used = self._sender.sent_by(outcome.pin)
                 self._record.transferred(used, ready.row_bytes, monotonic() - began)
-        if outcome.hold is not None and not is_lent:
-            self._pinned.release(outcome.hold)
+        if outcome.held is not None and not is_lent:
+            self._pinned.release(outcome.held)
 
     async def _add_sent(self, message: _FetchMessage, outcome: _Outcome) -> AsyncGenerator[bytes]:
         """Add rows that are sent, or tickets, or errors. Yield the messages that this fills, and rows after them."""
@@ -477,7 +495,7 @@ class FetchCall:
             for piece in self._pieces(message):
                 yield piece
             await self._pin_again(outcome)
-        await self._take_turn(outcome)
+        await self._turns.take(self._caller.holder, 1 + len(outcome.request.windows) // TURN_NAMES)
         if self._goes_beside(outcome):
             for piece in self._pieces(message) if message.is_full(len(outcome.request.windows)) else ():
                 yield piece
@@ -492,8 +510,8 @@ class FetchCall:
                 self._add_rows(message, ready, outcome.pin, began)
         for piece in self._pieces(message) if message.following else ():  # while the rows are pinned
             yield piece
-        if outcome.hold is not None:
-            self._pinned.release(outcome.hold)
+        if outcome.held is not None:
+            self._pinned.release(outcome.held)
             self._pinned_ahead -= 1
 
     def _add_rows(self, message: _FetchMessage, ready: pb.ImageReady, pin: Pin, began: float) -> None:
@@ -506,15 +524,13 @@ class FetchCall:
         else:
             message.following.append((ready.row_bytes, self._copier.frames(ready, pin)))
 
-    async def _take_turn(self, outcome: _Outcome) -> None:
-        await self._turns.take(self._caller.holder, 1 + len(outcome.request.windows) // TURN_NAMES)
-
     def _pieces(self, message: _FetchMessage) -> Iterator[bytes]:
         """Empty a message. Yield it, unless it was empty, and the rows that follow it."""
         if not message.outcomes:
             return
         piece, following = message.response.SerializeToString(), message.following
-        message.response, message.following, message.row_bytes = pb.FetchResponse(), [], 0
+        message.response, message.following = pb.FetchResponse(), []
+        message.row_bytes = message.outcomes = 0
         for row_bytes, frames in following:
             began = monotonic()
             for frame in frames:
@@ -531,23 +547,23 @@ class FetchCall:
         """
         assert self._copier is not None
         windows = outcome.request.windows
-        if self._copier.transport != pb.TRANSPORT_TCP or outcome.hold is None or len(windows) > SENT_BESIDE:
+        if self._copier.transport != pb.TRANSPORT_TCP or outcome.held is None or len(windows) > SENT_BESIDE:
             return False
         with suppress(OverloadedError):
-            outcome.hold.push(self._tickets.hold(self._caller, len(windows)))
+            outcome.held.tickets = self._tickets.hold(self._caller, len(windows))
             return True
         return False
 
     def _pin_now(self, outcome: _Outcome) -> bool:
         """Pin rows that are to be sent, if they are not pinned. Return False if that takes time."""
-        if outcome.hold is not None or isinstance(outcome.result, EncoderError):
+        if outcome.held is not None or isinstance(outcome.result, EncoderError):
             return True
         assert self._copier is not None
         if (found := self._images.held(outcome.request.key, again=True)) is None:
             return False
         if self._copier.reaches(found.pin):
             with suppress(OverloadedError):
-                self._pinned_as(outcome, found.pin, self._pinned.send_now(found.pin))
+                self._pinned_as(outcome, self._pinned.send_now(found.pin))
                 return True
         found.pin.release()
         return False
@@ -563,13 +579,13 @@ class FetchCall:
             return found.pin
 
         try:
-            self._pinned_as(outcome, *await self._pinned.send(await pin(), pin))
+            self._pinned_as(outcome, await self._pinned.send(await pin(), pin))
         except Exception as error:  # noqa: BLE001 - only this image fails
             outcome.result = self._images.known_error(error)
 
-    def _pinned_as(self, outcome: _Outcome, pin: Pin, hold: ExitStack) -> None:
+    def _pinned_as(self, outcome: _Outcome, held: HeldRows) -> None:
         assert isinstance(outcome.result, FetchResult)
-        outcome.result, outcome.hold = replace(outcome.result, pin=pin), hold
+        outcome.result, outcome.held = replace(outcome.result, pin=held.pin), held
         self._pinned_ahead += 1
 
     async def _announced(
@@ -577,6 +593,7 @@ class FetchCall:
     ) -> pb.ImageReady | None:
         """Add the outcome of a window to a message. Return its announcement, without rows; None for an error."""
         result = outcome.of_window(window)
+        message.outcomes += 1
         if isinstance(result, EncoderError):
             message.response.errors.append(self._failed(window.index, outcome.wait_s, result))
             return None
@@ -595,18 +612,18 @@ class FetchCall:
             for window in outcome.request.windows
         ]
         offered = [ready for ready in announced if ready is not None]
-        hold, pin = outcome.hold, outcome.pin
-        assert hold is not None
+        held = outcome.held
+        assert held is not None
         self._pinned_ahead -= 1
         if not offered:
             self._left -= 1
-            self._pinned.release(hold)
+            self._pinned.release(held)
             return
-        self._pinned.leave(hold)
-        beside = _Beside(hold, (ready.index for ready in offered))
+        self._pinned.leave(held)
+        beside = _Beside(held, (ready.index for ready in offered))
         self._beside.add(beside)
         for ready in offered:
-            self._send_beside(beside, ready, pin)
+            self._send_beside(beside, ready, held.pin)
 
     def _send_beside(self, beside: _Beside, ready: pb.ImageReady, pin: Pin) -> None:
         assert self._copier is not None
@@ -654,7 +671,7 @@ class FetchCall:
         try:
             if transfers:  # a thread may still read the rows, for a millisecond
                 await asyncio.wait([transfer.ended for transfer in transfers])
-            for some, units in name_turns(running):
+            for some, units in name_turns(running) if running else ():
                 await self._turns.take(self._caller.holder, units)
                 for task in some:
                     task.cancel()

@@ -144,7 +144,8 @@ class Requests(Generic[Request]):
 class Inbound(Generic[Request]):
     """An inbound call. When it ends, `on_error` gets the error, if any, and then `resources` are released.
 
-    Whoever serves it checks the caller's credentials, and then calls `admit`: callers that are refused take no place.
+    Whoever serves it checks the caller's credentials, and then calls `gate.admit`: callers that are refused take no
+    place.
     """
 
     gate: "CallGate"
@@ -158,17 +159,6 @@ class Inbound(Generic[Request]):
     is_admitted: bool = False
     is_answered: bool = False
     """Whether gRPC has sent an answer."""
-
-    def admit(self) -> None:
-        """Give the call a place among the open ones, until its status is sent. Raises `OverloadedError`."""
-        self.gate.admit(self)
-        self.is_admitted = True
-
-    async def request(self, arriving: Budget) -> Request:
-        """Admit the call, and return its only request, which counts in `arriving` until it is here."""
-        self.admit()
-        with arriving.hold(self.caller):
-            return await self.requests.only()
 
 
 class CallGate:
@@ -204,7 +194,7 @@ class CallGate:
         answers of a call that ends earlier. A call that was not admitted is told, too, but nothing more of it is read.
         """
         handle = partial(self._handle, serve, parse, refusal)
-        return grpc.stream_stream_rpc_method_handler(handle, None, _serialize)
+        return grpc.stream_stream_rpc_method_handler(handle, None, None)
 
     def one_request(
         self,
@@ -220,7 +210,10 @@ class CallGate:
         async def answers(call: Inbound[Request]) -> Answers:
             if identify is not None:
                 identify(call.caller)
-            return serve(await call.request(self._arriving), call)
+            self.admit(call)
+            with self._arriving.hold(call.caller):
+                request = await call.requests.only()
+            return serve(request, call)
 
         return self.stream(answers, parse)
 
@@ -238,8 +231,9 @@ class CallGate:
         return self.one_request(answers, parse, identify)
 
     def admit(self, call: Inbound[Any]) -> None:
-        """Give a call a place: see `Inbound.admit`."""
+        """Give a call a place among the open ones, until its status is sent. Raises `OverloadedError`."""
         hold = self._budget.hold(call.caller)
+        call.is_admitted = True
         self._active.add(call)
         self._idle.clear()
 
@@ -299,10 +293,14 @@ class CallGate:
             await asyncio.sleep(REFUSAL_S)
 
     async def _send(self, answer: Message | bytes, call: Inbound[Any]) -> None:
-        """Send an answer. A caller that has no place, and does not read its refusal, counts until it leaves."""
+        """Send an answer. A caller that has no place, and does not read its refusal, counts until it leaves.
+
+        Rows are already framed, as bytes: protobuf would copy every megabyte twice more.
+        """
+        framed = answer if isinstance(answer, bytes) else answer.SerializeToString()
         try:
             async with asyncio.timeout(self._reader_idle_s if call.is_admitted else None):
-                await call.context.write(answer)
+                await call.context.write(framed)
         except TimeoutError as error:
             self._deactivate(call)  # the status is queued behind the unread answer
             raise DeadlineError(
@@ -328,22 +326,15 @@ def _log_refusal(caller: Caller, error: EncoderError) -> None:
     log.info("refused", extra={"fields": {"client": caller.host, "error": error.message}})
 
 
-def _serialize(message: Message | bytes) -> bytes:
-    """Rows are already framed, as bytes: protobuf would copy every megabyte twice more."""
-    return message if isinstance(message, bytes) else message.SerializeToString()
-
-
 CallKind: TypeAlias = Literal["submit", "fetch"]
 
 
 class CallRecord:
-    """The record of one Submit or Fetch: metrics while it runs, and one log line when it ends.
+    """The record of one Submit or Fetch: metrics while it runs, and one log line when it ends."""
 
-    Always `close` it.
-    """
-
-    def __init__(self, metrics: Metrics, kind: CallKind, caller: Caller) -> None:
-        """Begin the record of a call before its first message is read."""
+    def __init__(self, metrics: Metrics, kind: CallKind, inbound: Inbound[Any]) -> None:
+        """Begin the record of a call before its first message is read. It closes with the call's resources."""
+        caller = inbound.caller
         self._metrics = metrics
         self._kind = kind
         self._began = monotonic()
@@ -361,6 +352,8 @@ class CallRecord:
         # Set once every image has its outcome: a caller that disconnects later has ended its call normally.
         self.complete = False
         metrics.call_began(kind)
+        inbound.resources.callback(self._close)
+        inbound.on_error = self._failed
 
     def admitted(self, caller: Caller) -> None:
         """Begin the call's span. Others than callers of this server write no spans to its operator's collector."""
@@ -373,8 +366,7 @@ class CallRecord:
         self, outcome: Literal["cached", "queued", "failed"], error: EncoderError | None = None
     ) -> None:
         """Record the answer to an image of a Submit."""
-        self._count(outcome, error)
-        self._metrics.submitted(outcome, error)
+        self._metrics.submitted(outcome, self._count(outcome, error))
 
     def uploaded(self, size: int, seconds: float) -> None:
         """Record an image whose last byte arrived `seconds` after it was named."""
@@ -382,7 +374,7 @@ class CallRecord:
         self._metrics.uploaded(size, seconds)
 
     def stages(self, began_s: Mapping[str, float], stage_ms: Mapping[str, float]) -> None:
-        """Record the stages of an image that was encoded for the call; others have none."""
+        """Record the stages of an image that was encoded for the call."""
         if self._span is not None:
             self._span.stages(began_s, stage_ms)
 
@@ -394,21 +386,21 @@ class CallRecord:
         error: EncoderError | None = None,
     ) -> None:
         """Record one window of an image of a Fetch: where its rows came from, and how long the caller waited."""
-        self._count(outcome, error)
+        failure = self._count(outcome, error)
         for stage, ms in {**stage_ms, "wait": wait_s * 1000}.items():
             self._stage_ms[stage] = max(ms, self._stage_ms.get(stage, 0.0))
-        self._metrics.fetched(outcome, wait_s, error)
+        self._metrics.fetched(outcome, wait_s, failure)
 
     def transferred(self, transport: pb.Transport.ValueType, size: int, seconds: float) -> None:
         """Record rows sent."""
         self._bytes += size
         self._metrics.transferred(transport, size, seconds)
 
-    def failed(self, error: EncoderError) -> None:
+    def _failed(self, error: EncoderError) -> None:
         """Record that the call as a whole failed."""
         self._status, self._error_message = error.status.name, error.message
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Count the call and write its log line. Stage times are those of its slowest image."""
         name = self._status or ("OK" if self.complete else Status.CANCELLED.name)
         self._metrics.call_ended(self._kind, name)
@@ -430,7 +422,10 @@ class CallRecord:
             fields["error"] = self._error_message
         log.info(self._kind, extra={"fields": fields})
 
-    def _count(self, outcome: str, error: EncoderError | None) -> None:
+    def _count(self, outcome: str, error: EncoderError | None) -> str:
+        """Count an image; return the label of its error, empty without one."""
         self._outcomes[outcome] += 1
-        if error is not None:
-            self._reasons[reason(error)] += 1
+        if error is None:
+            return ""
+        self._reasons[failure := reason(error)] += 1
+        return failure

@@ -190,7 +190,7 @@ def _reflection(budgets: Budgets) -> Methods:
     )
 
     async def reflect(call: Inbound[Message]) -> Answers:
-        call.admit()
+        gate.admit(call)
         return answers(call.requests, None)
 
     return {

@@ -4,15 +4,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any
 
 from encoder_contract.errors import UnavailableError
 from encoder_contract.turns import Turns
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_service.api import messages
 from encoder_service.api.describe import ModelForCalls
-from encoder_service.api.fetch import FetchCall, owed_messages, row_requests
-from encoder_service.api.inbound import CallGate, CallKind, CallRecord, Inbound, Methods
+from encoder_service.api.fetch import FetchCall, owed_messages
+from encoder_service.api.inbound import CallGate, CallRecord, Inbound, Methods
 from encoder_service.api.messages import RawSubmit
 from encoder_service.api.submit import SubmitCall, Uploads
 from encoder_service.api.tenants import Tenant
@@ -57,9 +56,9 @@ class EncoderService:
 
     async def submit(self, inbound: Inbound[RawSubmit]) -> AsyncGenerator[pb.SubmitResponse]:
         """Accept images; return the answers to them. See the contract."""
-        record = self._begin_record("submit", inbound)
+        record = CallRecord(self._metrics, "submit", inbound)
         tenant = self._served.info.identity.require("submit", inbound.caller)  # before anything is read
-        inbound.admit()
+        inbound.gate.admit(inbound)
         first = await inbound.requests.first()
         message = first.caller()
         caller = self._admitted(tenant, inbound.caller, message, record)
@@ -68,7 +67,7 @@ class EncoderService:
         inbound.resources.enter_context(served.used())
         limits = served.info.description.limits
         uploads = Uploads(
-            inbound.resources.enter_context(self._budgets.upload_bytes.hold(caller, 0)),
+            inbound.resources.push(self._budgets.upload_bytes.hold(caller, 0)),
             max_image_bytes=limits.max_image_bytes,
             max_video_bytes=limits.max_video_bytes,
             message_bytes=limits.max_message_bytes,
@@ -80,45 +79,31 @@ class EncoderService:
 
     async def fetch(self, inbound: Inbound[bytes]) -> AsyncGenerator[bytes]:
         """Find rows; return the messages that stream them. See the contract."""
-        record = self._begin_record("fetch", inbound)
+        record = CallRecord(self._metrics, "fetch", inbound)
         info, tenant, is_peer = self._served.info, None, False
+        arriving = self._budgets.strangers
+        # The signature of another replica can be checked only with the request: until then, it has no place.
+        if not inbound.caller.signature:
+            tenant = info.identity.require("fetch", inbound.caller)  # before anything is read
+            inbound.gate.admit(inbound)
+            arriving = self._budgets.arriving
+        with arriving.hold(inbound.caller):
+            raw = await inbound.requests.only()
         if inbound.caller.signature:
-            # The signature of another replica can be checked only with the request: until then, it has no place.
-            with self._budgets.strangers.hold(inbound.caller):
-                raw = await inbound.requests.only()
             is_peer = info.identity.is_peer(raw, inbound.caller)
             if not is_peer:
                 tenant = info.identity.require("fetch", inbound.caller)  # before anything is parsed
-            inbound.admit()
-        else:
-            tenant = info.identity.require("fetch", inbound.caller)  # before anything is read
-            raw = await inbound.request(self._budgets.arriving)
+            inbound.gate.admit(inbound)
         request = messages.parse_fetch(raw, info.max_images)
         caller = self._admitted(tenant, inbound.caller, request.caller, record, is_peer=is_peer)
         served = self._served_to(request.caller)
         inbound.resources.enter_context(served.used())
         messages_owed = owed_messages(request, served.info.row_bytes)
-        owed = inbound.resources.enter_context(self._budgets.fetched_messages.hold(caller, messages_owed))
-        wanted = await row_requests(request, caller, served.info, self._turns)
+        owed = inbound.resources.push(self._budgets.fetched_messages.hold(caller, messages_owed))
         call = FetchCall(
-            request,
-            wanted,
-            served.images,
-            record,
-            caller,
-            served.info,
-            self._turns,
-            self._budgets,
-            owed,
+            request, served.images, record, caller, served.info, self._turns, self._budgets, owed
         )
         return call.answers()
-
-    def _begin_record(self, kind: CallKind, inbound: Inbound[Any]) -> CallRecord:
-        """Begin the record of a call, and close it when the call ends."""
-        record = CallRecord(self._metrics, kind, inbound.caller)
-        inbound.resources.callback(record.close)
-        inbound.on_error = record.failed
-        return record
 
     def _admitted(
         self,

@@ -84,7 +84,7 @@ class Uploads:
         """`hold` is the part of the call in the upload bytes of all callers. A message has at most `message_bytes`."""
         self._message_bytes = message_bytes
         self._hold = hold
-        most = hold.most
+        most = hold.room.size
         # By whether the file is a video.
         self._max_bytes = {False: min(max_image_bytes, most), True: min(max_video_bytes, most)}
         self._idle_s = idle_s
@@ -210,7 +210,7 @@ class SubmitCall:
                 async for states in self._handle(message):
                     if states:
                         yield self._answer_with(states)
-            if states := [*self._ask_for_kept(), *self._time_out_uploads()]:
+            if (self._kept or self._awaited) and (states := self._unasked()):
                 yield self._answer_with(states)
             if self._has_answered_all:
                 self._record.complete = True
@@ -275,18 +275,7 @@ class SubmitCall:
             self._info.identity.check_again("submit", self._caller)
             self._keeps_names, self._all_or_none = request.names.kept, request.names.all_or_nothing
             self._known_only = request.names.known_only
-        names = {name.index for name in request.names.names}
-        files: dict[int, bytes] = {}
-        pieces: list[pb.ImageBytes] = []
-        for piece in request.bytes:
-            if piece.index not in names:
-                pieces.append(piece)
-            elif piece.last and piece.index not in files:
-                files[piece.index] = piece.data
-            else:
-                raise InvalidRequestError(
-                    f"image {piece.index}: a file that comes along with its name must be complete, in one piece"
-                )
+        files, pieces = _files_and_pieces(request) if request.bytes else ({}, [])
         units_of_files = sum(map(len, files.values())) // TURN_BYTES
         together: list[Found] = []
         states: list[pb.ImageState] = []  # the next answers; the last ones are known to be the last
@@ -304,7 +293,8 @@ class SubmitCall:
             states = await self._answer_found(self._all_or_nothing(together), files)
         if pieces:
             states += await self._answer_pieces(pieces)
-        self._uploads.settle()
+        if message.file_bytes or self._all_or_none:  # others reserve what their files need
+            self._uploads.settle()
         self._is_last |= request.last
         yield states
 
@@ -313,7 +303,8 @@ class SubmitCall:
         if message.open is not None:
             raise InvalidRequestError("`open` may come only in the first message of a call")
         try:
-            self._uploads.admit(message.file_bytes)
+            if message.file_bytes:
+                self._uploads.admit(message.file_bytes)
         except OverloadedError:
             return message.parsed(with_files=bool(self._awaited))
         return message.parsed()
@@ -340,7 +331,8 @@ class SubmitCall:
             states += await self._receive_files(
                 [(image, files[index]) for index, image, _ in found if image is not None and index in arrived]
             )
-        await self._pause()
+        if self._refused_any:
+            await self._pause()
         return states
 
     def _all_or_nothing(self, found: Sequence[Found]) -> list[Found]:
@@ -486,7 +478,8 @@ class SubmitCall:
         states += await self._receive_images(
             [(image, self._uploads.of(index).joined()) for index, image in complete.items()]
         )
-        await self._pause()
+        if self._refused_any:
+            await self._pause()
         return states
 
     async def _receive(self, image: SubmittedImage) -> list[pb.ImageState]:
@@ -521,6 +514,9 @@ class SubmitCall:
         return self._answer(image, known)
 
     # Images that are not answered by a message
+
+    def _unasked(self) -> list[pb.ImageState]:
+        return [*self._ask_for_kept(), *self._time_out_uploads()]
 
     def _ask_for_kept(self) -> list[pb.ImageState]:
         """Ask again for the files of kept images that are needed, if the caller has them.
@@ -573,9 +569,8 @@ class SubmitCall:
 
     async def _pause(self) -> None:
         """Delay the answers that contain a refusal; see `REFUSAL_S`."""
-        if self._refused_any:
-            self._refused_any = False
-            await asyncio.sleep(REFUSAL_S)
+        self._refused_any = False
+        await asyncio.sleep(REFUSAL_S)
 
     def _fail(self, image: SubmittedImage, error: Exception) -> pb.ImageState:
         """Drop an awaited image; return its last answer."""
@@ -596,6 +591,23 @@ class SubmitCall:
             self._images.withdraw(claim)
         self._record.submitted("failed", error)
         return messages.failed_state(index, error)
+
+
+def _files_and_pieces(request: pb.SubmitRequest) -> tuple[dict[int, bytes], list[pb.ImageBytes]]:
+    """Return the files that come along with their names, by the caller's index, and the pieces of other files."""
+    names = {name.index for name in request.names.names}
+    files: dict[int, bytes] = {}
+    pieces: list[pb.ImageBytes] = []
+    for piece in request.bytes:
+        if piece.index not in names:
+            pieces.append(piece)
+        elif piece.last and piece.index not in files:
+            files[piece.index] = piece.data
+        else:
+            raise InvalidRequestError(
+                f"image {piece.index}: a file that comes along with its name must be complete, in one piece"
+            )
+    return files, pieces
 
 
 def _is_at_fault(known: LookupResult | EncoderError) -> bool:

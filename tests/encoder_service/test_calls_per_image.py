@@ -17,7 +17,7 @@ from tests.counting import counted, stop_timers
 from tests.servers import server_of
 from tests.waiting import settled
 
-CALLS = {("miss", 1): 770, ("miss", 2): 787, ("hit", 1): 311, ("hit", 2): 311}
+CALLS = {("miss", 1): 711, ("miss", 2): 728, ("hit", 1): 250, ("hit", 2): 250}
 ROUNDS = 7
 
 

@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,6 +19,7 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from prefill_client.fleet.routing import Router
+from prefill_client.daemon_thread import on_daemon_thread
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import WHY_S, Connection, Description
@@ -284,7 +286,7 @@ class Pool:
             self.router.mark_down(endpoint)
             if connection is not None:
                 self._drop(endpoint, connection)
-            await asyncio.to_thread(unmap_dead)
+            await on_daemon_thread(unmap_dead)
             await asyncio.sleep(WATCH_AGAIN_S)
 
     def _drop(self, endpoint: str, connection: Connection) -> None:
@@ -309,7 +311,9 @@ class Pool:
                 continue
             host, _, port = name.removeprefix(DNS).lstrip("/").rpartition(":")
             try:
-                answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                answers = await on_daemon_thread(
+                    partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+                )
             except OSError as error:
                 if name not in self._unresolved:
                     log.warning("%s does not resolve: %s", name, error)

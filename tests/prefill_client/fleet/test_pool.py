@@ -173,8 +173,8 @@ class Names:
         self._answers: Iterator[str] = chain(answers, repeat(answers[-1]))
         self.lookups = 0
 
-    async def getaddrinfo(self, *_asked: object, **_how: object) -> list[tuple[Any, ...]]:
-        """Answer like the event loop's own method."""
+    def getaddrinfo(self, *_asked: object, **_how: object) -> list[tuple[Any, ...]]:
+        """Answer like `socket.getaddrinfo`."""
         self.lookups += 1
         answer = next(self._answers)
         if answer == NOT_YET:
@@ -184,9 +184,9 @@ class Names:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, *answers: str) -> Names:
-    """Replace this loop's name resolution. gRPC gets addresses, and resolves nothing."""
+    """Replace Python's name resolution. gRPC gets addresses, and resolves nothing."""
     names = Names(*answers)
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names.getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
     return names
 
 

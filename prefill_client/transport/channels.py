@@ -31,6 +31,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Also bounds an attempt to connect, which may take 20 s by default.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # Otherwise a new channel to an endpoint waits as long as one that is retired, and was refused, would have.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 # The status message that gRPC itself makes up, as if from the server, if a call ends during an operation.
 LOCAL_FAILURE = "Internal error from Core"

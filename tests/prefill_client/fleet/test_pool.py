@@ -23,6 +23,7 @@ from encoder_service.devices.model import Model
 from encoder_service.limits import Budget
 from prefill_client import EncoderClient, RowRequest
 from prefill_client.fleet import pool
+from prefill_client.transport import channels
 from prefill_client.transport.channels import Channels
 from testing.photos import photo
 from testing.processes import free_port
@@ -71,6 +72,26 @@ async def test_a_server_that_connects_slowly_is_used(server: Server, monkeypatch
                 return answer.error is None
 
             await soon(submitted)
+    finally:
+        await proxy.stop()
+
+
+async def test_a_server_is_used_as_soon_as_it_accepts_connections(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retired channels to its endpoint are still there, and connect again only after their pause."""
+    pauses = {f"grpc.{name}_reconnect_backoff_ms": int(1000 * PATIENCE_S) for name in ("initial", "max")}
+    options = tuple({**dict(channels.CHANNEL_OPTIONS), **pauses}.items())
+    monkeypatch.setattr(channels, "CHANNEL_OPTIONS", options)
+    monkeypatch.setattr(pool, "WATCH_AGAIN_S", 0.02)
+    proxy = await TcpProxy(int(server.endpoint.rpartition(":")[2])).start()
+    try:
+        endpoint = f"127.0.0.1:{proxy.port}"
+        async with await EncoderClient.connect(endpoint) as client:
+            proxy.cut()
+            await soon(lambda: "no server answers" in client.why_down.get(endpoint, ""))
+            proxy.mend()
+            await soon(lambda: not client.why_down)
     finally:
         await proxy.stop()
 

@@ -85,6 +85,11 @@ BATCH_BUDGETS = (512, 768, 1024, 1536, *range(2048, 5633, 256))
 SMALL_PATCHES = 2560
 MAX_PADDING_SHARE = 0.03
 
+# The fewest patches an image, on average, of a batch that fills a graph: its slots for segments. Empty slots cost a
+# persistent attention nothing.
+PATCHES_PER_IMAGE = 256
+PATCHES_PER_IMAGE_PERSISTENT = 64
+
 # The longest image in a graph for several images, if attention launches work for `segments` × `longest`.
 LONGEST_OF_SEVERAL = 1024
 
@@ -124,9 +129,9 @@ def budgets(image: int, batch: int, *, persistent: bool) -> list[GraphShape]:
     """Return the budgets to capture, smallest first, for images of up to `image` and batches of up to `batch` patches.
 
     `persistent` is that of the attention. If it is, empty segments and long ones cost nothing, so each budget takes
-    one image or several, of any size. Otherwise attention launches work for `segments` × `longest`, most of it empty:
-    there are budgets for one image and its padding, and others for several small images. A batch that fits no graph
-    runs eagerly.
+    one image or several, large ones and small ones. Otherwise attention launches work for `segments` × `longest`, most
+    of it empty: there are budgets for one image and its padding, and others for several small images. A batch that
+    fits no graph runs eagerly.
     """
     single = [patches for patches in PATCH_BUDGETS if patches <= image]
     several = [patches for patches in BATCH_BUDGETS if patches <= min(image, batch)]
@@ -134,8 +139,9 @@ def budgets(image: int, batch: int, *, persistent: bool) -> list[GraphShape]:
         several = sorted({*several, *(patches for patches in single if patches <= batch)})
         single = [patches for patches in single if patches > batch]
     longest = image if persistent else LONGEST_OF_SEVERAL
+    fewest = PATCHES_PER_IMAGE_PERSISTENT if persistent else PATCHES_PER_IMAGE
     shapes = [GraphShape(patches, 2, patches) for patches in single]
-    shapes += [GraphShape(patches, patches // 256 + 4, min(patches, longest)) for patches in several]
+    shapes += [GraphShape(patches, patches // fewest + 4, min(patches, longest)) for patches in several]
     return sorted(shapes, key=lambda budget: (budget.patches, budget.segments))
 
 

@@ -13,6 +13,7 @@ from encoder_service.vision import graphs as graphs_module
 from encoder_service.vision.attention import SegmentAttention
 from encoder_service.vision.graphs import (
     PATCH_BUDGETS,
+    SMALL_PATCHES,
     CudaCapture,
     Graphs,
     GraphShape,
@@ -87,6 +88,14 @@ def test_any_number_of_small_images_fits_a_graph_almost_without_padding(persiste
     for images in range(1, most // 256 + 1):
         padding = next(each for each in chosen if each.fits([256] * images)).patches - 256 * images
         assert padding <= (0 if images > 8 else 256), images
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_only_a_persistent_kernel_takes_many_thumbnails(persistent):
+    chosen = budgets(PATCH_BUDGETS[-1], BATCH_PATCHES["cuda"], persistent=persistent)
+    for images in range(1, SMALL_PATCHES // 64 + 1):
+        taken = any(budget.fits([64] * images) for budget in chosen)
+        assert taken is (persistent or images <= 12), images
 
 
 @pytest.mark.parametrize("persistent", [False, True])

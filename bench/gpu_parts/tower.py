@@ -161,7 +161,8 @@ def _profile(probe: Probe, tower: Tower, name: str) -> dict[str, Any]:
 def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
     """Note the error of every backend, with and without graphs, against `transformers` in float32.
 
-    The mean error over all rows may be at most 5 % larger than that of `transformers` itself in bfloat16.
+    The mean error over all rows must not exceed that of `transformers` itself in bfloat16: both round the same weights,
+    so on the same device `theirs` is a bound without a margin.
     """
     folder, where = one_checkpoint(probe, model_type), str(probe.device)
     grids = DRY_PARITY_GRIDS if probe.dry else PARITY_GRIDS
@@ -178,9 +179,15 @@ def _exactness(probe: Probe, model_type: str) -> dict[str, Any]:
         packed = row_errors(torch.cat(ours.encode(patches, grids)), truth)
         pairs = zip(patches, grids, strict=True)
         single = row_errors(torch.cat([ours.encode([image], [grid])[0] for image, grid in pairs]), truth)
-        bound = 1e-5 if options.get("dtype") == "float32" else 1.05 * reference_error
+        bound = 1e-5 if options.get("dtype") == "float32" else reference_error
         mean = max(float(packed.mean()), float(single.mean()))
-        return {"mean_error": mean, "max_error": float(packed.max()), "bound": bound, "passed": mean <= bound}
+        return {
+            "mean_error": mean,
+            "ours / theirs": mean / reference_error,
+            "max_error": float(packed.max()),
+            "bound": bound,
+            "passed": mean <= bound,
+        }
 
     names, choices = ("auto", *_backends(probe)), (False,) if probe.dry else (False, True)
     exact = {"dtype": "float32", "attention": "sdpa", "graphs": False}

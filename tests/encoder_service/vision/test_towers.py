@@ -66,7 +66,7 @@ def test_bfloat16_error_is_no_larger_than_that_of_transformers(folders, model_ty
     truth = truth_tower.rows(pixels, GRIDS)
     ours = row_errors(torch.cat(load(folder, "bfloat16").encode(patches, GRIDS)), truth)
     theirs = row_errors(theirs_tower.rows(pixels, GRIDS), truth)
-    assert ours.mean() <= 1.05 * theirs.mean()
+    assert ours.mean() <= theirs.mean()
     assert ours.max() <= 1.25 * theirs.max()  # one row decides a maximum
 
 
@@ -81,7 +81,7 @@ def test_bfloat16_error_is_no_larger_without_residual_epilogues(folders, model_t
     pixels = truth_tower.pixels(patches)
     truth = truth_tower.rows(pixels, GRIDS)
     ours = row_errors(torch.cat(tower.encode(patches, GRIDS)), truth)
-    assert ours.mean() <= 1.05 * row_errors(theirs_tower.rows(pixels, GRIDS), truth).mean()
+    assert ours.mean() <= row_errors(theirs_tower.rows(pixels, GRIDS), truth).mean()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -61,7 +61,7 @@ def test_every_backend_that_runs_is_as_exact_as_transformers(folders, model_type
     assert len(backends) > 1, "no CUDA attention backend runs here"
     for name in backends:
         rows = load(folders[model_type], attention=name, graphs=graphs).encode(patches, GRIDS)
-        assert row_errors(torch.cat(rows), truth).mean() <= 1.05 * theirs.mean(), name
+        assert row_errors(torch.cat(rows), truth).mean() <= theirs.mean(), name
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -55,7 +55,7 @@ class TowerWeights:
         except (OSError, ValueError) as error:
             self._why_unknown = str(error)
         self._has_begun = False
-        self._updated = False
+        self._is_shared = False  # whether every rank knows the fingerprint of the present weights
         self._session: bytes | None = None  # the digest of the tower's memory at its begin
         self._at_start: bytes | None = None
         self._found: bytes | None = None
@@ -69,12 +69,10 @@ class TowerWeights:
         """
         if self._takes_any_model:
             return b""
-        if not self._has_begun:
-            self._begun(memory=False)
-            self._at_start, self._found = _of_first_rank(self._at_start, self._found)
-        if self._updated:
-            self._updated = False
-            self._compare()
+        self._begun(memory=False)
+        if not self._is_shared:
+            self._is_shared = True
+            self._share()
         return self._found
 
     @property
@@ -146,7 +144,7 @@ class TowerWeights:
         is_same = before is None or all(agreed([before != b"" and self._digest() == before]))
         if not is_same and self._vision is not None:  # until later tensors have names
             self._vision.doubt()
-        self._updated = True
+        self._is_shared = False
         mm_schedule.embedding_cache.clear()
 
     def _digest(self) -> bytes:
@@ -165,7 +163,8 @@ class TowerWeights:
             self._why_unknown = self._vision.why_unknown
         return fingerprint
 
-    def _compare(self) -> None:
+    def _share(self) -> None:
+        """Tell all ranks the fingerprint of the first one; log what it means."""
         compared = self._vision.take_compared() if self._vision is not None else None
         before, (self._at_start, self._found) = (
             self._found,

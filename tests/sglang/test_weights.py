@@ -2,8 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.managers import mm_schedule
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
+from torch.distributed import destroy_process_group, init_process_group
 
 from encoder_contract.checkpoint import model_fingerprint
 from prefill_client.sglang import tower
@@ -43,6 +44,7 @@ MOVED: list[Part] = ["y ", PIXELS, "And that?"]
 FIRST, SECOND = "one png", "text between"  # prompts that the unchanged engine has answered
 WEIGHTS = "model.safetensors"
 PATIENCE_S = 300.0
+ALONE = SimpleNamespace(world_size=1)
 
 
 class Versions(NamedTuple):
@@ -217,6 +219,40 @@ def test_weights_without_names_are_unknown_until_every_vision_tensor_is_named(
 @pytest.mark.attack("a trainer that writes into the engine's memory by RDMA")
 def test_what_comes_by_rdma_is_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang learns only that an update begins and ends. This test writes as the trainer's network card would."""
+    with memory_written_by_others(monkeypatch, checkpoint) as (weights, updater, model), torch.no_grad():
+        for part, fingerprint in (("language_model", model_fingerprint(checkpoint)), ("visual", None)):
+            updater.begin_weight_update()
+            model[part].weight[3, 4] += 1e-3
+            updater.end_weight_update(run_post_load=True)
+            assert weights.fingerprint == fingerprint
+
+
+def test_all_ranks_know_the_weights_after_a_session_that_loads_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """It is before the first image. An exception of a rank ends the test."""
+    torch.multiprocessing.spawn(_session_of_a_rank, (checkpoint, tmp_path / "group"), nprocs=2)
+
+
+def _session_of_a_rank(rank: int, checkpoint: Path, meeting: Path) -> None:
+    init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
+    group = SimpleNamespace(world_size=2, ranks=[0, 1], cpu_group=torch.distributed.group.WORLD)
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        memory_written_by_others(monkeypatch, checkpoint, rank, group) as (weights, updater, _),
+    ):
+        updater.begin_weight_update()
+        updater.end_weight_update(run_post_load=False)
+        assert weights.fingerprint == model_fingerprint(checkpoint)
+        assert weights.are_those_of_the_start
+    destroy_process_group()
+
+
+@contextmanager
+def memory_written_by_others(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, rank: int = 0, group: object = ALONE
+) -> Iterator[tuple[tower.TowerWeights, WeightUpdater, torch.nn.ModuleDict]]:
+    """Yield one rank's weights, SGLang's updater of remote instances, and the model that it writes."""
     model = torch.nn.ModuleDict({part: torch.nn.Linear(8, 8) for part in ("visual", "language_model")})
     monkeypatch.setattr(tower, "remote_instance_transfer_engine_enabled", lambda: True)
     watched = [*tower.UPDATES, (WeightUpdater, "begin_weight_update"), (WeightUpdater, "end_weight_update")]
@@ -236,13 +272,8 @@ def test_what_comes_by_rdma_is_noticed(checkpoint: Path, monkeypatch: pytest.Mon
     weights = tower.TowerWeights(lambda: model["visual"], lambda: checkpoint, torch.float32)
     weights.watch_updates(model)
     mm_schedule.init_mm_embedding_cache()  # as a scheduler does when it starts
-    group = SimpleNamespace(world_size=1)
-    with get_parallel().override(attn_tp_rank=0, attn_tp_group=group), torch.no_grad():
-        for part, fingerprint in (("language_model", model_fingerprint(checkpoint)), ("visual", None)):
-            updater.begin_weight_update()
-            model[part].weight[3, 4] += 1e-3
-            updater.end_weight_update(run_post_load=True)
-            assert weights.fingerprint == fingerprint
+    with get_parallel().override(attn_tp_rank=rank, attn_tp_group=group):
+        yield weights, updater, model
 
 
 def assert_parameters_are_compared(

@@ -16,6 +16,7 @@ import pytest
 
 from tests import checkpoint_cache
 from tests.reports import pytest_runtest_makereport
+from tests.waiting import PATIENCE_S
 
 __all__ = ["pytest_runtest_makereport"]
 
@@ -121,9 +122,14 @@ def limit_no_example() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Limit the threads of torch if a test file has imported it: the towers are small."""
+    """Limit the threads of torch, because the towers are small, and let clients wait for servers of a busy machine.
+
+    Neither is imported here, if no test file has imported it.
+    """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(TORCH_THREADS)
+    if client := sys.modules.get("prefill_client.client"):
+        client.EncoderClient.connect.__func__.__kwdefaults__["timeout_s"] = PATIENCE_S
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -221,7 +227,7 @@ async def client(server: Server) -> AsyncIterator[EncoderClient]:
     """A client of that server."""
     from prefill_client import EncoderClient
 
-    async with await EncoderClient.connect(server.endpoint) as client:
+    async with await EncoderClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client:
         yield client
 
 

@@ -11,9 +11,20 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
+from prefill_client.transport import channels
 from tests.servers import server_of
 from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table
 from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def patient_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no client take a server that gets no processor time for a silent one: nobody would repeat raw calls."""
+    timeout_ms = int(1000 * PATIENCE_S)
+    patient = {"grpc.keepalive_timeout_ms": timeout_ms, "grpc.http2.ping_timeout_ms": timeout_ms}
+    monkeypatch.setattr(
+        channels, "CHANNEL_OPTIONS", tuple({**dict(channels.CHANNEL_OPTIONS), **patient}.items())
+    )
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from encoder_contract.command_line import CommandLine, reported
 from encoder_contract.credentials import AccessSettings
-from encoder_contract.settings import Settings, group, knob
+from encoder_contract.endpoint import check_server
+from encoder_contract.settings import ConfigError, Settings, flag, group, knob
 from encoder_contract.version import __version__
 from prefill_client.media.destinations import Destinations
 
@@ -39,10 +40,20 @@ class HttpSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_endpoint("listen", tcp=True)
+        for server in self.endpoints:
+            try:
+                check_server(server)
+            except ValueError as error:
+                raise ConfigError(f"{flag('encoder')} {error}") from error
         try:
             self.image_destinations  # noqa: B018 - raises for an invalid rule
         except ValueError as error:
             self._require(False, "image_hosts", f"must be hosts, addresses and networks: {error}")
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The addresses in `encoder`."""
+        return [self.encoder]
 
     @property
     def image_destinations(self) -> Destinations:

@@ -47,5 +47,3 @@ class ServiceConfig(HttpSettings):
         super().__post_init__()
         is_device = re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None
         self._require(is_device, "device", "must be cpu, cuda or cuda:N")
-        if not self.encoder.startswith("dns:"):
-            self._require_endpoint("encoder")

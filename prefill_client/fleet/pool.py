@@ -10,6 +10,7 @@ from functools import partial
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from encoder_contract.endpoint import DNS
 from encoder_contract.errors import (
     DeadlineError,
     EncoderError,
@@ -18,8 +19,8 @@ from encoder_contract.errors import (
     StaleHandleError,
     UnavailableError,
 )
-from prefill_client.fleet.routing import Router
 from prefill_client.daemon_thread import on_daemon_thread
+from prefill_client.fleet.routing import Router
 from prefill_client.transport import Receivers, receivers
 from prefill_client.transport.channels import Channels
 from prefill_client.transport.connection import WHY_S, Connection, Description
@@ -42,7 +43,6 @@ RESOLVE_EVERY_S = 5.0
 # How long a retired connection stays open for its calls, longer than calls usually take. After that, rows that are
 # still held are fetched again.
 RETIRE_S = 600.0
-DNS = "dns:"
 
 
 class Pool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from encoder_contract.credentials import AccessSettings
+from encoder_contract.endpoint import check_server
 
 ANY_MODEL = "any"
 _FINGERPRINT = re.compile("[0-9a-fA-F]{64}")
@@ -60,6 +61,11 @@ class ServiceSettings(AccessSettings):
         return self.model_fingerprint == ANY_MODEL
 
     def _check(self) -> None:
+        for server in self.endpoints:
+            try:
+                check_server(server)
+            except ValueError as error:
+                raise ValueError(f"{self.location}: endpoints: {error}") from error
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if not name.endswith(("_s", "_gib")):

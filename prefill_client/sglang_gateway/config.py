@@ -84,6 +84,9 @@ class GatewayConfig(HttpSettings):
                 self._require(False, name, f"is invalid: {error}")
         self._require(self.rows_gib >= self.part_rows_gib, "rows_gib", "must be at least --part-rows-gib")
         self._require(bool(self.endpoints), "encoder", "must name at least one server")
+        for name in ("register_at", "register_as"):
+            are_urls = all(url.startswith(("http://", "https://")) for url in listed(getattr(self, name)))
+            self._require(are_urls, name, "must begin with http:// or https://")
         is_folder = not self.language_model or Path(self.language_model).is_dir()
         self._require(is_folder, "language_model", "must be the folder of a checkpoint")
 

@@ -7,6 +7,7 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from typing import NamedTuple, Self
 from urllib.parse import unquote
 
+DNS = "dns:"  # before host:port, where a client names all servers behind a name
 MAX_PORT = 65535
 MAX_PATH_BYTES = 107  # Linux's limit for the name of a Unix socket
 
@@ -32,6 +33,14 @@ class Endpoint(NamedTuple):
                 f"{text or 'an empty address'} must be host:port, [ipv6]:port or unix:/path, port 0 to {MAX_PORT}"
             )
         return cls(found[1] or found[2], int(found[3]), "")
+
+
+def check_server(text: str) -> None:
+    """Raise `ValueError` unless a client can connect to `text`: an endpoint, or dns:host:port."""
+    if not text.startswith(DNS):
+        Endpoint.parse(text)
+    elif Endpoint.parse(text.removeprefix(DNS).lstrip("/")).path:
+        raise ValueError(f"{text} must be dns:host:port")
 
 
 def why_unbound(error: OSError) -> str:

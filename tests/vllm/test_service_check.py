@@ -234,6 +234,8 @@ def test_a_role_that_produces_rows_is_refused(checkpoint: Path, service: ServerP
     [
         ({"endpoint": "x"}, "unknown keys .'endpoint'"),
         ({"endpoints": []}, "endpoints is missing"),
+        ({"endpoints": ["127.0.0.1:1", "nowhere"]}, "endpoints: nowhere must be host:port"),
+        ({"endpoints": "dns:unix:/encoder.sock"}, "endpoints: dns:unix:/encoder.sock must be dns:host:port"),
         ({"host_gib": 0}, "host_gib must be a number above 0"),
         ({"device_gib": -1}, "device_gib must be a number of 0 or more"),
         ({"model_fingerprint": "abc"}, "model_fingerprint must be 64 hexadecimal digits"),

@@ -225,6 +225,10 @@ def test_a_gateway_of_another_model_is_refused_at_start(
         (("--language-model", "/no/such/folder"), "--language-model"),
         (("--listen", "unix:/tmp/x"), "--listen"),
         (("--encoder", ","), "--encoder"),
+        (("--encoder", "127.0.0.1:1,nowhere"), "--encoder nowhere must be host:port"),
+        (("--encoder", "dns:nowhere"), "--encoder nowhere must be host:port"),
+        (("--register-at", "sglang:8997"), "--register-at must begin with http://"),
+        (("--register-as", "gateway:30001"), "--register-as must begin with http://"),
         (("--start-s", "0.2", "--encoder", "127.0.0.1:1"), "127.0.0.1:1"),
     ],
 )

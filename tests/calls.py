@@ -1,6 +1,6 @@
 """Calls to a real server: a Fetch read to its end, and raw messages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,12 @@ async def collect(
             assert outcome.index not in outcomes, "an image has one outcome"
             outcomes[outcome.index] = outcome.copy()
     return outcomes
+
+
+def bytes_of(outcomes: Mapping[int, FetchedRows]) -> dict[int, bytes]:
+    """Return the bytes of all rows by index. None has an error."""
+    assert [rows.error for rows in outcomes.values()] == [None] * len(outcomes)
+    return {index: rows.array.tobytes() for index, rows in outcomes.items()}
 
 
 async def submitted(client: EncoderClient, images: Sequence[Any]) -> list[RowRequest]:
@@ -86,6 +92,22 @@ def naming(*names: pb.ImageName) -> pb.SubmitRequest:
 LAST = pb.SubmitRequest(last=True)
 
 
+async def begin_submit(
+    client: EncoderClient, *names: pb.ImageName, metadata: Sequence[tuple[str, str]] = (), **caller: Any
+) -> Any:
+    """Open a Submit of a caller with these fields, and name images; return the call."""
+    call = (await stub(client)).Submit(metadata=metadata, timeout=PATIENCE_S)
+    await call.write(pb.SubmitRequest(open=pb.Caller(**caller)))
+    if names:
+        await call.write(naming(*names))
+    return call
+
+
+async def send(call: Any, index: int, data: bytes) -> None:
+    """Send the file of an image in one piece."""
+    await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=index, data=data, last=True)]))
+
+
 async def next_states(call: Any, count: int) -> list[pb.ImageState]:
     """Return the next answers of a Submit, in any number of messages."""
     states: list[pb.ImageState] = []
@@ -112,18 +134,14 @@ async def raw_submit(
     client: EncoderClient, images: list[tuple[pb.ImageName, bytes]], client_id: str = ""
 ) -> dict[int, list[pb.ImageState]]:
     """Submit with raw messages, without the client's own checks."""
-    call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw", client_id=client_id)))
-    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name for name, _ in images])))
+    call = await begin_submit(client, *(name for name, _ in images), request_id="raw", client_id=client_id)
     states: dict[int, list[pb.ImageState]] = {}
     left = len(images)
     while left:
         for state in (await call.read()).states:
             states.setdefault(state.index, []).append(state)
             if state.state == pb.STATE_NEEDS_BYTES:
-                data = next(data for name, data in images if name.index == state.index)
-                piece = pb.ImageBytes(index=state.index, data=data, last=True)
-                await call.write(pb.SubmitRequest(bytes=[piece]))
+                await send(call, state.index, next(d for name, d in images if name.index == state.index))
             else:
                 left -= 1
     await finish(call)

@@ -1,30 +1,47 @@
 """The operator's view of a server in this process: its HTTP port and its metrics."""
 
 import asyncio
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from encoder_contract.digest import content_digest
 from encoder_service.api import admin_client
 from encoder_service.app import Server
-from encoder_service.metrics import Scrape, scrape
+from encoder_service.http import HttpPort
+from encoder_service.metrics import Metrics, Scrape, scrape
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.waiting import PATIENCE_S, soon
 
 
+@contextmanager
+def http_port(listen: str = "127.0.0.1:0", **changes: Any) -> Iterator[HttpPort]:
+    """Run the operator's port without a server; `changes` are arguments of `HttpPort`."""
+    given = {"title": "t", "facts": dict, "metrics": Metrics().exposition, "last_tick": time.monotonic}
+    http = HttpPort(listen, **given | {"not_ready": lambda: ""} | changes)
+    http.start()
+    try:
+        yield http
+    finally:
+        http.stop()
+
+
+def answer_of(url: str) -> tuple[int, str]:
+    """Return the status and text of the answer to a GET."""
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 async def get(server: Server, path: str) -> tuple[int, str]:
     """GET a path of the operator's port, without blocking the server's loop."""
-    url = f"http://{server.watch.endpoint}{path}"
-
-    def ask() -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(answer_of, f"http://{server.watch.endpoint}{path}")
 
 
 async def numbers(server: Server) -> Scrape:

@@ -10,7 +10,9 @@ from encoder_service.config import Config
 from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.model import Model
 from encoder_service.limits import Budgets
+from prefill_client import EncoderClient
 from testing.device_thread import DeviceThread
+from testing.tcp_proxy import ANOTHER_HOST, from_another_host
 
 NONE: Mapping[str, Any] = {}
 
@@ -44,3 +46,25 @@ async def server_of(
         yield server
     finally:
         await server.drain()
+
+
+@asynccontextmanager
+async def server_and_client(
+    config: Config, model: Model, *devices: Sequence[DeviceProcess], **settings: Any
+) -> AsyncIterator[tuple[Server, EncoderClient]]:
+    """Yield a server as `server_of` does, and a client of it."""
+    async with (
+        server_of(config, model, *devices, **settings) as server,
+        await EncoderClient.connect(server.endpoint) as client,
+    ):
+        yield server, client
+
+
+@asynccontextmanager
+async def client_elsewhere(server: Server, host: str = ANOTHER_HOST) -> AsyncIterator[EncoderClient]:
+    """Yield a client that the server finds on another host."""
+    async with (
+        from_another_host(server.endpoint, host) as elsewhere,
+        await EncoderClient.connect(elsewhere) as client,
+    ):
+        yield client

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from encoder_service.config import Config
-from prefill_client import EncoderClient
+from prefill_client import Credentials, EncoderClient
 
 TOKENS = {"chat": "chat-token", "search": "search-token", "reader": "reader-token", "ops": "operator-token"}
 RIGHTS = {"chat": ["submit", "fetch"], "search": ["submit", "fetch"], "reader": ["fetch"], "ops": ["operate"]}
@@ -28,3 +28,10 @@ def guarded_by(tenants: Path, config: Config, **settings: str) -> Config:
     key = tenants.with_name("fleet-key")
     key.write_text("the secret of the fleet, 32 bytes")
     return replace(config, tenants_file=str(tenants), fleet_key_file=str(key), **settings)  # type: ignore[arg-type]
+
+
+def with_token(folder: Path, token: str) -> Credentials:
+    """Write a token to a file in this folder; return the credentials."""
+    path = folder / f"{token}.token"
+    path.write_text(f"{token}\n")
+    return Credentials(token_file=str(path))

@@ -1,7 +1,7 @@
-"""Fixtures: servers with settings of a test, and servers with tenants."""
+"""Fixtures: servers with tenants."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import pytest
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from prefill_client import Credentials, EncoderClient
+from prefill_client import EncoderClient
 from prefill_client.transport import channels
 from tests.servers import server_of
-from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table
+from tests.tenants import RIGHTS, TOKENS, As, guarded_by, table, with_token
 from tests.waiting import PATIENCE_S
 
 
@@ -25,18 +25,6 @@ def patient_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         channels, "CHANNEL_OPTIONS", tuple({**dict(channels.CHANNEL_OPTIONS), **patient}.items())
     )
-
-
-@pytest.fixture
-async def start(config: Config, model: Model) -> AsyncIterator[Any]:
-    """Return a function that starts a server with these settings, and a client of it."""
-    async with AsyncExitStack() as stack:
-
-        async def start(**settings: Any) -> tuple[Server, EncoderClient]:
-            server = await stack.enter_async_context(server_of(config, model, **settings))
-            return server, await stack.enter_async_context(await EncoderClient.connect(server.endpoint))
-
-        yield start
 
 
 @pytest.fixture
@@ -66,9 +54,7 @@ def as_tenant(guard: Server, tmp_path: Path) -> As:
 
     @asynccontextmanager
     async def as_tenant(token: str, **options: Any) -> AsyncIterator[EncoderClient]:
-        path = tmp_path / f"{token}.token"
-        path.write_text(f"{token}\n")
-        credentials = Credentials(token_file=str(path))
+        credentials = with_token(tmp_path, token)
         async with await EncoderClient.connect(
             guard.endpoint, credentials=credentials, timeout_s=PATIENCE_S, wait=False, **options
         ) as client:

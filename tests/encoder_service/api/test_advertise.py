@@ -1,14 +1,12 @@
 """Where replicas say that they are reached, and ports that listen on both families."""
 
 import socket
-import urllib.request
 
 import pytest
 
 from encoder_service.api.describe import reachable
 from encoder_service.config import Config, ConfigError
-from encoder_service.http import HttpPort
-from tests.waiting import PATIENCE_S
+from tests.operator_view import answer_of, http_port
 
 
 @pytest.mark.parametrize(
@@ -35,19 +33,7 @@ def test_a_host_name_needs_a_port() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 def test_the_http_port_on_all_interfaces_serves_both_families() -> None:
-    port = HttpPort(
-        "[::]:0",
-        title="",
-        facts=dict,
-        metrics=lambda: b"",
-        last_tick=lambda: float("inf"),
-        not_ready=lambda: "",
-    )
-    port.start()
-    try:
+    with http_port("[::]:0") as port:
         number = port.endpoint.rpartition(":")[2]
         for host in ("127.0.0.1", "[::1]"):
-            with urllib.request.urlopen(f"http://{host}:{number}/healthz", timeout=PATIENCE_S) as answer:
-                assert answer.status == 200
-    finally:
-        port.stop()
+            assert answer_of(f"http://{host}:{number}/healthz")[0] == 200

@@ -18,7 +18,7 @@ from testing.photos import photo
 from tests.calls import finish, next_states, stub
 from tests.gate import Gate
 from tests.operator_view import numbers
-from tests.servers import server_of
+from tests.servers import server_and_client, server_of
 from tests.waiting import PATIENCE_S, soon, within_some_limit
 
 QUEUE = 8
@@ -27,18 +27,28 @@ NEVER_STALLS = {"upload_idle_s": PATIENCE_S}
 PHOTOS = [photo(100 + number, 80, 900 + number) for number in range(12)]
 
 
-def naming_together(client: EncoderClient, numbers: range, *, together: bool = True) -> pb.SubmitRequest:
-    """Name these photos in the first message of a call."""
-    images = read_images([PHOTOS[number] for number in numbers], client.description.geometry)
-    names = [cast(Image, image).to_message(number) for number, image in zip(numbers, images, strict=True)]
-    return pb.SubmitRequest(
-        open=pb.Caller(client_id="raw"), names=pb.ImageNames(names=names, all_or_nothing=together)
-    )
+def small_queue(config: Config, model: Model, **settings: Any) -> Any:
+    return server_and_client(config, model, max_queued_images=QUEUE, **settings)
 
 
 def queued(server: Server) -> int:
     """The number of images that are queued or have a place."""
     return server.jobs.scheduler.queued.images
+
+
+async def name_together(client: EncoderClient, numbers: range, *, together: bool = True) -> Any:
+    """Name these photos in the first message of a Submit; return the call."""
+    images = read_images([PHOTOS[number] for number in numbers], client.description.geometry)
+    names = [cast(Image, image).to_message(number) for number, image in zip(numbers, images, strict=True)]
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
+    named = pb.ImageNames(names=names, all_or_nothing=together)
+    await call.write(pb.SubmitRequest(open=pb.Caller(), names=named))
+    return call
+
+
+async def states(call: Any, count: int) -> set[int]:
+    """Return the states in the next answers."""
+    return {state.state for state in await next_states(call, count)}
 
 
 async def send(call: Any, numbers: range) -> None:
@@ -50,18 +60,13 @@ async def send(call: Any, numbers: range) -> None:
 async def test_images_that_do_not_fit_together_are_refused_before_bytes_travel(
     config: Config, model: Model, gate: Gate, together: bool
 ) -> None:
-    async with (
-        server_of(config, gate.before(model), max_queued_images=QUEUE) as server,
-        await EncoderClient.connect(server.endpoint, client_id="other") as other,
-    ):
+    async with small_queue(config, gate.before(model)) as (server, other):
         with gate.closed():
             first = await other.submit(PHOTOS[:4])
             assert [answer.error for answer in first] == [None] * 4
             sent = (await numbers(server)).total("uploaded_bytes_total")
-            call = (await stub(other)).Submit(timeout=PATIENCE_S)
-            await call.write(naming_together(other, range(4, 10), together=together))
-            states = await next_states(call, 6)
-            refused = [state for state in states if state.state == pb.STATE_FAILED]
+            call = await name_together(other, range(4, 10), together=together)
+            refused = [each for each in await next_states(call, 6) if each.state == pb.STATE_FAILED]
             if together:
                 assert len(refused) == 6
                 assert {state.error.code for state in refused} == {Status.RESOURCE_EXHAUSTED.value}
@@ -72,32 +77,22 @@ async def test_images_that_do_not_fit_together_are_refused_before_bytes_travel(
             else:
                 assert refused == []
                 await send(call, range(4, 10))
-                states = await next_states(call, 6)
-                assert {state.state for state in states} == {pb.STATE_QUEUED, pb.STATE_FAILED}, (
-                    "half a request"
-                )
+                assert await states(call, 6) == {pb.STATE_QUEUED, pb.STATE_FAILED}, "half a request"
             call.cancel()
             await soon(lambda: queued(server) == 4)
 
 
 async def test_a_place_is_held_until_the_bytes_arrive(config: Config, model: Model, gate: Gate) -> None:
-    async with (
-        server_of(config, gate.before(model), limits=NEVER_STALLS, max_queued_images=QUEUE) as server,
-        await EncoderClient.connect(server.endpoint, client_id="other") as other,
-    ):
+    async with small_queue(config, gate.before(model), limits=NEVER_STALLS) as (server, other):
         with gate.closed():
-            call = (await stub(other)).Submit(timeout=PATIENCE_S)
-            await call.write(naming_together(other, range(6)))
-            assert {state.state for state in await next_states(call, 6)} == {pb.STATE_NEEDS_BYTES}
+            call = await name_together(other, range(6))
+            assert await states(call, 6) == {pb.STATE_NEEDS_BYTES}
             assert (queued(server), len(server.jobs)) == (6, 0)
-            late = (await stub(other)).Submit(timeout=PATIENCE_S)
-            await late.write(naming_together(other, range(6, 10)))
-            assert {state.state for state in await next_states(late, 4)} == {pb.STATE_FAILED}, (
-                "no room beside them"
-            )
+            late = await name_together(other, range(6, 10))
+            assert await states(late, 4) == {pb.STATE_FAILED}, "no room beside them"
             late.cancel()
             await send(call, range(6))
-            assert {state.state for state in await next_states(call, 6)} == {pb.STATE_QUEUED}
+            assert await states(call, 6) == {pb.STATE_QUEUED}
             await call.write(pb.SubmitRequest(last=True))
             await finish(call)
             assert queued(server) == len(server.jobs) >= 6, "a place is used up by its image"
@@ -106,13 +101,9 @@ async def test_a_place_is_held_until_the_bytes_arrive(config: Config, model: Mod
 
 @pytest.mark.parametrize("way", ["cancelled", "half-closed", "held elsewhere in the meantime"])
 async def test_places_are_freed_when_the_bytes_do_not_arrive(config: Config, model: Model, way: str) -> None:
-    async with (
-        server_of(config, model, limits=NEVER_STALLS, max_queued_images=QUEUE) as server,
-        await EncoderClient.connect(server.endpoint, client_id="other") as other,
-    ):
-        call = (await stub(other)).Submit(timeout=PATIENCE_S)
-        await call.write(naming_together(other, range(4)))
-        assert {state.state for state in await next_states(call, 4)} == {pb.STATE_NEEDS_BYTES}
+    async with small_queue(config, model, limits=NEVER_STALLS) as (server, other):
+        call = await name_together(other, range(4))
+        assert await states(call, 4) == {pb.STATE_NEEDS_BYTES}
         assert queued(server) == 4
         match way:
             case "cancelled":
@@ -120,7 +111,7 @@ async def test_places_are_freed_when_the_bytes_do_not_arrive(config: Config, mod
             case "half-closed":
                 await call.write(pb.SubmitRequest(last=True))
                 await call.done_writing()
-                assert {state.state for state in await next_states(call, 4)} == {pb.STATE_FAILED}
+                assert await states(call, 4) == {pb.STATE_FAILED}
                 assert await call.read() is grpc.aio.EOF
             case _:
                 for number in range(4):
@@ -128,25 +119,18 @@ async def test_places_are_freed_when_the_bytes_do_not_arrive(config: Config, mod
                     assert answer.error is None
                 await soon(lambda: len(server.jobs) == 0)
                 await send(call, range(4))
-                assert {state.state for state in await next_states(call, 4)} <= {
-                    pb.STATE_QUEUED,
-                    pb.STATE_CACHED,
-                }
+                assert await states(call, 4) <= {pb.STATE_QUEUED, pb.STATE_CACHED}
         await soon(lambda: queued(server) == 0)
         call.cancel()
 
 
 async def test_places_are_freed_when_the_upload_stalls(config: Config, model: Model) -> None:
     async def were_held(limit_s: float) -> bool:
-        async with (
-            server_of(config, model, limits={"upload_idle_s": limit_s}, max_queued_images=QUEUE) as server,
-            await EncoderClient.connect(server.endpoint) as client,
-        ):
-            call = (await stub(client)).Submit(timeout=PATIENCE_S)
-            await call.write(naming_together(client, range(4)))
-            assert {state.state for state in await next_states(call, 4)} == {pb.STATE_NEEDS_BYTES}
+        async with small_queue(config, model, limits={"upload_idle_s": limit_s}) as (server, client):
+            call = await name_together(client, range(4))
+            assert await states(call, 4) == {pb.STATE_NEEDS_BYTES}
             held = queued(server)
-            assert {state.state for state in await next_states(call, 4)} == {pb.STATE_FAILED}
+            assert await states(call, 4) == {pb.STATE_FAILED}
             await soon(lambda: queued(server) == 0)
             call.cancel()
             return held == 4
@@ -155,10 +139,7 @@ async def test_places_are_freed_when_the_upload_stalls(config: Config, model: Mo
 
 
 async def test_images_that_never_fit_together_are_refused_for_good(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, max_queued_images=QUEUE) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with small_queue(config, model) as (server, client):
         answers = await client.submit(PHOTOS, all_or_nothing=True)
         assert {type(answer.error) for answer in answers} == {InvalidImageError}
         assert "12 images together do not fit into the empty queue" in str(answers[0].error)
@@ -169,12 +150,8 @@ async def test_images_that_never_fit_together_are_refused_for_good(config: Confi
 
 async def test_without_upload_space_all_are_refused_and_may_come_again(config: Config, model: Model) -> None:
     size = len(PHOTOS[0])
-    async with (
-        server_of(
-            config, model, max_queued_images=QUEUE, max_queued_gib=8 * size / GIB, max_image_bytes=size + 999
-        ) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    space = {"max_queued_gib": 8 * size / GIB, "max_image_bytes": size + 999}
+    async with small_queue(config, model, **space) as (server, client):
         with server.budgets.upload_bytes.hold(Caller("host", "host"), int(7.9 * size)):
 
             async def refused(limit_s: float) -> bool:
@@ -188,10 +165,7 @@ async def test_without_upload_space_all_are_refused_and_may_come_again(config: C
 
 
 async def test_an_image_at_fault_fails_alone(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, max_queued_images=QUEUE) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with small_queue(config, model) as (server, client):
         answers = await client.submit([PHOTOS[0], b"no image", PHOTOS[1]], all_or_nothing=True)
         assert [type(answer.error) for answer in answers] == [type(None), InvalidImageError, type(None)]
         await soon(lambda: queued(server) == 0)
@@ -226,8 +200,7 @@ async def test_a_client_takes_back_what_one_server_accepted_if_another_is_full(
 
 async def test_a_client_waits_until_all_of_its_images_fit(config: Config, model: Model, gate: Gate) -> None:
     async with (
-        server_of(config, gate.before(model), max_queued_images=QUEUE) as server,
-        await EncoderClient.connect(server.endpoint, client_id="other") as other,
+        small_queue(config, gate.before(model)) as (server, other),
         await EncoderClient.connect(server.endpoint) as client,
     ):
         with gate.closed():

@@ -54,18 +54,14 @@ async def test_a_longer_clip_encodes_its_new_pairs_alone(server: Server, client:
     assert all(torch.equal(*each) for each in zip(longer, again, strict=True))
 
 
-async def test_the_same_frames_in_another_container_are_encoded_once(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_equal_frames_of_another_container_are_copied(server: Server, client: EncoderClient) -> None:
     first = await rows(client, pairs(SHORT, [0, 10]))
     second = await rows(client, pairs(OTHER_CONTAINER, [0, 10]))
     await counted(server, kept=2, copied=2)
     assert all(torch.equal(*each) for each in zip(first, second, strict=True))
 
 
-async def test_another_size_and_another_tenants_frames_are_encoded(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_another_size_or_tenants_frames_are_encoded(server: Server, client: EncoderClient) -> None:
     await rows(client, pairs(SHORT, [0]))
     await rows(client, pairs(OTHER_CONTAINER, [0], Grid(1, 4, 8)))
     await counted(server, kept=2, copied=0)

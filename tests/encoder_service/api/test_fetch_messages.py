@@ -16,9 +16,9 @@ from encoder_service.limits import NAMES_AT_A_TIME
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from testing.raw_http2 import RawConnection
-from tests.calls import all_encoded, collect, connection, stub
+from tests.calls import all_encoded, bytes_of, collect, connection, stub
 from tests.operator_view import numbers, settled
-from tests.servers import server_of
+from tests.servers import server_and_client
 from tests.waiting import PATIENCE_S
 
 SMALL = [photo(256, 256, 800 + n) for n in range(4)]  # their rows fit into announcements
@@ -107,17 +107,13 @@ async def older_server(server: Server, client: EncoderClient) -> AsyncIterator[s
         await older.stop(None)
 
 
-async def test_a_newer_client_reads_the_rows_of_an_older_server(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_newer_client_reads_rows_of_an_older_server(server: Server, client: EncoderClient) -> None:
     digests = await held(client, [*SMALL, LARGE])
     requests = [RowRequest(digest) for digest in digests] + [RowRequest(digests[0], row_begin=3, row_end=9)]
     async with older_server(server, client) as endpoint, await EncoderClient.connect(endpoint) as newer:
         found = await collect(newer, requests, transports=["inline"])
     expected = await collect(client, requests, transports=["inline"])
-    assert {index: rows.array.tobytes() for index, rows in found.items()} == {
-        index: rows.array.tobytes() for index, rows in expected.items()
-    }
+    assert bytes_of(found) == bytes_of(expected)
 
 
 async def test_no_message_has_more_than_its_share_of_windows_and_bytes(client: EncoderClient) -> None:
@@ -147,14 +143,11 @@ async def test_errors_of_windows_come_with_the_rows_of_others(client: EncoderCli
 
 async def test_an_unread_fetch_of_small_rows_keeps_two_messages(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, drain_s=1) as server,
-        await EncoderClient.connect(server.endpoint) as client,
+        server_and_client(config, model, drain_s=1) as (server, client),
         await RawConnection.open(server.endpoint, window=0) as reader,
     ):
         digests = await held(client, SMALL[:1])
-        server._listener._gate._reader_idle_s = (
-            2.0  # only now: the calls before read, however busy this machine is
-        )
+        server._listener._gate._reader_idle_s = 2.0  # not before: the other calls read, however slowly
         before = (await numbers(server)).total("transfer_bytes_total", transport="inline")
         request = pb.FetchRequest(images=windows(*digests * 512), rows_inside=True)  # 64 MiB
         await reader.call(f"/{SERVICE}/Fetch", request.SerializeToString())

@@ -40,9 +40,7 @@ async def test_check_and_watch_know_the_server_and_its_service_and_nothing_else(
         assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-async def test_a_drain_notifies_every_watcher_despite_dead_and_stalled_ones(
-    config: Config, model: Model
-) -> None:
+async def test_a_drain_notifies_watchers_despite_dead_and_stalled_ones(config: Config, model: Model) -> None:
     server = Server(
         replace(config, drain_s=2 * PATIENCE_S), [DeviceThread(config, model)], model.decoder.files
     )

@@ -19,13 +19,12 @@ from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.limits import Caller
-from prefill_client import Credentials, EncoderClient, RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo, with_comment
-from testing.tcp_proxy import from_another_host
 from tests.calls import collect, encoded, named, raw_submit
 from tests.gate import Gate
-from tests.servers import server_of
-from tests.tenants import RIGHTS, TOKENS, guarded_by, table
+from tests.servers import client_elsewhere, server_and_client, server_of
+from tests.tenants import RIGHTS, TOKENS, guarded_by, table, with_token
 from tests.waiting import PATIENCE_S, soon, within_some_limit
 
 PICTURE = photo(64, 64, 9100)
@@ -97,22 +96,6 @@ def test_a_priority_is_at_most_the_tenants_and_0_without_tenants(tmp_path: Path,
     assert [used(tenants, requested, TOKENS["search"]) for requested in (8, 3, 2, -3)] == [3, 3, 2, -3]
 
 
-@pytest.mark.parametrize("value", ["1", '"true"', "[]"])
-def test_an_invalid_shares_by_salt_is_refused(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(f"{table('chat', TOKENS['chat'], rights=['submit'])}shares_by_salt = {value}\n")
-    with pytest.raises(ValueError, match=r"\[chat\] shares_by_salt must be true or false"):
-        Tenants(str(path))
-
-
-@pytest.mark.parametrize("value", ["9", "-9", "1.0", "true", '"8"'])
-def test_an_invalid_max_priority_is_refused(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "priorities.toml"
-    path.write_text(f"{table('chat', TOKENS['chat'], rights=['submit'])}max_priority = {value}\n")
-    with pytest.raises(ValueError, match=r"\[chat\] max_priority must be an integer from -8 to 8"):
-        Tenants(str(path))
-
-
 # Two users of a tenant, and two tenants, at one server
 
 
@@ -122,17 +105,16 @@ async def test_users_of_one_tenant_have_shares_of_their_own(
     config: Config, model: Model, gate: Gate, tmp_path: Path, by_salt: bool
 ) -> None:
     """Both users call with one token over one connection, as a render server does; one submits all that it can."""
-    tenants, token = tmp_path / "tenants.toml", tmp_path / "render.token"
+    tenants = tmp_path / "tenants.toml"
     tenants.write_text(
         table("render", TOKENS["chat"], rights=RIGHTS["chat"]) + f"shares_by_salt = {by_salt}\n".lower()
     )
-    token.write_text(TOKENS["chat"])
     async with (
         server_of(
             guarded_by(tenants, config), gate.before(model), max_queued_images=32, decode_threads=1
         ) as server,
         await EncoderClient.connect(
-            server.endpoint, credentials=Credentials(token_file=str(token))
+            server.endpoint, credentials=with_token(tmp_path, TOKENS["chat"])
         ) as client,
     ):
         flooding, victim = client.for_tenant(b"flooding"), client.for_tenant(b"victim")
@@ -189,13 +171,11 @@ async def gated(guarded: Config, model: Model, gate: Gate) -> AsyncIterator[Serv
 @asynccontextmanager
 async def tenants_of(server: Server, tmp_path: Path) -> AsyncIterator[tuple[EncoderClient, EncoderClient]]:
     """The clients of the tenants `chat` and `search`."""
-    clients = []
-    for name in ("chat", "search"):
-        path = tmp_path / f"{name}.token"
-        path.write_text(TOKENS[name])
-        credentials = Credentials(token_file=str(path))
-        clients.append(await EncoderClient.connect(server.endpoint, credentials=credentials))
-    async with clients[0] as chat, clients[1] as search:
+    of = [with_token(tmp_path, TOKENS[name]) for name in ("chat", "search")]
+    async with (
+        await EncoderClient.connect(server.endpoint, credentials=of[0]) as chat,
+        await EncoderClient.connect(server.endpoint, credentials=of[1]) as search,
+    ):
         yield chat, search
 
 
@@ -253,9 +233,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_them(
     tmp_path: Path, guarded: Config, model: Model
 ) -> None:
     async with server_of(guarded, model) as server:
-        token = tmp_path / "chat.token"
-        token.write_text(TOKENS["chat"])
-        credentials = Credentials(token_file=str(token))
+        credentials = with_token(tmp_path, TOKENS["chat"])
         async with await EncoderClient.connect(server.endpoint, credentials=credentials) as client:
             await encoded(client, PICTURE)
         assert [entry.holder for entry in server.store.host.entries.values()] == ["tenant chat"]
@@ -264,10 +242,7 @@ async def test_stored_rows_count_against_the_tenant_that_encoded_them(
 @pytest.mark.attack("refused uploads, to evict kept files")
 async def test_a_file_that_the_queue_refuses_is_not_kept(config: Config, model: Model, gate: Gate) -> None:
     """Otherwise refused uploads would evict files of others. The names have no grid: only the bytes show the size."""
-    async with (
-        server_of(config, gate.before(model), max_queued_images=4) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, gate.before(model), max_queued_images=4) as (server, client):
         with gate.closed():
             states = await raw_submit(client, [named(n, with_comment(PICTURE, n)) for n in range(12)])
             last = [each[-1].state for each in states.values()]
@@ -283,10 +258,8 @@ async def test_a_host_with_many_invented_names_leaves_room_for_others(
     config: Config, model: Model, gate: Gate
 ) -> None:
     async with (
-        server_of(config, gate.before(model), max_queued_images=64) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-        from_another_host(server.endpoint) as elsewhere,
-        await EncoderClient.connect(elsewhere) as newcomer,
+        server_and_client(config, gate.before(model), max_queued_images=64) as (server, client),
+        client_elsewhere(server) as newcomer,
     ):
         with gate.closed():
             accepted = 0

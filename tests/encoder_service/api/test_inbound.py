@@ -88,9 +88,7 @@ async def test_a_gzip_client_is_refused_with_the_reason(server: Server) -> None:
         (OURS + "Describe", b"\xff"),
     ],
 )  # fmt: skip
-async def test_an_oversized_or_malformed_request_is_invalid(
-    server: Server, path: str, message: bytes
-) -> None:
+async def test_an_oversized_or_malformed_call_is_invalid(server: Server, path: str, message: bytes) -> None:
     raw = await RawConnection.open(server.endpoint)
     stream = await raw.call(path, message)
     assert await status(raw, stream) == INVALID_ARGUMENT
@@ -145,23 +143,11 @@ def test_the_largest_names_of_a_call_fit() -> None:
     name = pb.ImageName(
         index=most, digest=bytes(32), variant=variant, grid=pb.Grid(t=most, h=most, w=most), size_bytes=huge
     )
-    image = pb.FetchImage(
-        index=most,
-        digest=bytes(32),
-        variant=variant,
-        row_begin=most,
-        row_end=most,
-        chunk=most,
-        needed_in_ms=most,
-    )
-    caller = pb.Caller(
-        request_id="x" * 128,
-        client_id="y" * 128,
-        priority=-8,
-        model_fingerprint=bytes(32),
-        processor_fingerprint=bytes(32),
-        tenant_salt=bytes(64),
-    )
+    numbers = dict.fromkeys(("index", "row_begin", "row_end", "chunk", "needed_in_ms"), most)
+    image = pb.FetchImage(digest=bytes(32), variant=variant, **numbers)
+    prints = dict.fromkeys(("model_fingerprint", "processor_fingerprint"), bytes(32))
+    ids = {"request_id": "x" * 128, "client_id": "y" * 128}
+    caller = pb.Caller(**ids, **prints, priority=-8, tenant_salt=bytes(64))
     for count in (1, 512, 4096):
         fetch = pb.FetchRequest(
             caller=caller, images=[image] * count, transports=[1, 2], grace_ms=most, shm_proof=bytes(16)

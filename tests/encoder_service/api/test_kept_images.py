@@ -20,10 +20,10 @@ from encoder_service.scheduler import Claim
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
 from tests.callers import caller
-from tests.calls import collect, named, next_state, stub
+from tests.calls import begin_submit, collect, named, next_state, send
 from tests.gate import Gate
 from tests.operator_view import flush
-from tests.servers import server_of
+from tests.servers import server_and_client
 from tests.waiting import PATIENCE_S, soon
 
 PHOTO = photo(120, 80, 77)
@@ -31,12 +31,10 @@ PHOTO = photo(120, 80, 77)
 
 async def keeping_call(client: EncoderClient, image: bytes = PHOTO, *, retain: bool = True) -> Any:
     """Submit an image in a call that stays open; return the call after the answer to the image."""
-    call = (await stub(client)).Submit()
-    name, _ = named(3, image)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
+    call, (name, _) = await begin_submit(client), named(3, image)
     await call.write(pb.SubmitRequest(names=pb.ImageNames(names=[name], kept=retain)))
     if await state_of(call) == pb.STATE_NEEDS_BYTES:
-        await send(call, image)
+        await send(call, 3, image)
         assert await state_of(call) == pb.STATE_QUEUED
     return call
 
@@ -47,19 +45,13 @@ async def state_of(call: Any) -> int:
     return int(state.state)
 
 
-async def send(call: Any, image: bytes) -> None:
-    await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=3, data=image, last=True)]))
-
-
 async def lose(server: Server) -> None:
     """Drop all rows and files, as if others had filled the store and the source cache."""
     await flush(server)
     assert not server.store.contains(server.model.facts.recipe.key(content_digest(PHOTO)).address)
 
 
-async def test_a_lost_kept_image_is_requested_again_when_a_fetch_waits(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_lost_kept_image_is_requested_if_a_fetch_waits(server: Server, client: EncoderClient) -> None:
     call = await keeping_call(client)
     wanted = [RowRequest(content_digest(PHOTO))]
     first = (await collect(client, wanted, transports=["inline"]))[0]
@@ -68,7 +60,7 @@ async def test_a_lost_kept_image_is_requested_again_when_a_fetch_waits(
         await lose(server)
         fetching = asyncio.create_task(collect(client, wanted, transports=["inline"]))
         assert await state_of(call) == pb.STATE_NEEDS_BYTES
-        await send(call, PHOTO)
+        await send(call, 3, PHOTO)
         assert await state_of(call) == pb.STATE_QUEUED
         again = (await fetching)[0]
         assert again.error is None
@@ -93,9 +85,7 @@ async def test_a_lost_image_that_is_not_kept_stays_unknown(server: Server, clien
         assert (await collect(other, wanted, grace_ms=100))[0].error is not None
 
 
-async def test_a_call_that_ends_withdraws_its_kept_images(
-    server: Server, client: EncoderClient, gate: Gate
-) -> None:
+async def test_an_ended_call_withdraws_kept_images(server: Server, client: EncoderClient, gate: Gate) -> None:
     with gate.closed():
         first = await keeping_call(client, photo(64, 64, 1))
         second = await keeping_call(client)
@@ -107,10 +97,7 @@ async def test_a_call_that_ends_withdraws_its_kept_images(
 
 
 async def test_a_drain_ends_keeping_calls_at_once(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, drain_s=10 * PATIENCE_S) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, drain_s=10 * PATIENCE_S) as (server, client):
         call = await keeping_call(client)
         async with asyncio.timeout(PATIENCE_S):
             await server.drain()
@@ -119,10 +106,7 @@ async def test_a_drain_ends_keeping_calls_at_once(config: Config, model: Model) 
 
 
 async def test_a_drain_ends_a_call_that_starts_to_keep_images(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, drain_s=10 * PATIENCE_S) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, drain_s=10 * PATIENCE_S) as (server, client):
         call = await keeping_call(client, retain=False)
         async with asyncio.timeout(PATIENCE_S):
             draining = asyncio.create_task(server.drain())
@@ -135,10 +119,7 @@ async def test_a_drain_ends_a_call_that_starts_to_keep_images(config: Config, mo
 
 
 async def test_keeping_calls_leave_room_for_fetches(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, max_calls=4) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, max_calls=4) as (_, client):
         calls = [await keeping_call(client) for _ in range(3)]
         (outcome,) = (await collect(client, [RowRequest(content_digest(PHOTO))])).values()
         assert outcome.error is None

@@ -1,7 +1,6 @@
 """Names without files (`known_only`): kept if the fleet knows the image, else answered at once that it is unknown."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +25,7 @@ from tests.calls import LAST, all_encoded, collect, connection, next_states, stu
 from tests.cluster_replica import starting
 from tests.gate import Gate
 from tests.operator_view import flush, numbers
-from tests.servers import server_of
+from tests.servers import server_and_client, server_of
 from tests.tenants import TOKENS, As
 from tests.waiting import PATIENCE_S, soon, within_some_limit
 
@@ -141,13 +140,8 @@ async def test_an_unknown_image_is_answered_at_once_and_costs_nothing(
     await call.write(LAST)
     await ended(call)
     assert holds_nothing(server), "pieces that nobody asked for are ignored"
-    assert not await collect_known(client, PHOTO)
-
-
-async def collect_known(client: EncoderClient, *files: bytes) -> list[pb.ImageState]:
-    """Return the answers to the files that the server knows."""
-    states = await ask(client, *(name_of(file, index) for index, file in enumerate(files)))
-    return [state for state in states if state.state != pb.STATE_FAILED]
+    (state,) = await ask(client, name_of(PHOTO))
+    assert state.state == pb.STATE_FAILED
 
 
 @pytest.mark.attack("a name without a file, with lies about its size, its grid and its file")
@@ -164,13 +158,8 @@ async def test_a_wrong_grid_gets_no_other_answer_than_with_a_file(
         assert answer.error.message == state.error.message
 
 
-async def test_an_unknown_image_is_unknown_at_a_full_server_too(
-    config: Config, model: Model, gate: Gate
-) -> None:
-    async with (
-        server_of(config, gate.before(model), max_queued_images=4) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+async def test_an_unknown_image_is_so_at_a_full_server_too(config: Config, model: Model, gate: Gate) -> None:
+    async with server_and_client(config, gate.before(model), max_queued_images=4) as (_, client):
         with gate.closed():
             await client.submit([photo(64, 48, seed) for seed in range(3)])
             states = await ask(client, *(name_of(b"%d" % index, index) for index in range(100)))
@@ -187,9 +176,8 @@ async def test_a_tenant_learns_nothing_of_anothers_images(guard: Server, as_tena
         for salt in (b"", b"chat", b"tenant chat"):
             (theirs,) = await ask(search, name_of(PHOTO), salt=salt)
             (nobodys,) = await ask(search, name_of(OTHER), salt=salt)
-            theirs.error.message = theirs.error.message.replace(
-                content_digest(PHOTO).hex(), content_digest(OTHER).hex()
-            )
+            digests = (content_digest(file).hex() for file in (PHOTO, OTHER))
+            theirs.error.message = theirs.error.message.replace(*digests)
             assert theirs == nobodys, "no field tells more"
         assert [state.state for state in await ask(chat, name_of(PHOTO))] != [pb.STATE_FAILED]
 
@@ -214,9 +202,7 @@ async def test_a_flood_of_unknown_names_holds_nothing_and_delays_nobody(
     assert not server.images.unsubmitted._waiters
 
 
-async def test_a_lost_kept_image_is_reported_when_a_fetch_asks_for_it(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_lost_kept_image_is_told_when_a_fetch_wants_it(server: Server, client: EncoderClient) -> None:
     await stored(server, client, PHOTO, OTHER)
     async with await EncoderClient.connect(server.endpoint) as engine:
         kept = await engine.keep_known(nameless(engine, PHOTO, OTHER))
@@ -232,9 +218,7 @@ async def test_a_lost_kept_image_is_reported_when_a_fetch_asks_for_it(
         await kept.close()
 
 
-async def test_a_lost_image_is_asked_for_from_a_caller_that_has_its_file(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_lost_image_is_requested_from_who_has_its_file(server: Server, client: EncoderClient) -> None:
     kept = await client.keep([PHOTO])
     await stored(server, client, PHOTO)
     async with await EncoderClient.connect(server.endpoint) as engine:
@@ -262,9 +246,8 @@ async def test_the_client_asks_one_server_after_the_other(config: Config, model:
         for hint in ("", first.endpoint, "nowhere.example:1"):
             kept = await engine.keep_known(nameless(engine, *photos, OTHER, submitted_to=hint))
             assert [answer.error for answer in kept.answers[:6]] == [None] * 6
-            assert [answer.endpoint for answer in kept.answers[:6]] == [first.endpoint] * 3 + [
-                second.endpoint
-            ] * 3
+            at = [first.endpoint] * 3 + [second.endpoint] * 3
+            assert [answer.endpoint for answer in kept.answers[:6]] == at
             assert isinstance(kept.answers[6].error, LostImageError)
             await kept.close()
 
@@ -315,9 +298,7 @@ async def test_images_of_a_killed_server_are_lost_at_once(checkpoint: Path) -> N
             await kept.close()
 
 
-async def test_an_image_that_a_peer_has_or_encodes_is_known(
-    config: Config, model: Model, redis_url: str
-) -> None:
+async def test_an_image_of_a_peer_is_known(config: Config, model: Model, redis_url: str) -> None:
     async with starting(config, model, redis_url) as start:
         a, b = await start(), await start()
         (image,) = nameless(a.client, PHOTO)
@@ -340,11 +321,8 @@ async def test_an_image_that_a_peer_has_or_encodes_is_known(
 
 async def test_frames_of_a_video_are_known_by_their_names(server: Server, client: EncoderClient) -> None:
     file = clip(frames=8)
-    assert [state.state for state in await known_video(client, file)] == [pb.STATE_FAILED]
+    (state,) = await ask(client, name_of(file, video=True))
+    assert state.state == pb.STATE_FAILED
     await client.probe([file], [content_digest(file)])
-    (state,) = await known_video(client, file)
+    (state,) = await ask(client, name_of(file, video=True))
     assert (state.state, state.video.frames) == (pb.STATE_PROBED, 8)
-
-
-async def known_video(client: EncoderClient, file: bytes) -> Sequence[pb.ImageState]:
-    return await ask(client, name_of(file, video=True))

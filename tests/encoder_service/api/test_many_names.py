@@ -15,9 +15,8 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.keys import ImageKey
 from encoder_service.limits import NAMES_AT_A_TIME
-from prefill_client import EncoderClient
-from tests.calls import next_states, stub
-from tests.servers import server_of
+from tests.calls import begin_submit, next_states, stub
+from tests.servers import server_and_client
 from tests.waiting import PATIENCE_S, within_some_limit
 
 
@@ -29,7 +28,7 @@ async def read_to_the_end(call: Any) -> None:
 async def test_a_submit_of_hundreds_of_names_yields_the_loop(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, model) as (_, client):
         digests = [content_digest(n.to_bytes(4, "big")) for n in range(512)]
         named, tasks = 0, [len(asyncio.all_tasks())]
         key = messages.image_key
@@ -52,10 +51,8 @@ async def test_a_submit_of_hundreds_of_names_yields_the_loop(
             return each
 
         monkeypatch.setattr(messages, "image_key", counted)
-        submit = (await stub(client)).Submit(timeout=PATIENCE_S)
-        await submit.write(pb.SubmitRequest(open=pb.Caller()))
         names = [pb.ImageName(index=n, digest=digest) for n, digest in enumerate(digests)]
-        await submit.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+        submit = await begin_submit(client, *names)
         assert max(await passes(next_states(submit, 512))) <= NAMES_AT_A_TIME
         assert named == 512
         assert max(now - before for before, now in pairwise(tasks)) <= NAMES_AT_A_TIME + 16

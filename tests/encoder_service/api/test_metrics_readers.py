@@ -56,13 +56,11 @@ async def status(server: Server, path: str, authorization: str | None) -> tuple[
 @pytest.mark.parametrize(
     ("authorization", "answer"),
     [
-        (None, (401, "Bearer")),
-        ("", (401, "Bearer")),
-        ("Bearer somebody", (401, "Bearer")),
-        ("Basic prometheus", (401, "Bearer")),
-        ("prometheus", (401, "Bearer")),
-        ("Bearer chat", (403, "")),
-        ("Bearer ops", (403, "")),
+        *(
+            (wrong, (401, "Bearer"))
+            for wrong in (None, "", "Bearer somebody", "Basic prometheus", "prometheus")
+        ),
+        *((reader, (403, "")) for reader in ("Bearer chat", "Bearer ops")),
         ("Bearer prometheus", (200, "")),
     ],
 )

@@ -13,40 +13,35 @@ from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
 from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
-from tests.calls import all_encoded, collect, connection, named, next_states, refused, stub
+from tests.calls import all_encoded, begin_submit, collect, connection, named, next_states, refused, stub
 from tests.gate import Gate
 from tests.operator_view import numbers
-from tests.servers import server_of
+from tests.servers import server_and_client
 from tests.waiting import PATIENCE_S, soon
 
 MIB = 1 << 20
 PHOTOS = [photo(64 + n, 80, 700 + n) for n in range(16)]
-QUEUED, CACHED, FAILED, NEEDS_BYTES = (
-    pb.STATE_QUEUED,
-    pb.STATE_CACHED,
-    pb.STATE_FAILED,
-    pb.STATE_NEEDS_BYTES,
-)
+QUEUED, CACHED, FAILED = pb.STATE_QUEUED, pb.STATE_CACHED, pb.STATE_FAILED
+NEEDS_BYTES = pb.STATE_NEEDS_BYTES
 
 
-def whole(files: Sequence[bytes], sent: Sequence[int] | None = None, **fields: Any) -> pb.SubmitRequest:
+def whole(files: Sequence[bytes], sent: Sequence[int] | None = None) -> pb.SubmitRequest:
     """Return one message that submits files, of which those at `sent` come along; None means all."""
     names = [named(index, file)[0] for index, file in enumerate(files)]
     indexes = range(len(files)) if sent is None else sent
     pieces = [pb.ImageBytes(index=index, data=files[index], last=True) for index in indexes]
-    return pb.SubmitRequest(
-        open=pb.Caller(request_id="whole"),
-        names=pb.ImageNames(names=names),
-        bytes=pieces,
-        last=True,
-        **fields,
-    )
+    return pb.SubmitRequest(open=pb.Caller(), names=pb.ImageNames(names=names), bytes=pieces, last=True)
 
 
-async def messages_of(call: Any, *requests: pb.SubmitRequest) -> list[pb.SubmitResponse]:
-    """Send requests, and return all answers until the server ends the call."""
-    for request in requests:
-        await call.write(request)
+async def sent(client: EncoderClient, request: pb.SubmitRequest) -> Any:
+    """Begin a Submit with this message; return the call."""
+    call = (await stub(client)).Submit(timeout=PATIENCE_S)
+    await call.write(request)
+    return call
+
+
+async def messages_of(call: Any) -> list[pb.SubmitResponse]:
+    """Return all answers until the server ends the call."""
     messages: list[pb.SubmitResponse] = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -57,11 +52,11 @@ async def messages_of(call: Any, *requests: pb.SubmitRequest) -> list[pb.SubmitR
 async def test_names_and_files_in_one_message_are_answered_in_one_and_stay_submitted(
     server: Server, client: EncoderClient
 ) -> None:
-    (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS))
+    (message,) = await messages_of(await sent(client, whole(PHOTOS)))
     assert [(state.index, state.state) for state in message.states] == [(n, QUEUED) for n in range(16)]
     outcomes = await collect(client, [RowRequest(content_digest(file)) for file in PHOTOS])
     assert [outcome.error for outcome in outcomes.values()] == [None] * 16
-    (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS))
+    (message,) = await messages_of(await sent(client, whole(PHOTOS)))
     assert {state.state for state in message.states} == {CACHED}
     assert (await numbers(server)).total("uploaded_bytes_total") == sum(map(len, PHOTOS)), "once"
 
@@ -85,64 +80,50 @@ async def test_a_bad_file_in_a_message_fails_alone(client: EncoderClient) -> Non
     files = [PHOTOS[0], b"no image", PHOTOS[1][:200], PHOTOS[2]]
     request = whole(files)
     request.bytes[3].data = PHOTOS[3]  # under the name of another
-    message = (await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), request))[0]
+    message = (await messages_of(await sent(client, request)))[0]
     codes = {state.index: state.error.code for state in message.states}
     assert (codes[0], codes[1], codes[3]) == (0, 3, 3)
 
 
 @pytest.mark.parametrize(
-    ("files", "pieces", "why"),
+    ("sizes", "last", "why"),
     [
-        ([b"x" * MIB, b"y"], [0, 1], "bytes of files, the limit is"),
-        ([b"x"], [0, 0], "must be complete, in one piece"),
+        ({0: [MIB + 32], 1: [33]}, True, "bytes of files, the limit is"),
+        ({0: [33, 33]}, True, "must be complete, in one piece"),
+        ({0: [33]}, False, "must be complete, in one piece"),
     ],
-    ids=["too many bytes", "two pieces of one file"],
+    ids=["too many bytes", "two pieces of one file", "an incomplete file"],
 )
 async def test_files_beyond_their_bounds_end_the_call(
-    client: EncoderClient, files: list[bytes], pieces: list[int], why: str
+    client: EncoderClient, sizes: dict[int, list[int]], last: bool, why: str
 ) -> None:
-    request = whole([file * 2 for file in files] if len(pieces) > len({*pieces}) else files, [])
-    request.bytes.extend(
-        pb.ImageBytes(index=index, data=files[index] + bytes(32), last=True) for index in pieces
-    )
-    call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(request)
-    code, details = await refused(call)
+    pieces = [
+        pb.ImageBytes(index=index, data=bytes(size), last=last) for index in sizes for size in sizes[index]
+    ]
+    request = whole(PHOTOS[:2], [])
+    request.bytes.extend(pieces)
+    code, details = await refused(await sent(client, request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert why in details
 
 
-async def test_an_incomplete_file_with_its_name_ends_the_call(client: EncoderClient) -> None:
-    request = whole(PHOTOS[:1])
-    request.bytes[0].last = False
-    call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(request)
-    assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_files_for_which_there_is_no_space_are_not_parsed(config: Config, model: Model) -> None:
     """The server answers as if only the names had come."""
-    async with (
-        server_of(
-            config,
-            model,
-            # The first call keeps its space, however busy this machine is.
-            limits={"upload_idle_s": PATIENCE_S},
-            max_queued_gib=2 * MIB / GIB,
-            max_image_bytes=2 * MIB,
-        ) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
-        large: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
-        await large.write(pb.SubmitRequest(open=pb.Caller()))
-        name = pb.ImageName(index=0, digest=bytes(32), size_bytes=2 * MIB - 1)
-        await large.write(pb.SubmitRequest(names=pb.ImageNames(names=[name])))
+    async with server_and_client(
+        config,
+        model,
+        # The first call keeps its space, however busy this machine is.
+        limits={"upload_idle_s": PATIENCE_S},
+        max_queued_gib=2 * MIB / GIB,
+        max_image_bytes=2 * MIB,
+    ) as (server, client):
+        large = await begin_submit(client, pb.ImageName(digest=bytes(32), size_bytes=2 * MIB - 1))
         assert [state.state for state in await next_states(large, 1)] == [NEEDS_BYTES]
-        (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS[:2]))
+        (message,) = await messages_of(await sent(client, whole(PHOTOS[:2])))
         assert {state.error.code for state in message.states} == {8}
         large.cancel()
         await soon(lambda: server.budgets.upload_bytes.held == 0)
-        (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS[:2]))
+        (message,) = await messages_of(await sent(client, whole(PHOTOS[:2])))
         assert {state.state for state in message.states} == {QUEUED}
 
 
@@ -150,46 +131,39 @@ async def test_files_for_which_there_is_no_space_are_not_parsed(config: Config, 
 async def test_a_half_closed_call_keeps_complete_images_only_after_its_last_name(
     config: Config, model: Model, gate: Gate, last: bool
 ) -> None:
-    async with server_of(config, gate.before(model)) as server:
+    async with server_and_client(config, gate.before(model)) as (server, client):
         with gate.closed():
-            async with await EncoderClient.connect(server.endpoint) as client:
-                call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
-                request = whole(PHOTOS[:3], [0, 1])
-                request.last = last
-                await call.write(request)
-                states = {state.index: state.state for state in await next_states(call, 3)}
-                assert states == {0: QUEUED, 1: QUEUED, 2: NEEDS_BYTES}
-                await call.done_writing()
-                (missing,) = await next_states(call, 1)
-                assert (missing.index, missing.state, missing.error.code) == (2, FAILED, 3)
-                if last:
-                    assert await call.read() is grpc.aio.EOF
-                    assert len(server.jobs) == 2
-                else:
-                    assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
-                    await soon(lambda: len(server.jobs) <= 1)  # the decoder may have one of them
+            request = whole(PHOTOS[:3], [0, 1])
+            request.last = last
+            call = await sent(client, request)
+            states = {state.index: state.state for state in await next_states(call, 3)}
+            assert states == {0: QUEUED, 1: QUEUED, 2: NEEDS_BYTES}
+            await call.done_writing()
+            (missing,) = await next_states(call, 1)
+            assert (missing.index, missing.state, missing.error.code) == (2, FAILED, 3)
+            if last:
+                assert await call.read() is grpc.aio.EOF
+                assert len(server.jobs) == 2
+            else:
+                assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
+                await soon(lambda: len(server.jobs) <= 1)  # the decoder may have one of them
 
 
-async def test_files_that_the_server_asks_for_may_come_together(
-    server: Server, client: EncoderClient
-) -> None:
-    call: Any = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(whole(PHOTOS[:4], []))
+async def test_files_that_the_server_wants_may_come_together(server: Server, client: EncoderClient) -> None:
+    call = await sent(client, whole(PHOTOS[:4], []))
     assert {state.state for state in await next_states(call, 4)} == {NEEDS_BYTES}
     pieces = [pb.ImageBytes(index=n, data=file, last=True) for n, file in enumerate(PHOTOS[:4])]
     again = pb.ImageBytes(index=1, data=b"once more", last=True)
-    (message,) = await messages_of(call, pb.SubmitRequest(bytes=[*pieces[:2], again, *pieces[2:]]))
+    await call.write(pb.SubmitRequest(bytes=[*pieces[:2], again, *pieces[2:]]))
+    (message,) = await messages_of(call)
     assert [(state.index, state.state) for state in message.states] == [(n, QUEUED) for n in range(4)]
 
 
 async def test_many_files_together_may_exceed_the_largest_file(config: Config, model: Model) -> None:
     most = max(map(len, PHOTOS)) + 100
-    async with (
-        server_of(config, model, max_image_bytes=most) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, max_image_bytes=most) as (_, client):
         assert sum(map(len, PHOTOS)) > most
-        (message,) = await messages_of((await stub(client)).Submit(timeout=PATIENCE_S), whole(PHOTOS))
+        (message,) = await messages_of(await sent(client, whole(PHOTOS)))
         assert {state.state for state in message.states} == {QUEUED}
 
 

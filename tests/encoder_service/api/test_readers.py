@@ -17,9 +17,8 @@ from encoder_service.devices.model import Model
 from encoder_service.limits import Caller
 from prefill_client import EncoderClient
 from testing.photos import photo
-from testing.tcp_proxy import from_another_host
 from tests.calls import collect, stub, submitted
-from tests.servers import server_of
+from tests.servers import client_elsewhere, server_and_client, server_of
 from tests.waiting import PATIENCE_S, soon
 
 MIB = 1 << 20
@@ -42,11 +41,7 @@ def host_bytes(server: Server) -> tuple[int, int]:
 
 
 async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: Server) -> None:
-    async with (
-        await EncoderClient.connect(small.endpoint) as client,
-        from_another_host(small.endpoint) as elsewhere,
-        await EncoderClient.connect(elsewhere) as other,
-    ):
+    async with await EncoderClient.connect(small.endpoint) as client, client_elsewhere(small) as other:
         await submitted(client, PHOTOS[:8])
         names = [pb.FetchImage(index=n, digest=content_digest(image)) for n, image in enumerate(PHOTOS[:8])]
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
@@ -63,11 +58,7 @@ async def test_an_unread_fetch_pins_two_images_and_delays_no_other_call(small: S
 
 
 async def test_one_host_that_holds_all_it_can_leaves_room_for_others(small: Server) -> None:
-    async with (
-        await EncoderClient.connect(small.endpoint) as greedy,
-        from_another_host(small.endpoint) as elsewhere,
-        await EncoderClient.connect(elsewhere) as other,
-    ):
+    async with await EncoderClient.connect(small.endpoint) as greedy, client_elsewhere(small) as other:
         requests = await submitted(greedy, PHOTOS[:8])
         held: list[int] = []
         transports: set[str] = set()
@@ -105,14 +96,9 @@ async def test_a_fetch_that_holds_rows_keeps_no_image_file(server: Server, clien
 
 @pytest.mark.attack("a caller that fetches and does not read")
 async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, drain_s=1) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, drain_s=1) as (server, client):
         requests = await submitted(client, PHOTOS[:8])
-        server._listener._gate._reader_idle_s = (
-            2.0  # only now: the calls before read, however busy this machine is
-        )
+        server._listener._gate._reader_idle_s = 2.0  # not before: the other calls read, however slowly
         # 100 MB: more than gRPC buffers for an unread call, with any window size.
         names = [pb.FetchImage(index=n, digest=requests[n % 8].digest) for n in range(128)]
         unread = (await stub(client)).Fetch(pb.FetchRequest(images=names))
@@ -127,22 +113,15 @@ async def test_a_call_that_is_not_read_ends_and_releases_its_pins(config: Config
 
 async def test_a_fetch_over_the_callers_share_is_refused_as_a_whole(config: Config, model: Model) -> None:
     async with (
-        server_of(
+        server_and_client(
             config, model, limits={"max_grace_ms": GRACE_MS}, max_queued_images=64, drain_s=1
-        ) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-        from_another_host(server.endpoint) as elsewhere,
-        await EncoderClient.connect(elsewhere) as other,
+        ) as (server, client),
+        client_elsewhere(server) as other,
     ):
-        digests = [content_digest(n.to_bytes(2, "big")) for n in range(128)]
-        request = pb.FetchRequest(
-            images=[pb.FetchImage(index=n, digest=digest) for n, digest in enumerate(digests)],
-            grace_ms=GRACE_MS,
-        )
-        service = await stub(client)
-        waiting = service.Fetch(
-            request
-        )  # half of 16 claims for each of 64 images, four of which count as a message
+        images = [pb.FetchImage(index=n, digest=content_digest(n.to_bytes(2, "big"))) for n in range(128)]
+        request, service = pb.FetchRequest(images=images, grace_ms=GRACE_MS), await stub(client)
+        # Half of 16 claims for each of 64 images, four of which count as a message.
+        waiting = service.Fetch(request)
         await soon(lambda: server.budgets.fetched_messages.held == 128)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await service.Fetch(request).read()
@@ -192,9 +171,7 @@ async def test_rows_that_are_read_in_place_leave_room_for_rows_that_are_sent(sma
     assert small.budgets.pinned_bytes.held == 0
 
 
-async def test_a_caller_that_takes_rows_only_in_place_is_refused_when_its_share_is_used(
-    small: Server,
-) -> None:
+async def test_a_caller_that_takes_rows_only_in_place_is_refused_beyond_its_share(small: Server) -> None:
     async with await EncoderClient.connect(small.endpoint) as client:
         requests = await submitted(client, PHOTOS[:8])
         names = [pb.FetchImage(index=n, digest=each.digest) for n, each in enumerate(requests)]

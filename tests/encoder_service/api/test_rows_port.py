@@ -29,9 +29,9 @@ from prefill_client.transport import Receiver, receivers
 from prefill_client.transport.channels import Channels
 from testing.photos import photo
 from testing.tcp_proxy import ANOTHER_HOST, TcpProxy
-from tests.calls import collect, stub, submitted
+from tests.calls import bytes_of, collect, stub, submitted
 from tests.closed_port import closed_port
-from tests.servers import server_of
+from tests.servers import server_and_client, server_of
 from tests.waiting import PATIENCE_S, soon
 
 ROWS: dict[str, Any] = {"rows_listen": "127.0.0.1:0"}
@@ -71,17 +71,8 @@ async def raw_fetch(
         call.cancel()
 
 
-async def next_ready(call: Any, count: int) -> list[pb.ImageReady]:
-    """Return the next announcements of a Fetch, in any number of messages."""
-    ready: list[pb.ImageReady] = []
-    while len(ready) < count:
-        ready += (await call.read()).ready
-    assert len(ready) == count
-    return ready
-
-
 async def first_ready(call: Any) -> pb.ImageReady:
-    (ready,) = await next_ready(call, 1)
+    (ready,) = (await call.read()).ready
     return ready
 
 
@@ -129,9 +120,7 @@ async def test_rows_by_tcp_are_those_of_inline(server: Server, client: EncoderCl
     by_tcp = await collect(client, requests, transports=["tcp"])
     inline = await collect(client, requests, transports=["inline"])
     assert {rows.transport for rows in by_tcp.values()} == {"tcp"}
-    for index, rows in inline.items():
-        assert by_tcp[index].error is None
-        assert by_tcp[index].array.tobytes() == rows.array.tobytes()
+    assert bytes_of(by_tcp) == bytes_of(inline)
     await unpinned(server)
     # The client keeps its connections for the next call.
     opened = port_of(server).connections
@@ -150,7 +139,10 @@ async def test_a_call_offers_a_few_images_at_a_time(server: Server, client: Enco
     await collect(client, requests, transports=["inline"])
     await unpinned(server)
     async with raw_fetch(client, requests) as call:
-        ready = await next_ready(call, SENT_BESIDE)
+        ready: list[pb.ImageReady] = []
+        while len(ready) < SENT_BESIDE:  # in any number of messages
+            ready += (await call.read()).ready
+        assert len(ready) == SENT_BESIDE
         assert server.store.stats().pins == SENT_BESIDE
         read = 0
         while ready:
@@ -164,9 +156,7 @@ async def test_a_call_offers_a_few_images_at_a_time(server: Server, client: Enco
     await unpinned(server)
 
 
-async def test_tickets_share_no_message_with_so_many_windows_that_it_is_too_large(
-    client: EncoderClient,
-) -> None:
+async def test_tickets_share_no_message_that_many_windows_make_too_large(client: EncoderClient) -> None:
     small, large = await submitted(client, [PHOTOS[0], LARGE])
     await collect(client, [small, large], transports=["inline"])
     requests = [replace(small, row_end=1)] * (NAMES_AT_A_TIME - 1) + [large] * SENT_BESIDE
@@ -178,9 +168,7 @@ async def test_tickets_share_no_message_with_so_many_windows_that_it_is_too_larg
     assert all(ready.HasField("ticket") and not ready.rows for ready in second.ready)
 
 
-async def test_a_ticket_keeps_nothing_of_the_message_that_announced_it(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_a_ticket_keeps_nothing_of_its_announcement(server: Server, client: EncoderClient) -> None:
     """The message may have a mebibyte of the rows of other windows."""
     async with raw_fetch(client, await submitted(client, [LARGE])) as call:
         await first_ready(call)
@@ -215,10 +203,7 @@ async def test_the_ticket_of_an_ended_call_is_not_valid(server: Server, client: 
 
 
 async def test_a_ticket_that_nobody_presents_ends_in_an_error(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, **ROWS) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, **ROWS) as (server, client):
         # Of the port alone: this process may stall for longer in its calls.
         port_of(server)._reader_idle_s = 0.2
         requests = await submitted(client, PHOTOS[:1])
@@ -234,8 +219,7 @@ async def test_a_ticket_that_nobody_presents_ends_in_an_error(config: Config, mo
 
 async def test_a_reader_that_stops_ends_in_an_error_and_delays_nobody(config: Config, model: Model) -> None:
     async with (
-        server_of(config, model, **ROWS, limits={"reader_idle_s": 5.0}) as server,
-        await EncoderClient.connect(server.endpoint, client_id="stalls") as stalls,
+        server_and_client(config, model, **ROWS, limits={"reader_idle_s": 5.0}) as (server, stalls),
         await EncoderClient.connect(server.endpoint, client_id="reads") as reads,
     ):
         requests = await submitted(stalls, [LARGE])
@@ -266,10 +250,7 @@ def stalled(server: Server, ready: pb.ImageReady) -> "closing[socket.socket]":
 @pytest.mark.attack("a reader of the rows port that stops, and whose rows are evicted meanwhile")
 async def test_rows_of_an_ended_call_are_not_read_any_more(config: Config, model: Model) -> None:
     """A reader stalls, its call ends, and the pages get rows of other images: the reader gets none of those."""
-    async with (
-        server_of(config, model, **ROWS, store_host_gib=4 / 1024) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, **ROWS, store_host_gib=4 / 1024) as (server, client):
         requests = await submitted(client, [LARGE])
         whole = (await collect(client, requests, transports=["inline"]))[0].array.tobytes()
         async with raw_fetch(client, requests) as call:
@@ -298,7 +279,7 @@ def by_port(port: int) -> Callable[[str, pb.DescribeResponse, Channels], dict[st
     return found
 
 
-async def test_rows_of_a_connection_that_dies_come_inline(
+async def test_rows_of_a_lost_connection_come_inline(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy = await TcpProxy(port_of(server).port).start()
@@ -314,14 +295,11 @@ async def test_rows_of_a_connection_that_dies_come_inline(
         cutting = asyncio.create_task(cut())
         outcomes = await collect(client, requests, transports=["tcp"])
         await cutting
-        assert [each.error for each in outcomes.values()] == [None] * len(requests)
         assert outcomes[0].transport == "inline"
-        for index, rows in expected.items():
-            assert outcomes[index].array.tobytes() == rows.array.tobytes()
+        assert bytes_of(outcomes) == bytes_of(expected)
         proxy.mend()
-        assert {
-            each.transport for each in (await collect(client, requests, transports=["tcp"])).values()
-        } == {"inline"}
+        again = await collect(client, requests, transports=["tcp"])
+        assert {each.transport for each in again.values()} == {"inline"}
     assert caplog.text.count("arrive inline for 60 s") == 1
     await unpinned(server)
     await proxy.stop()
@@ -376,18 +354,14 @@ async def test_many_windows_of_an_image_come_in_the_call(server: Server, client:
     for requests, transport in ((few, "tcp"), (many, "inline")):
         outcomes = await collect(client, requests, transports=["tcp"])
         assert {rows.transport for rows in outcomes.values()} == {transport}
-        expected = await collect(client, requests, transports=["inline"])
-        for index, rows in expected.items():
-            assert outcomes[index].array.tobytes() == rows.array.tobytes()
+        assert bytes_of(outcomes) == bytes_of(await collect(client, requests, transports=["inline"]))
     await unpinned(server)
 
 
 @pytest.mark.attack("a caller that takes all tickets of the rows port")
 async def test_rows_come_in_the_call_if_no_ticket_is_left(config: Config, model: Model) -> None:
-    async with (
-        server_of(config, model, **ROWS, limits={"tickets": Budget(1, "tickets")}) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    one_ticket = {"tickets": Budget(1, "tickets")}
+    async with server_and_client(config, model, **ROWS, limits=one_ticket) as (server, client):
         requests = await submitted(client, PHOTOS)
         await collect(client, requests, transports=["inline"])
         async with raw_fetch(client, requests[:1]) as call:

@@ -15,7 +15,7 @@ from encoder_service.devices.model import Model
 from prefill_client import Credentials, EncoderClient
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.calls import collect, submitted
+from tests.calls import bytes_of, collect, submitted
 from tests.encoder_service.api.test_rows_port import first_ready, port_of, raw_fetch, received
 from tests.servers import server_of
 from tests.tenants import guarded_by, table
@@ -97,8 +97,7 @@ async def test_rows_travel_over_tls(config: Config, model: Model, certified: Cer
         by_tcp = await collect(client, requests, transports=["tcp"])
         inline = await collect(client, requests, transports=["inline"])
         assert {rows.transport for rows in by_tcp.values()} == {"tcp"}
-        for index, rows in inline.items():
-            assert by_tcp[index].array.tobytes() == rows.array.tobytes()
+        assert bytes_of(by_tcp) == bytes_of(inline)
 
 
 async def test_a_replaced_certificate_is_used_by_new_connections(
@@ -112,9 +111,7 @@ async def test_a_replaced_certificate_is_used_by_new_connections(
         assert await asyncio.to_thread(serial_of, server, context) != before
 
 
-async def test_a_client_without_certificate_gets_nothing(
-    config: Config, model: Model, certified: Certified
-) -> None:
+async def test_rows_need_a_clients_certificate(config: Config, model: Model, certified: Certified) -> None:
     async with (
         server_of(config, model, **certified.settings(clients=True)) as server,
         await EncoderClient.connect(server.endpoint, credentials=certified.client("engine")) as client,

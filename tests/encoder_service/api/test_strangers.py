@@ -81,9 +81,7 @@ async def test_refusals_beyond_a_number_are_not_delayed(
         assert delayed not in raw.trailers
 
 
-async def test_a_refused_caller_that_half_closes_has_its_error_as_a_message(
-    guarded: Config, model: Model
-) -> None:
+async def test_a_refused_caller_that_half_closes_gets_a_message(guarded: Config, model: Model) -> None:
     """Through a proxy that loses the status of a call which ends before its caller has half-closed."""
     limits = {"submits": Budget(1, "open Submit calls")}
     chat = ("authorization", f"Bearer {TOKENS['chat']}")
@@ -170,7 +168,7 @@ async def test_requests_of_strangers_that_do_not_arrive_leave_tenants_their_plac
 
 
 @pytest.mark.parametrize("path", [FETCH, DESCRIBE, CHECK, WATCH])
-async def test_a_call_of_one_request_has_to_end_it(
+async def test_a_call_has_to_end_its_request(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async with await RawConnection.open(server.endpoint) as raw:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,10 @@ from encoder_service.config import GIB, Config
 from encoder_service.devices.model import Model
 from prefill_client import EncoderClient
 from testing.photos import photo
-from testing.tcp_proxy import from_another_host
-from tests.calls import finish, naming, next_state, stub
+from tests.calls import begin_submit, finish, naming, next_state, send
 from tests.gate import Gate
 from tests.operator_view import numbers, settled
-from tests.servers import server_of
+from tests.servers import client_elsewhere, server_and_client, server_of
 from tests.waiting import PATIENCE_S, soon, within_some_limit
 
 MIB = 1 << 20
@@ -29,36 +29,22 @@ NEVER_STALLS = {"upload_idle_s": PATIENCE_S}
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 4, 8
 
 
-def open_call(client_id: str) -> pb.SubmitRequest:
-    return pb.SubmitRequest(open=pb.Caller(client_id=client_id))
-
-
-async def name(call: object, index: int, size_bytes: int = 0, digest: bytes | None = None) -> pb.ImageState:
+async def name(call: Any, index: int, size_bytes: int = 0, digest: bytes | None = None) -> pb.ImageState:
     """Name a new image and return the answer."""
     digest = digest or content_digest(f"{id(call)} {index}".encode())
-    await call.write(naming(pb.ImageName(index=index, digest=digest, size_bytes=size_bytes)))  # type: ignore[attr-defined]
-    return await next_state(call)  # type: ignore[attr-defined]
-
-
-async def send(call: object, index: int, data: bytes) -> None:
-    for begin in range(0, len(data), 200_000):
-        piece = pb.ImageBytes(index=index, data=data[begin : begin + 200_000])
-        await call.write(pb.SubmitRequest(bytes=[piece]))  # type: ignore[attr-defined]
+    await call.write(naming(pb.ImageName(index=index, digest=digest, size_bytes=size_bytes)))
+    return await next_state(call)
 
 
 async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: Config, model: Model) -> None:
     async with server_of(config, model, max_queued_gib=16 * MIB / GIB, max_image_bytes=8 * MIB) as server:
-        async with (
-            await EncoderClient.connect(server.endpoint) as greedy,
-            from_another_host(server.endpoint) as elsewhere,
-            await EncoderClient.connect(elsewhere) as client,
-        ):
-            call = (await stub(greedy)).Submit(timeout=PATIENCE_S)
-            await call.write(open_call("greedy"))
+        async with await EncoderClient.connect(server.endpoint) as greedy, client_elsewhere(server) as client:
+            call = await begin_submit(greedy)
             for index in range(20):
                 assert (await name(call, index)).state == pb.STATE_NEEDS_BYTES
-            for index in range(3):
-                await send(call, index, bytes(3 * MIB))  # never the last piece
+            for index in range(3 * 15):  # 3 MB each, and never the last piece
+                piece = pb.ImageBytes(index=index // 15, data=bytes(MIB // 5))
+                await call.write(pb.SubmitRequest(bytes=[piece]))
             assert (await next_state(call)).error.code == 3, "a call holds one image's worth of pieces"
             assert server.budgets.upload_bytes.held <= 8 * MIB
             for n in range(4):
@@ -72,52 +58,42 @@ async def test_an_unfinished_call_holds_one_image_and_others_are_served(config: 
 async def test_a_stalled_upload_ends_alone_and_frees_its_space(
     config: Config, model: Model, drip: bool
 ) -> None:
-    async with server_of(config, model, limits={"upload_idle_s": 0.5}) as server:
+    async with server_and_client(config, model, limits={"upload_idle_s": 0.5}) as (server, client):
         image = photo(400, 300, 77)
-        async with await EncoderClient.connect(server.endpoint) as client:
-            call = (await stub(client)).Submit(timeout=PATIENCE_S)
-            await call.write(open_call("slow"))
-            assert (await name(call, 1)).state == pb.STATE_NEEDS_BYTES
+        call = await begin_submit(client)
+        assert (await name(call, 1)).state == pb.STATE_NEEDS_BYTES
 
-            async def dripping() -> None:
-                while True:
-                    await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=b"x")]))
-                    await asyncio.sleep(0.05)
+        async def dripping() -> None:
+            while True:
+                await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=b"x")]))
+                await asyncio.sleep(0.05)
 
-            dripper = asyncio.create_task(dripping()) if drip else None
-            state = await next_state(call)
-            assert (state.index, state.error.code) == (1, DEADLINE_EXCEEDED)
-            # A piece that was under way counts until it is ignored.
-            await soon(lambda: server.budgets.upload_bytes.held == 0)
-            if dripper is not None:
-                dripper.cancel()
-                await asyncio.gather(dripper, return_exceptions=True)
-            # The call continues and answers other images. This process may stall for too long itself.
-            for index in range(2, 10):
-                assert (
-                    await name(call, index, len(image), content_digest(image))
-                ).state == pb.STATE_NEEDS_BYTES
-                await call.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=index, data=image, last=True)]))
-                if (state := (await next_state(call))).state == pb.STATE_QUEUED:
-                    break
-                assert state.error.code == DEADLINE_EXCEEDED
-            assert state.state == pb.STATE_QUEUED
-            await finish(call)
+        dripper = asyncio.create_task(dripping()) if drip else None
+        state = await next_state(call)
+        assert (state.index, state.error.code) == (1, DEADLINE_EXCEEDED)
+        # A piece that was under way counts until it is ignored.
+        await soon(lambda: server.budgets.upload_bytes.held == 0)
+        if dripper is not None:
+            dripper.cancel()
+            await asyncio.gather(dripper, return_exceptions=True)
+        # The call continues and answers other images. This process may stall for too long itself.
+        for index in range(2, 10):
+            state = await name(call, index, len(image), content_digest(image))
+            assert state.state == pb.STATE_NEEDS_BYTES
+            await send(call, index, image)
+            if (state := (await next_state(call))).state == pb.STATE_QUEUED:
+                break
+            assert state.error.code == DEADLINE_EXCEEDED
+        assert state.state == pb.STATE_QUEUED
+        await finish(call)
 
 
 async def test_a_name_without_upload_space_is_refused_with_a_retry_hint(config: Config, model: Model) -> None:
-    async with (
-        server_of(
-            config, model, limits=NEVER_STALLS, max_queued_gib=4 * MIB / GIB, max_image_bytes=2 * MIB
-        ) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
-        ours = await stub(client)
-        calls = [ours.Submit(timeout=PATIENCE_S) for _ in range(3)]
-        states = []
-        for number, call in enumerate(calls):
-            await call.write(open_call(f"client {number}"))
-            states.append(await name(call, 1, 2 * MIB - 1))
+    async with server_and_client(
+        config, model, limits=NEVER_STALLS, max_queued_gib=4 * MIB / GIB, max_image_bytes=2 * MIB
+    ) as (server, client):
+        calls = [await begin_submit(client) for _ in range(3)]
+        states = [await name(call, 1, 2 * MIB - 1) for call in calls]
         assert states[0].state == pb.STATE_NEEDS_BYTES
         assert {state.error.code for state in states[1:]} == {RESOURCE_EXHAUSTED}
         assert all(state.error.retry_after_ms > 0 for state in states[1:])
@@ -129,36 +105,34 @@ async def test_a_name_without_upload_space_is_refused_with_a_retry_hint(config: 
 
 
 async def test_a_refused_client_backs_off_and_sends_bytes_once(config: Config, model: Model) -> None:
-    async with server_of(
+    async with server_and_client(
         config, model, limits=NEVER_STALLS, max_queued_gib=4 * MIB / GIB, max_image_bytes=4 * MIB
-    ) as server:
+    ) as (server, client):
         image = photo(800, 600, 90)
-        async with await EncoderClient.connect(server.endpoint) as client:
-            call = (await stub(client)).Submit(timeout=PATIENCE_S)
-            await call.write(open_call("first"))
-            assert (await name(call, 1, 4 * MIB)).state == pb.STATE_NEEDS_BYTES
+        call = await begin_submit(client)
+        assert (await name(call, 1, 4 * MIB)).state == pb.STATE_NEEDS_BYTES
 
-            async def refused(limit_s: float) -> bool:
-                (answer,) = await client.submit([image], timeout_s=limit_s)
-                return isinstance(answer.error, OverloadedError)
+        async def refused(limit_s: float) -> bool:
+            (answer,) = await client.submit([image], timeout_s=limit_s)
+            return isinstance(answer.error, OverloadedError)
 
-            async def refusals() -> float:
-                return (await numbers(server)).total("submitted_images_total", outcome="failed")
+        async def refusals() -> float:
+            return (await numbers(server)).total("submitted_images_total", outcome="failed")
 
-            await within_some_limit(refused)
-            before, began = await refusals(), time.monotonic()
-            waiting = asyncio.create_task(client.submit([image], timeout_s=PATIENCE_S))
+        await within_some_limit(refused)
+        before, began = await refusals(), time.monotonic()
+        waiting = asyncio.create_task(client.submit([image], timeout_s=PATIENCE_S))
 
-            async def four_more() -> bool:
-                return await refusals() >= before + 4
+        async def four_more() -> bool:
+            return await refusals() >= before + 4
 
-            await soon(four_more)
-            assert time.monotonic() - began > 0.6, "at least 0.1, 0.2 and 0.4 s apart, or nearly"
-            assert (await numbers(server)).total("uploaded_bytes_total") == 0
-            call.cancel()
-            (answer,) = await waiting
-            assert answer.error is None
-            assert (await numbers(server)).total("uploaded_bytes_total") == len(image)
+        await soon(four_more)
+        assert time.monotonic() - began > 0.6, "at least 0.1, 0.2 and 0.4 s apart, or nearly"
+        assert (await numbers(server)).total("uploaded_bytes_total") == 0
+        call.cancel()
+        (answer,) = await waiting
+        assert answer.error is None
+        assert (await numbers(server)).total("uploaded_bytes_total") == len(image)
 
 
 # The images of a call that ends
@@ -204,35 +178,28 @@ async def test_a_killed_caller_withdraws_its_images_and_is_logged(server: Server
 
 
 async def test_only_cancelled_calls_withdraw_at_any_moment(config: Config, model: Model, gate: Gate) -> None:
-    async with server_of(config, gate.before(model)) as server:
+    async with server_and_client(config, gate.before(model)) as (server, client):
         rounds = 150
         with gate.closed():
-            async with await EncoderClient.connect(server.endpoint) as client:
-                (first,) = await client.submit([photo(64, 64, 1)])  # occupies the decoder
-                assert first.error is None
-                digests: dict[str, list[bytes]] = {"cancelled": [], "complete": []}
+            (first,) = await client.submit([photo(64, 64, 1)])  # occupies the decoder
+            assert first.error is None
 
-                async def submit(number: int, *, cancel: bool) -> None:
-                    data = photo(64 + number % 40, 64 + number // 40, number)
-                    ours = (await stub(client)).Submit(timeout=PATIENCE_S)
-                    await ours.write(open_call(""))
-                    assert (
-                        await name(ours, 1, len(data), content_digest(data))
-                    ).state == pb.STATE_NEEDS_BYTES
-                    await ours.write(pb.SubmitRequest(bytes=[pb.ImageBytes(index=1, data=data, last=True)]))
-                    assert (await next_state(ours)).state == pb.STATE_QUEUED
-                    if cancel:
-                        ours.cancel()
-                        with suppress(asyncio.CancelledError):
-                            await ours.read()
-                    else:
-                        await finish(ours)
-                    digests["cancelled" if cancel else "complete"].append(content_digest(data))
+            async def submit(number: int, *, cancel: bool) -> None:
+                data = photo(64 + number % 40, 64 + number // 40, number)
+                ours = await begin_submit(client)
+                state = await name(ours, 1, len(data), content_digest(data))
+                assert state.state == pb.STATE_NEEDS_BYTES
+                await send(ours, 1, data)
+                assert (await next_state(ours)).state == pb.STATE_QUEUED
+                if cancel:
+                    ours.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await ours.read()
+                else:
+                    await finish(ours)
 
-                for begin in range(0, 2 * rounds, 10):
-                    await asyncio.gather(
-                        *(submit(2 + n, cancel=n % 2 == 0) for n in range(begin, begin + 10))
-                    )
-                await settled(server, "calls_total", rounds, call="submit", status="CANCELLED")
-                await settled(server, "calls_total", rounds + 1, call="submit", status="OK")
-                assert len(server.jobs) == rounds + 1
+            for begin in range(0, 2 * rounds, 10):
+                await asyncio.gather(*(submit(2 + n, cancel=n % 2 == 0) for n in range(begin, begin + 10)))
+            await settled(server, "calls_total", rounds, call="submit", status="CANCELLED")
+            await settled(server, "calls_total", rounds + 1, call="submit", status="OK")
+            assert len(server.jobs) == rounds + 1

@@ -22,23 +22,19 @@ from testing.certificates import HOSTS, Authority
 from testing.photos import photo
 from tests.calls import fetched, naming, next_state, refused
 from tests.servers import server_of
-from tests.tenants import TOKENS, As, table
+from tests.tenants import TOKENS, As, table, with_token
 from tests.waiting import PATIENCE_S
 
 TICK_S = 0.05  # more than the resolution of a file system's clock
 
 
-async def test_tokens_are_replaced_without_a_restart(
-    guard: Server, as_tenant: As, tenants_file: Path
-) -> None:
+async def test_tokens_change_without_a_restart(guard: Server, as_tenant: As, tenants_file: Path) -> None:
     async with as_tenant(TOKENS["chat"]) as chat:
         assert (await chat.submit([photo(64, 64, 20)]))[0].error is None
         before = tenants_file.read_text()
         tenants_file.write_text(table("chat", TOKENS["chat"], "next-token", rights=["submit", "fetch"]))
         assert (await chat.submit([photo(64, 64, 21)]))[0].error is None
-        async with as_tenant(
-            "next-token"
-        ) as next_one:  # the same tenant, so it finds the images of the old token
+        async with as_tenant("next-token") as next_one:  # of the same tenant: it finds the earlier images
             assert (await fetched(next_one, content_digest(photo(64, 64, 20)))).error is None
         tenants_file.write_text(table("chat", "next-token", rights=["submit", "fetch"]))
         (submitted,) = await chat.submit([photo(64, 64, 22)])
@@ -52,20 +48,14 @@ async def test_tokens_are_replaced_without_a_restart(
 
 async def test_removing_a_token_ends_open_submits(guarded: Config, model: Model, tenants_file: Path) -> None:
     both = ["submit", "fetch"]
-    tenants_file.write_text(table("chat", "old", "new", rights=both) + table("search", "other", rights=both))
     name = pb.ImageName(digest=b"no digest")
+    new, search = table("chat", "new", rights=both), table("search", "other", rights=both)
     for after, expected in (
-        (table("chat", "new", rights=both) + table("search", "other", rights=both), UnauthenticatedError),
-        (
-            table("chat", "new", rights=both) + table("search", "other", "old", rights=both),
-            UnauthenticatedError,
-        ),
-        (
-            table("chat", "new", "old", rights=["fetch"]) + table("search", "other", rights=both),
-            ForbiddenError,
-        ),
+        (new + search, UnauthenticatedError),
+        (new + table("search", "other", "old", rights=both), UnauthenticatedError),
+        (table("chat", "new", "old", rights=["fetch"]) + search, ForbiddenError),
     ):
-        before = tenants_file.read_text()
+        tenants_file.write_text(table("chat", "old", "new", rights=both) + search)
         async with server_of(guarded, model) as server, grpc.aio.insecure_channel(server.endpoint) as channel:
             calls: Any = EncoderServiceStub(channel)
             metadata = (("authorization", "Bearer old"),)
@@ -77,7 +67,6 @@ async def test_removing_a_token_ends_open_submits(guarded: Config, model: Model,
             await submit.write(naming(pb.ImageName(index=1, digest=bytes(32))))
             code, _ = await refused(submit)
             assert code.value[0] == expected.status.value
-        tenants_file.write_text(before)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +97,7 @@ def test_a_file_without_tenants_is_an_error_and_the_previous_tenants_stay(
     assert "stay in force" in caplog.text
 
 
-def test_an_unreadable_file_is_read_once_it_becomes_readable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_read_once_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when another user replaces the file and then makes it readable: only its permissions change."""
     path = tmp_path / "tenants.toml"
     path.write_text(table("chat", TOKENS["chat"], rights=["fetch"]))
@@ -148,14 +135,10 @@ async def test_a_certificate_names_a_tenant_and_a_token_wins_over_it(
         table("engine", rights=["submit", "fetch"], certificates=("engine.example",))
         + table("reader", TOKENS["reader"], rights=["fetch"])
     )
-    token = tmp_path / "token"
-    token.write_text(TOKENS["reader"])
+    token_file = with_token(tmp_path, TOKENS["reader"]).token_file
     async with server_of(guarded, model, tls_cert=cert, tls_key=key, tls_client_ca=ca) as server:
-        for name, token_file, error in (
-            ("engine.example", "", None),
-            ("engine.example", str(token), ForbiddenError),
-        ):
-            credentials = Credentials(ca, *authority.issue(tmp_path, name), token_file=token_file)
+        for token, error in (("", None), (token_file, ForbiddenError)):
+            credentials = Credentials(ca, *authority.issue(tmp_path, "engine.example"), token_file=token)
             async with await EncoderClient.connect(server.endpoint, credentials=credentials) as client:
                 (submitted,) = await client.submit([photo(64, 64, 40)])
                 assert type(submitted.error) is (error or type(None))
@@ -165,13 +148,13 @@ async def test_a_certificate_names_a_tenant_and_a_token_wins_over_it(
 
 
 async def test_a_token_is_not_sent_unencrypted_to_another_host(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("secret")
+    secret = with_token(tmp_path, "secret")
     with pytest.raises(UnauthenticatedError, match="over TLS") as refusal:
-        await EncoderClient.connect(
-            "192.0.2.1:50051", credentials=Credentials(token_file=str(token)), timeout_s=5, wait=False
-        )
+        await EncoderClient.connect("192.0.2.1:50051", credentials=secret, timeout_s=5, wait=False)
     assert "secret" not in str(refusal.value)
+
+
+CHAT = table("chat", TOKENS["chat"], rights=["submit"])
 
 
 @pytest.mark.parametrize(
@@ -191,6 +174,14 @@ async def test_a_token_is_not_sent_unencrypted_to_another_host(tmp_path: Path) -
             "the same token or certificate",
         ),
         (table("a", *map(str, range(MAX_TOKENS + 1)), rights=[]), "more than 1024"),
+        *(
+            (f"{CHAT}max_priority = {value}", r"\[chat\] max_priority must be an integer from -8 to 8")
+            for value in ("9", "-9", "1.0", "true", '"8"')
+        ),
+        *(
+            (f"{CHAT}shares_by_salt = {value}", r"\[chat\] shares_by_salt must be true or false")
+            for value in ("1", '"true"', "[]")
+        ),
     ],
 )
 def test_an_invalid_tenants_file_is_refused_at_start(tmp_path: Path, text: str, says: str) -> None:

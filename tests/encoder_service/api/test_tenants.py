@@ -24,13 +24,15 @@ from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
-from prefill_client import Credentials, EncoderClient, RowRequest
+from prefill_client import EncoderClient, RowRequest
 from testing.photos import photo
-from tests.calls import connection, encoded, fetched, naming, next_state, refused, stub
+from tests.calls import begin_submit, connection, encoded, fetched, next_state, refused
 from tests.cluster_replica import starting
 from tests.counting import counted, stop_timers
-from tests.tenants import TOKENS, As
+from tests.tenants import TOKENS, As, with_token
 from tests.waiting import PATIENCE_S, settled, soon
+
+HASH = hashlib.sha256(TOKENS["chat"].encode()).hexdigest()
 
 
 @pytest.mark.attack("a caller without a token, with an unknown one, or with the hash of one")
@@ -43,7 +45,7 @@ from tests.waiting import PATIENCE_S, settled, soon
         (("authorization", TOKENS["chat"]),),
         (("authorization", f"Basic {TOKENS['chat']}"),),
         # The hashes in the file are not tokens.
-        (("authorization", f"Bearer {hashlib.sha256(TOKENS['chat'].encode()).hexdigest()}"),),
+        (("authorization", f"Bearer {HASH}"),),
     ],
     ids=["none", "unknown", "empty", "bare", "basic", "the hash"],
 )
@@ -67,10 +69,8 @@ async def test_callers_without_a_tenant_are_unauthenticated_in_every_call(
             assert "tenant" in details
             if not metadata:
                 assert "the call has neither" in details, "no token was sent, so none is unknown"
-            is_hash = metadata and metadata[0][1].endswith(
-                hashlib.sha256(TOKENS["chat"].encode()).hexdigest()
-            )
-            assert ("send the token of which it is the SHA-256" in details) == bool(is_hash)
+            is_hash = bool(metadata) and metadata[0][1].endswith(HASH)
+            assert ("send the token of which it is the SHA-256" in details) == is_hash
         # Probes have no token.
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
@@ -88,9 +88,7 @@ async def test_a_tenant_has_exactly_its_rights(as_tenant: As) -> None:
     async with as_tenant(TOKENS["reader"]) as reader:
         (submitted,) = await reader.submit([picture])
         assert isinstance(submitted.error, ForbiddenError)
-        assert str(submitted.error).endswith(
-            "tenant reader lacks the right `submit`: ask the server's operator for it"
-        )
+        assert "tenant reader lacks the right `submit`: ask the server's operator" in str(submitted.error)
         assert isinstance((await fetched(reader, content_digest(picture))).error, UnknownImageError)
     async with as_tenant(TOKENS["ops"]) as ops:
         rows = await fetched(ops, content_digest(picture))
@@ -103,16 +101,10 @@ async def test_operator_calls_need_the_right_and_the_host(
 ) -> None:
     from encoder_service.api.admin_client import OperatorError, run
 
-    for name in TOKENS:
-        path = tmp_path / f"{name}.operator"
-        path.write_text(TOKENS[name])
+    for name, token in TOKENS.items():
         for command in ("flush", "reload"):
-            answers = run(
-                command,
-                guard.endpoint,
-                folder=str(tmp_path / "absent"),
-                credentials=Credentials(token_file=str(path)),
-            )
+            absent = str(tmp_path / "absent")
+            answers = run(command, guard.endpoint, folder=absent, credentials=with_token(tmp_path, token))
             called = asyncio.to_thread(list, answers)
             if name != "ops":
                 with pytest.raises(OperatorError, match="lacks the right `operate`"):
@@ -131,17 +123,15 @@ async def test_operator_calls_need_the_right_and_the_host(
 
 async def state_of(client: EncoderClient, token: str, digest: bytes, salt: bytes = b"") -> pb.ImageState:
     """Name an image without sending it, and return the answer."""
-    call = (await stub(client)).Submit(metadata=(("authorization", f"Bearer {token}"),), timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller(tenant_salt=salt, client_id="chat")))
-    await call.write(naming(pb.ImageName(index=0, digest=digest)))
+    metadata = (("authorization", f"Bearer {token}"),)
+    name = pb.ImageName(digest=digest)
+    call = await begin_submit(client, name, metadata=metadata, tenant_salt=salt, client_id="chat")
     state = await next_state(call)
     call.cancel()
     return state
 
 
-async def test_a_tenant_can_neither_detect_nor_fetch_another_tenants_image(
-    guard: Server, as_tenant: As
-) -> None:
+async def test_a_tenant_can_neither_detect_nor_fetch_anothers_image(guard: Server, as_tenant: As) -> None:
     picture = photo(64, 64, 2)
     digest = content_digest(picture)
     async with as_tenant(TOKENS["chat"]) as chat, as_tenant(TOKENS["search"]) as search:
@@ -252,9 +242,7 @@ async def test_a_tenant_has_one_share_under_any_client_name(guard: Server, as_te
 async def test_tenants_find_their_images_through_any_replica(
     guarded: Config, model: Model, redis_url: str, tmp_path: Path
 ) -> None:
-    token = tmp_path / "chat.token"
-    token.write_text(TOKENS["chat"])
-    async with starting(guarded, model, redis_url, Credentials(token_file=str(token))) as start:
+    async with starting(guarded, model, redis_url, with_token(tmp_path, TOKENS["chat"])) as start:
         a, b = await start(), await start()
         (submitted,) = await a.client.submit([photo(64, 64, 50)])
         made = await a.fetch(submitted.digest)

@@ -76,9 +76,7 @@ async def refused(server: Server, credentials: Credentials) -> str:
 
 
 @pytest.mark.parametrize("transport", ["inline", "shm"])
-async def test_rows_are_served_over_tls_and_through_shared_memory(
-    serving: Serving, ca: str, transport: str
-) -> None:
+async def test_rows_are_served_over_tls_and_shared_memory(serving: Serving, ca: str, transport: str) -> None:
     async with (
         serving() as server,
         await EncoderClient.connect(server.endpoint, credentials=Credentials(ca)) as client,
@@ -86,9 +84,7 @@ async def test_rows_are_served_over_tls_and_through_shared_memory(
         assert await transport_of(client, 1, transport) == transport
 
 
-async def test_tls_refuses_other_authorities_and_clients_without_tls(
-    serving: Serving, tmp_path: Path
-) -> None:
+async def test_tls_refuses_other_authorities_and_plain_clients(serving: Serving, tmp_path: Path) -> None:
     other = Authority("other").write(tmp_path / "other.pem")
     async with serving() as server:
         assert "CERTIFICATE_VERIFY_FAILED" in await refused(server, Credentials(other))

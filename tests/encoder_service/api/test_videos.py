@@ -26,12 +26,11 @@ from prefill_client import EncoderClient, FetchedRows, RowRequest
 from prefill_client.video import Video, read_videos
 from testing.clips import clip, true_frames, with_index_first
 from testing.photos import photo
-from testing.tcp_proxy import from_another_host
-from tests.calls import collect, finish, stub
+from tests.calls import begin_submit, collect, finish, send
 from tests.gate import Gate
 from tests.operator_view import flush
-from tests.servers import server_of
-from tests.waiting import PATIENCE_S, soon
+from tests.servers import client_elsewhere, server_and_client
+from tests.waiting import soon
 
 SIZES: dict[str, Any] = {"frames": 50, "fps": 10.0}
 VIDEO = clip("mp4", **SIZES)
@@ -94,16 +93,13 @@ async def conversation(
     client: EncoderClient, names: Sequence[pb.ImageName], data: bytes
 ) -> list[pb.ImageState]:
     """Send the names, send `data` when bytes are wanted, and return all answers in order."""
-    call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller(request_id="raw")))
-    await call.write(pb.SubmitRequest(names=pb.ImageNames(names=names)))
+    call = await begin_submit(client, *names)
     answers: list[pb.ImageState] = []
     while sum(answer.state != pb.STATE_NEEDS_BYTES for answer in answers) < len(names):
         for state in (await call.read()).states:
             answers.append(state)
             if state.state == pb.STATE_NEEDS_BYTES:
-                piece = pb.ImageBytes(index=state.index, data=data, last=True)
-                await call.write(pb.SubmitRequest(bytes=[piece]))
+                await send(call, state.index, data)
     await finish(call)
     return answers
 
@@ -118,9 +114,9 @@ async def flushed(server: Server, *, files: bool) -> None:
 
 def pair_name(index: int, digest: bytes, first: int, second: int, **fields: Any) -> pb.ImageName:
     grid = fields.pop("grid", pb.Grid(t=1, h=16, w=16))
-    return pb.ImageName(
-        index=index, digest=digest, frames=pb.Frames(first=first, second=second), grid=grid, **fields
-    )
+    height, width = fields.pop("bilinear", (0, 0))
+    frames = pb.Frames(first=first, second=second, bilinear_height=height, bilinear_width=width)
+    return pb.ImageName(index=index, digest=digest, frames=frames, grid=grid, **fields)
 
 
 async def test_a_file_that_many_pairs_need_is_requested_once(server: Server, client: EncoderClient) -> None:
@@ -168,9 +164,7 @@ async def test_a_retained_video_is_requested_again_once(
         assert equal(again[index], first[index].tensor())
 
 
-async def test_frames_that_do_not_exist_are_refused_and_others_are_not(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_frames_that_do_not_exist_are_refused_alone(server: Server, client: EncoderClient) -> None:
     data = clip("mp4", **SIZES, seed=25)
     digest = content_digest(data)
     names = [pair_name(0, digest, 0, 1), pair_name(1, digest, 49, 50), pair_name(2, digest, 48, 49)]
@@ -215,10 +209,7 @@ async def test_video_errors_name_the_limit(
     if isinstance(limits, VideoLimits):
         monkeypatch.setattr(serving, "VIDEO_LIMITS", limits)
         limits = {}
-    async with (
-        server_of(config, model, **limits) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, **limits) as (_, client):
         (found,) = await read_videos(client, [VIDEO], settings)
         assert isinstance(found, InvalidImageError)
         assert message in found.message
@@ -249,44 +240,23 @@ async def test_a_file_that_is_not_a_video_is_refused(client: EncoderClient, sett
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            pb.ImageName(digest=bytes(32), frames=pb.Frames(first=0, second=1)),
-            "must be named with their grid",
-        ),
+        (pair_name(0, bytes(32), 0, 1, grid=None), "must be named with their grid"),
         (pair_name(0, bytes(32), 3, 1), "must not come after"),
         (pair_name(0, bytes(32), 0, 1, video=True), "either that of a video or of its frames"),
         (pair_name(0, bytes(32), 0, 1, variant=pb.Variant(max_pixels=70000)), "without a variant"),
         (pair_name(0, bytes(32), 0, 1, grid=pb.Grid(t=2, h=16, w=16)), "not a valid grid"),
         (pair_name(0, bytes(32), 0, 1, grid=pb.Grid(t=1, h=9000, w=9000)), "not a valid grid"),
-        (
-            pb.ImageName(
-                digest=bytes(32),
-                frames=pb.Frames(first=0, second=1, bilinear_height=56),
-                grid=pb.Grid(t=1, h=16, w=16),
-            ),
-            "must be given together",
-        ),
-        (
-            pb.ImageName(
-                digest=bytes(32),
-                frames=pb.Frames(first=0, second=1, bilinear_height=1 << 20, bilinear_width=1 << 20),
-                grid=pb.Grid(t=1, h=16, w=16),
-            ),
-            "exceed max_image_pixels",
-        ),
+        (pair_name(0, bytes(32), 0, 1, bilinear=(56, 0)), "must be given together"),
+        (pair_name(0, bytes(32), 0, 1, bilinear=(1 << 20, 1 << 20)), "exceed max_image_pixels"),
     ],
 )
-async def test_impossible_frame_names_are_refused(
-    client: EncoderClient, name: pb.ImageName, message: str
-) -> None:
+async def test_impossible_frames_are_refused(client: EncoderClient, name: pb.ImageName, message: str) -> None:
     (answer,) = await conversation(client, [name], b"")
     assert answer.state == pb.STATE_FAILED
     assert message in answer.error.message
 
 
-async def test_a_fetch_refuses_the_same_names_as_a_submit(
-    client: EncoderClient, settings: VideoSettings
-) -> None:
+async def test_a_fetch_refuses_names_as_a_submit_does(client: EncoderClient, settings: VideoSettings) -> None:
     """The server has the file, so only the name is wrong."""
     video = await read_video(client, VIDEO, settings)
     pair = video.clip.pairs[0]
@@ -302,11 +272,9 @@ async def test_a_fetch_refuses_the_same_names_as_a_submit(
     assert (await collect(client, [RowRequest(video.digest, frames=pair)]))[0].error is None
 
 
-async def test_a_server_without_a_decoder_says_so(
-    config: Config, model: Model, settings: VideoSettings
-) -> None:
+async def test_servers_without_decoders_say_so(config: Config, model: Model, settings: VideoSettings) -> None:
     without = replace(model, recipe=replace(model.recipe, video=b""), videos="")
-    async with server_of(config, without) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, without) as (_, client):
         assert client.description.video_decoder == ""
         (found,) = await read_videos(client, [VIDEO], settings)
         assert isinstance(found, EncoderError)
@@ -335,16 +303,10 @@ def test_addresses_differ_by_frames_size_decoder_and_still(model: Model) -> None
     assert len(set(addresses)) == len(addresses)
 
 
-async def test_images_do_not_wait_for_the_pairs_of_a_clip(
-    server: Server, gate: Gate, settings: VideoSettings
-) -> None:
+async def test_images_wait_for_no_pair_of_a_clip(server: Server, gate: Gate, settings: VideoSettings) -> None:
     """Only one pair is decoded at a time, which leaves a thread for images."""
     data = clip("mp4", frames=300, fps=10.0, seed=30)
-    async with (
-        await EncoderClient.connect(server.endpoint) as clips,
-        from_another_host(server.endpoint) as elsewhere,
-        await EncoderClient.connect(elsewhere) as images,
-    ):
+    async with await EncoderClient.connect(server.endpoint) as clips, client_elsewhere(server) as images:
         video = await read_video(clips, data, replace(settings, fps=10.0))
         assert len(video.images) > 100
         with gate.closed(frames_only=True):

@@ -47,12 +47,10 @@ class Replica:
 
     async def encodes(self) -> int:
         """Return the number of images that it has encoded and stored."""
-        text = (
-            await asyncio.to_thread(self.server.metrics.exposition)
-        ).decode()  # its port may want certificates
+        text = await asyncio.to_thread(self.server.metrics.exposition)  # its port may want certificates
         return sum(
             int(sample.value)
-            for family in text_string_to_metric_families(text)
+            for family in text_string_to_metric_families(text.decode())
             for sample in family.samples
             if sample.name == "encsvc_encoded_images_total" and sample.labels["outcome"] == "kept"
         )
@@ -86,6 +84,15 @@ class Replica:
     async def locates(self, digest: bytes, **variant: int) -> bool:
         """Whether it locates the image at a peer."""
         return bool(await self.index.locate([self.address(digest, **variant)]))
+
+
+async def held_by(holder: Replica, seen_by: Replica) -> bytes:
+    """Have a replica hold a new photo, and wait until another locates it; return its file."""
+    file = new_photo()
+    (image,) = await holder.client.submit([file])
+    assert (await holder.fetch(image.digest)).error is None
+    await soon(lambda: seen_by.locates(image.digest))
+    return file
 
 
 async def through_peer(a: Replica, b: Replica, file: bytes) -> FetchedRows:

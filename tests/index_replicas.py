@@ -2,9 +2,10 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
@@ -52,6 +53,18 @@ def redis_settings(url: str, space: str) -> RedisSettings:
         replica_ttl_ms=TTL_MS,
         lease_ttl_ms=TTL_MS,
     )
+
+
+@asynccontextmanager
+async def joined(*clusters: RedisCluster) -> AsyncIterator[Sequence[RedisCluster]]:
+    """Have replicas join, named by letters; they are closed at the end."""
+    try:
+        for name, cluster in zip(ascii_lowercase, clusters, strict=False):
+            await cluster.join(as_replica(name))
+        yield clusters
+    finally:
+        for cluster in clusters:
+            await cluster.close()
 
 
 async def publish(cluster: RedisCluster, grids: Mapping[bytes, Grid]) -> None:

@@ -17,7 +17,7 @@ from testing.jumping_clock import BACK, FORWARD, HOUR_S
 from testing.photos import photo
 from testing.redis_servers import redis_server
 from testing.replicas import ReplicaProcess, fleet_of
-from tests.calls import encoded, naming, next_state, stub
+from tests.calls import begin_submit, encoded, next_state
 from tests.cluster_load import alone, encodes, joined, traffic
 from tests.cluster_replica import PATIENCE
 from tests.pages import ROOT
@@ -27,12 +27,11 @@ from tests.waiting import PATIENCE_S, soon
 JUMPS = (FORWARD, BACK, BACK, FORWARD)
 # By so much the client's estimate of the server's clock may be off on a busy machine. A jump is an hour.
 OFF_S = 60.0
+Pair = tuple[ReplicaProcess, ReplicaProcess]
 
 
 @pytest.fixture(scope="module")
-def replicas(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[ReplicaProcess, ReplicaProcess]]:
+def replicas(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A replica whose clock jumps, and one with a correct clock. A stall of a busy machine ends no lease of theirs."""
     command = tmp_path_factory.mktemp("clock") / "encoder-service"
     command.write_text(
@@ -53,9 +52,7 @@ def hours_off(replica: ReplicaProcess) -> set[int]:
     return {round((at - datetime.now(UTC)).total_seconds() / HOUR_S) for at in times}
 
 
-async def test_clock_jumps_under_load_end_no_lease_entry_or_call(
-    replicas: tuple[ReplicaProcess, ReplicaProcess],
-) -> None:
+async def test_clock_jumps_under_load_end_no_lease_entry_or_call(replicas: Pair) -> None:
     jumper, _ = replicas
     await joined(replicas)
     before = await encodes(replicas)
@@ -73,17 +70,13 @@ async def test_clock_jumps_under_load_end_no_lease_entry_or_call(
 
 async def answered(client: EncoderClient, name: pb.ImageName) -> pb.ImageState:
     """Name one image, and return the answer."""
-    call = (await stub(client)).Submit(timeout=60)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(naming(name))
+    call = await begin_submit(client, name)
     state: pb.ImageState = await next_state(call)
     call.cancel()
     return state
 
 
-async def test_clock_jumps_change_no_duration_and_no_stage_time(
-    replicas: tuple[ReplicaProcess, ReplicaProcess],
-) -> None:
+async def test_clock_jumps_change_no_duration_and_no_stage_time(replicas: Pair) -> None:
     """An image's file, kept for two minutes, and the moments of a trace."""
     jumper, _ = replicas
     picture = photo(96, 64, 61)
@@ -100,9 +93,7 @@ async def test_clock_jumps_change_no_duration_and_no_stage_time(
                 assert asked_s - OFF_S < began_s < time.monotonic() + OFF_S
 
 
-async def test_a_replica_whose_clock_jumped_drains_normally(
-    replicas: tuple[ReplicaProcess, ReplicaProcess],
-) -> None:
+async def test_a_replica_whose_clock_jumped_drains_normally(replicas: Pair) -> None:
     jumper, steady = replicas
     jumper.process.process.send_signal(FORWARD)
     assert await asyncio.to_thread(jumper.process.terminate, PATIENCE_S) == 0

@@ -3,13 +3,13 @@
 import asyncio
 import socket
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from encoder_contract.credentials import NO_CREDENTIALS
+from encoder_contract.digest import content_digest
 from encoder_contract.errors import Status, UnknownImageError
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -19,10 +19,17 @@ from encoder_service.config import Config, ConfigError
 from encoder_service.devices.model import Model
 from encoder_service.metrics import scrape
 from prefill_client import EncoderClient, RowRequest, read_images
-from prefill_client.transport.channels import Channels
-from prefill_client.transport.connection import Connection
-from tests.calls import next_state
-from tests.cluster_replica import PATIENCE, PROMPTLY, Replica, Start, at_slow_peer, new_photo, through_peer
+from tests.calls import begin_submit, next_state
+from tests.cluster_replica import (
+    PATIENCE,
+    PROMPTLY,
+    Replica,
+    Start,
+    at_slow_peer,
+    held_by,
+    new_photo,
+    through_peer,
+)
 from tests.index_replicas import grids
 from tests.scripted_device import ScriptedDevice
 from tests.waiting import PATIENCE_S, soon
@@ -37,11 +44,7 @@ async def test_images_are_fetched_through_any_replica_and_encoded_once(start: St
 
 async def test_bytes_of_an_image_that_a_peer_holds_are_not_requested(start: Start) -> None:
     a, b = await start(), await start()
-    file = new_photo()
-    (image,) = await a.client.submit([file])
-    await a.fetch(image.digest)
-    await soon(lambda: b.locates(image.digest))
-    (known,) = await b.client.submit([file])
+    (known,) = await b.client.submit([await held_by(a, seen_by=b)])
     assert known.cached
     found = await asyncio.to_thread(scrape, b.server.watch.endpoint, PATIENCE_S)
     assert found.total("uploaded_bytes_total") == 0
@@ -118,9 +121,7 @@ async def test_a_caller_that_leaves_before_its_bytes_releases_the_lease(start: S
         assert (await b.fetch(image.digest)).source == "encoded"
 
 
-async def test_a_stalled_uploader_delays_no_other_caller(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stalled_uploader_delays_nobody_else(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.images.UPLOAD_WAIT_S", 0.5)
     a, b = await start(), await start()
     file = new_photo()
@@ -143,7 +144,7 @@ async def test_a_stale_location_costs_one_try(start: Start) -> None:
     assert not await b.index.locate([address]), "the location was retracted"
 
 
-async def test_an_unreachable_peer_is_avoided_and_stays_in_the_index(
+async def test_an_unreachable_peer_is_avoided_not_retracted(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only this timeout is that of production.
@@ -245,17 +246,11 @@ async def test_another_processor_in_a_namespace_is_refused_with_fingerprints(
         assert processor[:8].hex() in str(refusal.value)
 
 
-async def _named_only(replica: Replica, file: bytes) -> "asyncio.Future[None]":
+async def _named_only(replica: Replica, file: bytes) -> Any:
     """Name an image to a replica and send no bytes; cancel the returned call to leave."""
-    connection = await Connection.open(replica.endpoint, Channels(NO_CREDENTIALS))
-    call: Any = EncoderServiceStub(connection.channel).Submit()
-    (image,) = read_images([file], connection.description.geometry)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(
-        pb.SubmitRequest(names=pb.ImageNames(names=[pb.ImageName(index=0, digest=image.digest)]))
-    )
+    call = await begin_submit(replica.client, pb.ImageName(digest=content_digest(file)))
     assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
-    return cast("asyncio.Future[None]", call)
+    return call
 
 
 async def test_many_waiting_fetches_cost_the_index_few_calls(start: Start) -> None:

@@ -11,7 +11,7 @@ from encoder_contract.errors import UnavailableError
 from encoder_service.cluster import peers
 from encoder_service.cluster.cluster import Acquired
 from encoder_service.images import LEASE_WAIT_S
-from tests.cluster_replica import Start, at_slow_peer, new_photo
+from tests.cluster_replica import Start, at_slow_peer, held_by, new_photo
 from tests.index_replicas import grids
 from tests.waiting import PATIENCE_S, soon
 
@@ -20,7 +20,7 @@ async def fails(*_: object) -> None:
     raise UnavailableError("the peer has no room for this reader")
 
 
-async def test_waiting_beside_a_failed_peer_makes_few_index_calls(
+async def test_waiting_beside_a_failed_peer_asks_seldom(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, holder, encoder = [await start() for _ in range(3)]
@@ -61,10 +61,7 @@ async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
 ) -> None:
     """Happens when the certificates change, or when a 257th peer needs the channel."""
     a, b = await start(), await start()
-    file = new_photo()
-    (image,) = await a.client.submit([file])
-    await a.fetch(image.digest)
-    await soon(lambda: b.locates(image.digest))
+    digest = content_digest(await held_by(a, seen_by=b))
     monkeypatch.setattr(peers, "CLOSE_S", 0.0)
     reading, receive = asyncio.Event(), b.cluster._peers._receive
 
@@ -74,7 +71,7 @@ async def test_a_connection_closed_during_a_transfer_ends_no_waiting_call(
         return await receive(endpoint, call, *image)
 
     monkeypatch.setattr(b.cluster._peers, "_receive", held)
-    fetching = asyncio.create_task(b.fetch(image.digest, grace_ms=30_000))
+    fetching = asyncio.create_task(b.fetch(digest, grace_ms=30_000))
     await asyncio.wait_for(reading.wait(), PATIENCE_S)
     monkeypatch.setattr(b.cluster._peers, "_receive", receive)
     b.cluster._peers._channels.popitem()

@@ -29,6 +29,7 @@ from tests.waiting import soon
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 # The longest delay after a death: two seconds until the heartbeat expires, and one more encode on a busy machine.
 BUMP_S = 8.0
+Fleet = Sequence[ReplicaProcess]
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,13 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def three(checkpoint: Path, redis: RedisServer) -> Iterator[Sequence[ReplicaProcess]]:
+def three(checkpoint: Path, redis: RedisServer) -> Iterator[Fleet]:
     with fleet_of([ReplicaProcess(checkpoint, n, index=redis.url) for n in range(3)]) as replicas:
         yield replicas
 
 
 @pytest.fixture
-async def fleet(three: Sequence[ReplicaProcess], redis: RedisServer) -> Sequence[ReplicaProcess]:
+async def fleet(three: Fleet, redis: RedisServer) -> Fleet:
     """Three replicas that see each other, restarted if the last test killed some."""
     if redis.process is None:
         redis.start()
@@ -53,13 +54,11 @@ async def fleet(three: Sequence[ReplicaProcess], redis: RedisServer) -> Sequence
     return three
 
 
-async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(
-    fleet: Sequence[ReplicaProcess],
-) -> None:
+async def test_in_the_steady_state_each_image_is_encoded_once_per_fleet(fleet: Fleet) -> None:
     await steady(fleet, prompts=40)
 
 
-async def test_a_replica_killed_while_encoding_loses_no_image(fleet: Sequence[ReplicaProcess]) -> None:
+async def test_a_replica_killed_while_encoding_loses_no_image(fleet: Fleet) -> None:
     victim, *others = fleet
     before = await encodes(others)
     async with traffic(fleet, workers=6) as load:
@@ -78,7 +77,7 @@ def _encodes_now(replica: ReplicaProcess) -> bool:
     return replica.metrics().total("queue_images") > 0
 
 
-async def test_a_stream_of_a_killed_replica_continues_elsewhere(fleet: Sequence[ReplicaProcess]) -> None:
+async def test_a_stream_of_a_killed_replica_continues_elsewhere(fleet: Fleet) -> None:
     base, seed = photo(1280, 720, 1), next(seeds) << 32
     files = [with_comment(base, seed + n) for n in range(24)]  # 1.8 MB of rows each
     before = await encodes(fleet[1:])
@@ -99,7 +98,7 @@ async def test_a_stream_of_a_killed_replica_continues_elsewhere(fleet: Sequence[
     assert await encodes(fleet[1:]) - before <= len(files)
 
 
-async def test_leases_of_a_killed_replica_expire(fleet: Sequence[ReplicaProcess]) -> None:
+async def test_leases_of_a_killed_replica_expire(fleet: Fleet) -> None:
     victim, *others = fleet
     base, seed = photo(200, 200, 1), next(seeds) << 32
     files = [with_comment(base, seed + n) for n in range(8)]
@@ -121,7 +120,7 @@ async def test_leases_of_a_killed_replica_expire(fleet: Sequence[ReplicaProcess]
     assert await encodes(others) - before == len(files)
 
 
-async def test_kept_images_of_a_dead_replica_are_found_by_digest(fleet: Sequence[ReplicaProcess]) -> None:
+async def test_kept_images_of_a_dead_replica_are_found_by_digest(fleet: Fleet) -> None:
     victim, *others = fleet
     base, seed = photo(1280, 720, 2), next(seeds) << 32
     files = [with_comment(base, seed + n) for n in range(12)]
@@ -138,9 +137,7 @@ async def test_kept_images_of_a_dead_replica_are_found_by_digest(fleet: Sequence
             assert [outcome.error async for outcome in stream] == [None] * len(files)
 
 
-async def test_a_restarted_empty_redis_costs_no_image(
-    fleet: Sequence[ReplicaProcess], redis: RedisServer
-) -> None:
+async def test_a_restarted_empty_redis_costs_no_image(fleet: Fleet, redis: RedisServer) -> None:
     async with traffic(fleet) as load:
         await load.more(10)
         redis.kill()
@@ -153,9 +150,7 @@ async def test_a_restarted_empty_redis_costs_no_image(
     await steady(fleet)
 
 
-async def test_redis_paused_for_ten_seconds_costs_no_image(
-    fleet: Sequence[ReplicaProcess], redis: RedisServer
-) -> None:
+async def test_redis_paused_for_ten_seconds_costs_no_image(fleet: Fleet, redis: RedisServer) -> None:
     async with traffic(fleet) as load:
         await load.more(10)
         redis.pause()
@@ -172,9 +167,7 @@ async def test_redis_paused_for_ten_seconds_costs_no_image(
     await steady(fleet)
 
 
-async def test_redis_out_of_memory_costs_no_image(
-    fleet: Sequence[ReplicaProcess], redis: RedisServer
-) -> None:
+async def test_redis_out_of_memory_costs_no_image(fleet: Fleet, redis: RedisServer) -> None:
     with redis.client() as client:
         async with traffic(fleet) as load:
             await load.more(10)
@@ -188,9 +181,7 @@ async def test_redis_out_of_memory_costs_no_image(
     await steady(fleet)
 
 
-async def test_redis_on_a_full_disk_costs_no_image(
-    fleet: Sequence[ReplicaProcess], redis: RedisServer
-) -> None:
+async def test_redis_on_a_full_disk_costs_no_image(fleet: Fleet, redis: RedisServer) -> None:
     with redis.client() as client, _unwritable(redis):
         async with traffic(fleet) as load:
             await load.more(10)
@@ -217,7 +208,7 @@ def _unwritable(redis: RedisServer) -> Iterator[None]:
         redis.folder.mkdir()
 
 
-async def test_a_stale_location_costs_one_try(fleet: Sequence[ReplicaProcess], redis: RedisServer) -> None:
+async def test_a_stale_location_costs_one_try(fleet: Fleet, redis: RedisServer) -> None:
     endpoints, supply = [replica.endpoint for replica in fleet], Supply(seed=next(seeds))
     async with Traffic(endpoints, supply) as load:
         await load.more(10)
@@ -230,7 +221,7 @@ async def test_a_stale_location_costs_one_try(fleet: Sequence[ReplicaProcess], r
     assert load.errors + again.errors == []
 
 
-async def test_a_rolling_restart_under_load_loses_nothing(fleet: Sequence[ReplicaProcess]) -> None:
+async def test_a_rolling_restart_under_load_loses_nothing(fleet: Fleet) -> None:
     async with traffic(fleet, pause_s=0.02) as load:
         for replica in fleet:
             await load.more(10)
@@ -243,7 +234,7 @@ async def test_a_rolling_restart_under_load_loses_nothing(fleet: Sequence[Replic
 
 
 async def test_a_namespace_refuses_another_processor_but_not_another_model(
-    fleet: Sequence[ReplicaProcess], redis: RedisServer, tmp_path: Path
+    fleet: Fleet, redis: RedisServer, tmp_path: Path
 ) -> None:
     checkpoint = fleet[0]._model
     shutil.copytree(checkpoint, tmp_path / "processor")

@@ -11,10 +11,9 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.vision import Tower
 from prefill_client import EncoderClient, read_images
-from tests.calls import named, naming, next_states, raw_submit, stub
-from tests.cluster_replica import Replica, Start, new_photo, starting, through_peer
+from tests.calls import begin_submit, named, next_states, raw_submit
+from tests.cluster_replica import Replica, Start, held_by, new_photo, starting, through_peer
 from tests.device_bench import Changed
-from tests.waiting import PATIENCE_S, soon
 
 IMPOSSIBLE = {
     "empty": pb.Grid(t=1, h=0, w=0),
@@ -30,20 +29,9 @@ def grid_of(replica: Replica, file: bytes) -> pb.Grid:
     return pb.Grid(t=image.grid.t, h=image.grid.h, w=image.grid.w)
 
 
-async def held_by(replica: Replica, seen_by: Replica) -> bytes:
-    """Have `replica` hold a new photo, and wait until `seen_by` locates it."""
-    file = new_photo()
-    (image,) = await replica.client.submit([file])
-    assert (await replica.fetch(image.digest)).error is None
-    await soon(lambda: seen_by.locates(image.digest))
-    return file
-
-
 async def first_answers(client: EncoderClient, *names: pb.ImageName) -> dict[int, pb.ImageState]:
     """Name images, read one answer each, and leave."""
-    call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(naming(*names))
+    call = await begin_submit(client, *names)
     states = await next_states(call, len(names))
     call.cancel()
     return {state.index: state for state in states}

@@ -22,9 +22,7 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_a_replica_disconnected_from_redis_works_alone_and_rejoins(
-    checkpoint: Path, redis: RedisServer
-) -> None:
+async def test_a_replica_without_redis_works_alone_and_rejoins(checkpoint: Path, redis: RedisServer) -> None:
     proxy = await TcpProxy(redis.port).start()
     urls = (f"redis://127.0.0.1:{proxy.port}", redis.url)
     replicas = [

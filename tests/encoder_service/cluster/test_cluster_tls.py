@@ -13,9 +13,8 @@ from encoder_service.devices.model import Model
 from prefill_client import Credentials
 from testing.certificates import HOSTS, Authority
 from testing.photos import photo
-from tests.cluster_replica import starting, through_peer
+from tests.cluster_replica import Start, held_by, starting, through_peer
 from tests.redis_tls import redis_by_tls, redis_url
-from tests.waiting import soon
 
 
 @pytest.fixture
@@ -33,40 +32,32 @@ def secured(config: Config, authority: Authority, tmp_path: Path) -> Config:
     return replace(config, tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "ca.pem"))
 
 
-async def test_replicas_fetch_from_each_other_by_mutual_tls(
+@pytest.fixture
+async def start(
     secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
-) -> None:
+) -> AsyncIterator[Start]:
     client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
     async with starting(secured, model, redis_url, client) as start:
-        a, b = await start(), await start()
-        await through_peer(a, b, photo(64, 64, 1))
+        yield start
 
 
 async def test_replicas_with_a_new_certificate_still_reach_each_other(
-    secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
+    start: Start, authority: Authority, tmp_path: Path
 ) -> None:
-    client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
-    async with starting(secured, model, redis_url, client) as start:
-        a, b = await start(), await start()
-        for seed, signed_by in enumerate((authority, Authority("new"))):
-            signed_by.write(tmp_path / "ca.pem")
-            signed_by.issue(tmp_path, "server", HOSTS)
-            signed_by.issue(tmp_path, "client")
-            await through_peer(a, b, photo(64, 64, 10 + seed))
+    a, b = await start(), await start()
+    await through_peer(a, b, photo(64, 64, 1))
+    for seed, signed_by in enumerate((authority, Authority("new"))):
+        signed_by.write(tmp_path / "ca.pem")
+        signed_by.issue(tmp_path, "server", HOSTS)
+        signed_by.issue(tmp_path, "client")
+        await through_peer(a, b, photo(64, 64, 10 + seed))
 
 
-async def test_a_peer_with_another_certificate_name_is_refused(
-    secured: Config, authority: Authority, model: Model, redis_url: str, tmp_path: Path
-) -> None:
-    client = Credentials(str(tmp_path / "ca.pem"), *authority.issue(tmp_path, "client"))
-    async with starting(secured, model, redis_url, client) as start:
-        a, b = await start(), await start(tls_peer_name="somebody.else")
-        (submitted,) = await a.client.submit([photo(64, 64, 2)])
-        await a.fetch(submitted.digest)
-        await soon(lambda: b.locates(submitted.digest))
-        (submitted,) = await b.client.submit([photo(64, 64, 2)])
-        assert submitted.error is None
-        await b.fetch_own(submitted.digest)
+async def test_a_peer_with_another_certificate_name_is_refused(start: Start) -> None:
+    a, b = await start(), await start(tls_peer_name="somebody.else")
+    (submitted,) = await b.client.submit([await held_by(a, seen_by=b)])
+    assert submitted.error is None
+    await b.fetch_own(submitted.digest)
 
 
 @pytest.fixture
@@ -98,15 +89,9 @@ async def test_the_index_works_over_tls_with_the_documented_rights(
 async def test_the_documented_user_has_no_other_rights(redis_with_tls: str) -> None:
     async with redis.asyncio.Redis.from_url(redis_with_tls) as client:
         assert await client.ping()
-        for forbidden in (
-            ("GET", "others:key"),
-            ("KEYS", "*"),
-            ("FLUSHALL",),
-            ("CONFIG", "GET", "*"),
-            ("ACL", "LIST"),
-        ):
+        for forbidden in ("GET others:key", "KEYS *", "FLUSHALL", "CONFIG GET *", "ACL LIST"):
             with pytest.raises(redis.exceptions.NoPermissionError):
-                await client.execute_command(*forbidden)
+                await client.execute_command(*forbidden.split())
 
 
 async def test_a_redis_with_a_certificate_of_another_authority_is_refused(

@@ -41,9 +41,7 @@ async def test_a_death_is_seen_by_all_although_a_refused_replica_found_it(
     assert not a.peers
 
 
-async def test_heartbeats_renew_a_list_that_never_changes(
-    redis: RedisServer, connection: RedisConnection
-) -> None:
+async def test_heartbeats_renew_an_unchanged_list(redis: RedisServer, connection: RedisConnection) -> None:
     a = membership("a")
     await a.heartbeat(connection, "join")
     with redis.client() as client:

@@ -1,7 +1,6 @@
 """Locations and sources: the contract of the index, over Redis and over Redis Cluster."""
 
 import pytest
-from redis.exceptions import ResponseError
 
 from encoder_contract.errors import InvalidRequestError, ModelMismatchError
 from encoder_contract.geometry import Grid
@@ -11,8 +10,8 @@ from tests.index_replicas import (
     MODEL,
     PROCESSOR,
     Join,
-    as_replica,
     grids,
+    joined,
     new_addresses,
     numbers,
     publish,
@@ -62,34 +61,21 @@ async def test_publications_of_an_earlier_start_are_ignored(join: Join) -> None:
     assert set(await b.index.locate(addresses)) == set(addresses)
     await a.close()
     await join("a", epoch=2)
-
-    async def renewed() -> bool:
-        return [peer.epoch for peer in b.index.peers()] == [2]
-
-    await soon(renewed)
+    await soon(lambda: [peer.epoch for peer in b.index.peers()] == [2])
     assert await b.index.locate(addresses) == {}
 
 
 async def test_replicas_see_each_other_until_one_leaves(join: Join) -> None:
     a, b = await join("a"), await join("b")
-
-    async def both() -> bool:
-        return [p.replica_id for p in a.index.peers()] == ["b"] and [
-            p.replica_id for p in b.index.peers()
-        ] == ["a"]
-
-    await soon(both)
+    for one, other in ((a, "b"), (b, "a")):
+        await soon(lambda one=one, other=other: [p.replica_id for p in one.index.peers()] == [other])
     assert a.index.peers()[0].endpoint == "b.example:50051"
     held, working = new_addresses(2)
     await publish(b, grids([held]))
     await b.acquire([working])
     await b.leave()  # seen at once, whereas a death takes a minute
     assert b.index.state is IndexState.LEFT
-
-    async def alone() -> bool:
-        return a.index.peers() == ()
-
-    await soon(alone)
+    await soon(lambda: a.index.peers() == ())
     assert await a.index.locate([held]) == {}
     assert (await a.acquire([working])).granted == {working}
 
@@ -141,15 +127,11 @@ async def test_an_empty_batch_has_an_empty_answer(join: Join) -> None:
 async def test_an_empty_batch_makes_no_call(redis_url: str) -> None:
     calls: list[str] = []
     settings = redis_settings(redis_url, f"empty{next(numbers)}")
-    replica = cluster_of(settings, on_call=lambda name, *_: calls.append(name))
-    index = replica.index
-    (address,) = new_addresses(1)
-    try:
-        await replica.join(as_replica("a"))
-        for addresses, called in (
-            ([], set()),
-            ([address], {"locate", "acquire", "publish", "renew", "retract", "release"}),
-        ):
+    cluster = cluster_of(settings, on_call=lambda name, *_: calls.append(name))
+    all_calls = {"locate", "acquire", "publish", "renew", "retract", "release"}
+    async with joined(cluster) as [replica]:
+        index = replica.index
+        for addresses, called in (([], set()), (new_addresses(1), all_calls)):
             await index.locate(addresses)
             await index.acquire(addresses)
             await index.renew(addresses)
@@ -157,8 +139,6 @@ async def test_an_empty_batch_makes_no_call(redis_url: str) -> None:
             await index.publish(grids(addresses))
             await index.retract(addresses)
             assert set(calls) - {"beat"} == called
-    finally:
-        await replica.close()
 
 
 async def test_a_batch_larger_than_a_script_takes_is_split(join: Join) -> None:
@@ -175,17 +155,9 @@ def test_an_invalid_replica_description_is_refused() -> None:
 
 
 async def test_a_single_server_url_to_a_cluster_node_says_so_and_stays_alone(cluster_url: str) -> None:
-    reasons: list[str] = []
     node = "redis://" + cluster_url.removeprefix("redis+cluster://").split(",")[0]
-    replica = cluster_of(redis_settings(node, "wrong"))
-    try:
-        await replica.join(as_replica("a"))
+    async with joined(cluster_of(redis_settings(node, "wrong"))) as [replica]:
         # The replica list may be on this very node; the addresses of a batch are not all on it.
         answer = await replica.acquire(new_addresses(32))
         assert len(answer.granted) == 32
         assert replica.index.state is IndexState.ALONE
-    except ResponseError as escaped:
-        reasons.append(str(escaped))
-    finally:
-        await replica.close()
-    assert reasons == []

@@ -20,9 +20,7 @@ def has_expired(client: Redis, name: str) -> bool:
     return deadline_ms < 1000 * seconds + microseconds / 1000
 
 
-async def test_a_second_process_with_the_same_id_takes_over(
-    redis: RedisServer, join_watched: JoinWatched
-) -> None:
+async def test_a_second_process_of_an_id_takes_over(redis: RedisServer, join_watched: JoinWatched) -> None:
     first = await join_watched(redis.url, "a", epoch=1)
     await join_watched(redis.url, "a", epoch=2)
     await first.until(IndexState.ALONE)

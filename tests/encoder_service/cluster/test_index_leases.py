@@ -17,8 +17,8 @@ from tests.index_replicas import (
     SHORT_TTL_MS,
     TTL_MS,
     Join,
-    as_replica,
     grids,
+    joined,
     new_addresses,
     numbers,
     publish,
@@ -109,9 +109,7 @@ async def test_a_live_holder_keeps_its_lease_beyond_the_time_to_live(join: Join)
 
 
 @pytest.mark.parametrize("lease_ttl_ms", [SHORT_TTL_MS, int(2000 * PATIENCE_S)])
-async def test_the_lease_of_a_dead_holder_ends_and_one_waiter_takes_over(
-    join: Join, lease_ttl_ms: int
-) -> None:
+async def test_the_lease_of_a_dead_holder_ends_and_a_waiter_takes_over(join: Join, lease_ttl_ms: int) -> None:
     # Only the holder dies: a stall of a busy machine must end neither waiter, nor the lease that one of them takes.
     a = await join("a", lease_ttl_ms=lease_ttl_ms, replica_ttl_ms=SHORT_TTL_MS)
     b, c = await join("b"), await join("c")
@@ -198,10 +196,7 @@ async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
 ) -> None:
     monkeypatch.setattr("encoder_service.cluster.waiting.REREAD_S", 300.0)
     settings = redis_settings(request.getfixturevalue(fixture), f"notified{next(numbers)}")
-    a, b = (cluster_of(settings) for _ in range(2))
-    try:
-        await a.join(as_replica("a"))
-        await b.join(as_replica("b"))
+    async with joined(cluster_of(settings), cluster_of(settings)) as (a, b):
         addresses = new_addresses(16)
         await a.acquire(addresses)
         waits = [asyncio.create_task(b.wait_published(address, 2 * PATIENCE_S)) for address in addresses]
@@ -209,9 +204,6 @@ async def test_a_notification_wakes_a_waiter_long_before_the_next_reread(
         await publish(a, grids(addresses))
         async with asyncio.timeout(PATIENCE_S):
             assert all(await asyncio.gather(*waits))
-    finally:
-        await a.close()
-        await b.close()
 
 
 async def test_a_lease_that_is_released_while_it_is_renewed_goes_to_the_next_caller(
@@ -229,28 +221,20 @@ async def test_a_lease_that_is_released_while_it_is_renewed_goes_to_the_next_cal
         return renewed
 
     monkeypatch.setattr(a.index, "renew", renew_late)
-    try:
-        await a.join(as_replica("a"))
-        await b.join(as_replica("b"))
+    async with joined(a, b):
         (address,) = new_addresses(1)
         await a.acquire([address])
         a.leases.mark_all_due()
         await a.leases.renew()
         assert (await b.acquire([address])).granted == {address}
-    finally:
-        await a.close()
-        await b.close()
 
 
 async def test_a_lease_that_is_released_during_an_outage_is_released_after_it(redis: RedisServer) -> None:
     """Leases live for minutes, and a live replica keeps its own: nobody else could encode the image."""
     proxy = await TcpProxy(redis.port).start()
     settings = replace(redis_settings(redis.url, NAMESPACE), lease_ttl_ms=10 * TTL_MS)
-    a = cluster_of(replace(settings, url=f"redis://127.0.0.1:{proxy.port}"))
-    b = cluster_of(settings)
-    try:
-        await a.join(as_replica("a"))
-        await b.join(as_replica("b"))
+    through_proxy = cluster_of(replace(settings, url=f"redis://127.0.0.1:{proxy.port}"))
+    async with joined(through_proxy, cluster_of(settings)) as (a, b):
         (address,) = new_addresses(1)
         assert (await a.acquire([address])).granted == {address}
         proxy.cut()
@@ -262,7 +246,4 @@ async def test_a_lease_that_is_released_during_an_outage_is_released_after_it(re
             return (await b.acquire([address])).granted == {address}
 
         await soon(granted, TTL_MS / 1000)
-    finally:
-        await a.close()
-        await b.close()
-        await proxy.stop()
+    await proxy.stop()

@@ -76,15 +76,8 @@ def test_a_breaker_that_reopens_soon_keeps_its_long_delays() -> None:
 @pytest.mark.parametrize(
     ("replica_id", "endpoint"),
     [
-        ("b\nINFO all is well", "b:1"),
-        ("b\x1b[2K", "b:1"),
-        ("", "b:1"),
-        ("b" * 1000, "b:1"),
-        ("b", "b:1\n"),
-        ("b", "b\x1b:1"),
-        ("b", "b"),
-        ("b", "b:1/path"),
-        ("b", "é:1"),
+        *((name, "b:1") for name in ("b\nINFO all is well", "b\x1b[2K", "", "b" * 1000)),
+        *(("b", endpoint) for endpoint in ("b:1\n", "b\x1b:1", "b", "b:1/path", "é:1")),
     ],
 )
 def test_an_invalid_entry_of_the_replica_list_is_skipped(replica_id: str, endpoint: str) -> None:
@@ -160,11 +153,6 @@ def test_scaling_timeouts_changes_nothing_else() -> None:
     settings = RedisSettings(url="redis://host", namespace="n")
     patient = asdict(settings.with_timeouts_scaled(3))
     changed = {name: value for name, value in asdict(settings).items() if patient[name] != value}
-    assert changed.keys() == {
-        "call_timeout_ms",
-        "socket_timeout_ms",
-        "beat_timeout_ms",
-        "replica_ttl_ms",
-        "lease_ttl_ms",
-    }
+    times = ("call_timeout", "socket_timeout", "beat_timeout", "replica_ttl", "lease_ttl")
+    assert changed.keys() == {f"{name}_ms" for name in times}
     assert {patient[name] / value for name, value in changed.items()} == {3}

@@ -13,9 +13,7 @@ from tests.index_replicas import CALL_TIMEOUT_S, NAMESPACE, JoinWatched, new_add
 from tests.waiting import PATIENCE_S, soon
 
 
-async def test_replicas_publish_again_after_redis_is_flushed(
-    redis: RedisServer, join_watched: JoinWatched
-) -> None:
+async def test_replicas_publish_again_after_a_flush(redis: RedisServer, join_watched: JoinWatched) -> None:
     a, b = [await join_watched(redis.url, name) for name in "ab"]
     held, working = new_addresses(150), new_addresses(2)
     await a.hold(held)

@@ -49,27 +49,18 @@ async def test_replicas_do_so_with_certificates_and_signatures(
     config: Config, model: Model, redis_url: str, tmp_path: Path
 ) -> None:
     authority = Authority()
-    ca = authority.write(tmp_path / "ca.pem")
-    cert, key = authority.issue(tmp_path, "server", HOSTS)
+    ca, issued = authority.write(tmp_path / "ca.pem"), authority.issue(tmp_path, "server", HOSTS)
     fleet = tmp_path / "fleet.key"
     fleet.write_text("the secret of the fleet, 32 bytes")
-    secured = replace(
-        config,
-        tls_cert=cert,
-        tls_key=key,
-        tls_client_ca=ca,
-        fleet_key_file=str(fleet),
-        rows_listen="0.0.0.0:0",
-    )
+    secured = replace(config, tls_cert=issued.cert, tls_key=issued.key, tls_client_ca=ca)
+    secured = replace(secured, fleet_key_file=str(fleet), rows_listen="0.0.0.0:0")
     client = Credentials(ca, *authority.issue(tmp_path, "client"))
     async with starting(secured, model, redis_url, client) as start:
         a, b = await start(), await start()
         assert await brought(a, b, 2) == await sent(a, "tcp")
 
 
-async def test_a_port_that_refuses_replicas_costs_one_attempt(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_port_that_refuses_costs_one_attempt(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """The rows port of one replica is open on another address than the one by which others reach it."""
     a, b = await start(rows_listen="127.0.0.1:0"), await start()
     for seed in (3, 4):

@@ -53,57 +53,26 @@ def ready(**changes: Any) -> bytes:
     return pb.FetchResponse(ready=[pb.ImageReady(**fields | changes)]).SerializeToString()  # type: ignore[arg-type]
 
 
-async def sound() -> AsyncIterator[bytes]:
-    yield ready()
-    yield frame(0, [memoryview(bytes(BYTES))])
+def rows_of(*parts: bytes) -> list[bytes]:
+    """Return messages with these parts of the rows."""
+    return [frame(0, [memoryview(part)]) for part in parts]
 
 
-async def inside_the_announcement() -> AsyncIterator[bytes]:
-    yield ready(rows=bytes(BYTES))
+def sending(*messages: bytes, endless: bytes = b"") -> Answer:
+    """Return an answer of these messages. The last one comes again and again, if there is one."""
+
+    async def answer() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+        while endless:
+            yield endless
+            await asyncio.sleep(SILENCE_S / 8)
+
+    return answer
 
 
-async def damaged() -> AsyncIterator[bytes]:
-    yield ready(rows=b"\1" + bytes(BYTES - 1))
-
-
-async def trickling() -> AsyncIterator[bytes]:
-    yield ready()
-    while True:
-        yield frame(0, [memoryview(b"\0")])
-        await asyncio.sleep(SILENCE_S / 8)
-
-
-async def empty_frames() -> AsyncIterator[bytes]:
-    yield ready()
-    while True:
-        yield frame(0, [memoryview(b"")])
-        await asyncio.sleep(SILENCE_S / 8)
-
-
-async def repeated_announcements() -> AsyncIterator[bytes]:
-    while True:
-        yield ready()
-        await asyncio.sleep(SILENCE_S / 8)
-
-
-async def rows_before_the_announcement() -> AsyncIterator[bytes]:
-    while True:
-        yield frame(0, [memoryview(b"")])
-        await asyncio.sleep(SILENCE_S / 8)
-
-
-async def another_grid() -> AsyncIterator[bytes]:
-    yield ready(grid=pb.Grid(t=1, h=2, w=2))
-    yield frame(0, [memoryview(bytes(BYTES))])
-
-
-async def malformed_message() -> AsyncIterator[bytes]:
-    yield b"\xff"
-
-
-async def malformed_message_among_rows() -> AsyncIterator[bytes]:
-    yield ready()
-    yield b"\xff"
+ROWS = rows_of(bytes(BYTES))
+SOUND = sending(ready(), *ROWS)
 
 
 @asynccontextmanager
@@ -159,7 +128,7 @@ async def test_a_replica_that_starts_where_another_was_is_asked_at_once() -> Non
         with reserved_endpoint() as endpoint:
             with pytest.raises(UnavailableError, match="refused"):
                 await peers.fetch(Location("stopped", endpoint, GRID), IMAGE, rows)
-            async with peer(sound, endpoint):
+            async with peer(SOUND, endpoint):
                 with pytest.raises(UnavailableError, match="refused"):
                     await peers.fetch(Location("stopped", endpoint, GRID), IMAGE, rows)
                 assert await peers.fetch(Location("started", endpoint, GRID), IMAGE, rows) == checksum(rows)
@@ -175,7 +144,7 @@ async def test_a_port_that_could_not_be_reached_is_tried_again_after_a_restart()
         if asked[-1].transports:
             yield ready(ticket=pb.Ticket(port=int(nobody.rpartition(":")[2]), secret=b"s" * 16))
         else:
-            async for message in sound():
+            async for message in SOUND():
                 yield message
 
     peers = Peers(*OURS, silence_s=PATIENCE_S)
@@ -190,25 +159,31 @@ async def test_a_port_that_could_not_be_reached_is_tried_again_after_a_restart()
     assert [bool(request.transports) for request in asked] == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize("answer", [sound, inside_the_announcement])
+@pytest.mark.parametrize("answer", [SOUND, sending(ready(rows=bytes(BYTES)))], ids=["beside", "inside"])
 async def test_rows_of_a_correct_peer_are_accepted(answer: Answer) -> None:
     assert await fetched(answer, PATIENCE_S) == bytes(BYTES)
 
 
 async def test_damaged_rows_of_a_peer_are_refused() -> None:
     with pytest.raises(EncoderError, match="arrived damaged"):
-        await fetched(damaged, PATIENCE_S)
+        await fetched(sending(ready(rows=b"\1" + bytes(BYTES - 1))), PATIENCE_S)
 
 
-@pytest.mark.parametrize(
-    "answer", [trickling, empty_frames, repeated_announcements, rows_before_the_announcement, another_grid]
-)
-async def test_a_transfer_without_progress_fails_in_time(answer: Answer) -> None:
+STALLS: dict[str, Answer] = {
+    "trickles": sending(ready(), endless=rows_of(b"\0")[0]),
+    "sends empty frames": sending(ready(), endless=rows_of(b"")[0]),
+    "announces again and again": sending(endless=ready()),
+    "announces nothing": sending(endless=rows_of(b"")[0]),
+}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+async def test_a_transfer_without_progress_fails_in_time(stall: str) -> None:
     async with asyncio.timeout(5 * MOST_S):
         began = time.monotonic()
         with pytest.raises(EncoderError) as refusal:
-            await fetched(answer)
-    if answer is trickling:
+            await fetched(STALLS[stall])
+    if stall == "trickles":
         assert isinstance(refusal.value, UnavailableError)
         assert time.monotonic() - began >= BYTES / MIN_BYTES_PER_S
 
@@ -297,42 +272,21 @@ async def test_a_slow_peer_leaves_turns_for_others(tmp_path: Path) -> None:
         store.close()
 
 
-def announcing(**changes: Any) -> Answer:
-    """Return an answer with a changed announcement, then the rows of the image."""
-
-    async def answer() -> AsyncIterator[bytes]:
-        yield ready(**changes)
-        yield frame(0, [memoryview(bytes(BYTES))])
-
-    return answer
-
-
-def sending(*parts: bytes) -> Answer:
-    """Return an answer that announces the image, and sends these parts as its rows."""
-
-    async def answer() -> AsyncIterator[bytes]:
-        yield ready()
-        for part in parts:
-            yield frame(0, [memoryview(part)])
-
-    return answer
-
-
 async def cut_off() -> AsyncIterator[bytes]:
-    yield ready()
-    yield frame(0, [memoryview(bytes(BYTES // 2))])
+    for message in (ready(), *rows_of(bytes(BYTES // 2))):
+        yield message
     raise RuntimeError("the peer died")
 
 
-async def announcing_others() -> AsyncIterator[bytes]:
-    yield ready()
-    yield pb.FetchResponse(ready=[pb.ImageReady(index=1 + n) for n in range(1000)]).SerializeToString()
-    yield frame(0, [memoryview(bytes(BYTES))])
+def announcing(**changes: Any) -> Answer:
+    """Return an answer with a changed announcement, then the rows of the image."""
+    return sending(ready(**changes), *ROWS)
 
 
+OTHERS = pb.FetchResponse(ready=[pb.ImageReady(index=1 + n) for n in range(1000)]).SerializeToString()
 LIES: dict[str, Answer] = {
     "another address": announcing(address=b"b" * 32),
-    "another grid": another_grid,
+    "another grid": announcing(grid=pb.Grid(t=1, h=2, w=2)),
     "more rows": announcing(row_end=65, row_bytes=BYTES + 64),
     "fewer rows": announcing(row_end=63, row_bytes=BYTES - 64),
     "a window": announcing(row_begin=1),
@@ -342,13 +296,14 @@ LIES: dict[str, Answer] = {
     "another element type": announcing(dtype="bfloat16"),
     "another checksum": announcing(checksum=7),
     "a ticket of no port": announcing(ticket=pb.Ticket(port=1, secret=bytes(16))),
-    "a byte too many": sending(bytes(BYTES - 1), bytes(2)),
-    "a message too many in one": sending(bytes(2 * BYTES)),
-    "a byte too few": sending(bytes(BYTES - 1)),
-    "a wrong byte": sending(bytes(BYTES - 1), b"\1"),
-    "malformed": malformed_message_among_rows,
-    "no rows": sending(),
-    "other images before its rows": announcing_others,
+    "a byte too many": sending(ready(), *rows_of(bytes(BYTES - 1), bytes(2))),
+    "a message too many in one": sending(ready(), *rows_of(bytes(2 * BYTES))),
+    "a byte too few": sending(ready(), *rows_of(bytes(BYTES - 1))),
+    "a wrong byte": sending(ready(), *rows_of(bytes(BYTES - 1), b"\1")),
+    "malformed": sending(b"\xff"),
+    "malformed rows": sending(ready(), b"\xff"),
+    "no rows": sending(ready()),
+    "other images before its rows": sending(ready(), OTHERS, *ROWS),
     "its death": cut_off,
 }
 
@@ -359,7 +314,7 @@ async def test_what_a_lying_peer_sends_is_never_held_and_costs_no_page(lie: Answ
     store, honest = make_store(tmp_path, host_pages=1), b"\0" * BYTES
     transfers = transfers_from(store)
     try:
-        async with peer(lie) as liar, peer(sound) as other:
+        async with peer(lie) as liar, peer(SOUND) as other:
             assert await transfers.fetch(IMAGE, (Location("liar", liar, GRID),), "") is None
             stats = store.stats()
             assert (stats.tiers[0].used_bytes, stats.tiers[0].writes, stats.pins) == (0, 0, 0)
@@ -379,7 +334,7 @@ async def test_what_a_lying_peer_sends_is_never_held_and_costs_no_page(lie: Answ
 async def test_a_grid_that_no_image_has_reserves_nothing(grid: Grid, tmp_path: Path) -> None:
     store = make_store(tmp_path, host_pages=1)
     transfers = transfers_from(store)
-    async with peer(sound) as endpoint:
+    async with peer(SOUND) as endpoint:
         assert await transfers.fetch(IMAGE, (Location("peer", endpoint, grid),), "") is None
     assert transfers.quarantined == {"peer"}
     assert store.stats().tiers[0].used_bytes == 0
@@ -399,9 +354,3 @@ async def test_rows_of_another_writer_win_and_the_transfers_pages_are_freed(tmp_
     assert pin.entry is other[0].entry
     assert store.stats().tiers[0].used_bytes == PAGE_BYTES
     store.close()
-
-
-@pytest.mark.parametrize("answer", [malformed_message, malformed_message_among_rows])
-async def test_a_malformed_message_of_a_peer_fails_the_transfer(answer: Answer) -> None:
-    with pytest.raises(EncoderError):
-        await fetched(answer, PATIENCE_S)

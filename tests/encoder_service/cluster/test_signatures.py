@@ -24,7 +24,7 @@ from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from prefill_client import read_images
 from testing.holding import cluster_of
-from tests.cluster_replica import Replica, Start, new_photo, starting, through_peer
+from tests.cluster_replica import Replica, Start, held_by, new_photo, starting, through_peer
 from tests.operator_view import numbers as metrics_of
 from tests.waiting import PATIENCE_S, soon
 
@@ -159,11 +159,7 @@ async def test_rows_of_a_replica_with_another_key_are_refused(start: Start, tmp_
     other = tmp_path / "other-key"
     other.write_bytes(OTHER_SECRET)
     a, b = await start(), await start(fleet_key_file=str(other))
-    file = new_photo()
-    (image,) = await a.client.submit([file])
-    await a.fetch(image.digest)
-    await soon(lambda: b.locates(image.digest))
-    await b.client.submit([file])
+    (image,) = await b.client.submit([await held_by(a, seen_by=b)])
     await b.fetch_own(image.digest)
 
 

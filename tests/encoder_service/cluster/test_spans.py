@@ -5,7 +5,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,20 +47,27 @@ def ended(exporter) -> Iterator[object]:
     exporter.clear()
 
 
+@contextmanager
+def traced(context: str) -> Iterator[None]:
+    """Make calls of this trace."""
+    token = traceparent.set(context)
+    try:
+        yield
+    finally:
+        traceparent.reset(token)
+
+
 def named(ended, name: str) -> list:
     return [span for span in ended() if span.name == name]
 
 
 async def test_client_server_stages_and_peer_form_one_trace(start: Start, ended) -> None:
     a, b = await start(), await start()
-    token = traceparent.set(SAMPLED)
-    try:
+    with traced(SAMPLED):
         (image,) = await a.client.submit([photo(300, 280, 4242)])
         await a.fetch(image.digest)
         await soon(lambda: b.locates(image.digest))
         assert (await b.fetch(image.digest)).source == "peer"
-    finally:
-        traceparent.reset(token)
     await soon(
         lambda: len(named(ended, "encoder.fetch")) == 3 and len(named(ended, "encoder.client.fetch")) == 2
     )
@@ -117,14 +124,11 @@ def test_stages_of_a_call_with_many_images_do_not_wait_for_its_end(ended) -> Non
 
 async def test_an_image_with_several_windows_has_its_stages_once(start: Start, ended) -> None:
     a = await start()
-    token = traceparent.set(SAMPLED)
-    try:
+    with traced(SAMPLED):
         (image,) = await a.client.submit([photo(300, 280, 4244)])
         windows = [RowRequest(image.digest, 0, 5), RowRequest(image.digest, 5, 10)]
         async with a.client.fetch(windows, timeout_s=PATIENCE_S) as outcomes:
             assert [outcome.error async for outcome in outcomes] == [None, None]
-    finally:
-        traceparent.reset(token)
     await soon(lambda: len(named(ended, "encoder.fetch")) == 1)
     for stage in spans.STAGES.values():
         (span,) = named(ended, stage)
@@ -190,12 +194,9 @@ async def request_with_peer(client_a: EncoderClient, client_b: EncoderClient) ->
         # Once b finds the later image, it finds the earlier one, too.
         await until_found(client_b, content_digest(later))
         trace = f"{attempt + 1:032x}"
-        token = traceparent.set(f"00-{trace}-{CALLER}-01")
-        try:
+        with traced(f"00-{trace}-{CALLER}-01"):
             if await rows_of(client_b, await client_b.submit([known, new])) == ["peer", "encoded"]:
                 return trace
-        finally:
-            traceparent.reset(token)
     raise AssertionError
 
 
@@ -227,12 +228,9 @@ async def test_nothing_of_opentelemetry_is_called_for_other_requests(
     monkeypatch.setattr(spans, "_opentelemetry", called)
     assert not is_sampled(context)
     a = await start()
-    token = traceparent.set(context)
-    try:
+    with traced(context):
         (image,) = await a.client.submit([photo(300, 280, 4243)])
         await a.fetch(image.digest)
-    finally:
-        traceparent.reset(token)
     assert ended() == ()
 
 

@@ -25,10 +25,7 @@ from tests.waiting import PATIENCE_S
 
 WIDTH = 128  # float32: 512 bytes a row, 128 rows a page
 ADDRESSES = 60
-HOST_PAGES, DEVICE_PAGES = (
-    96,
-    24,
-)  # about a third of the space of all addresses, so the store evicts all the time
+HOST_PAGES, DEVICE_PAGES = 96, 24  # about a third of what all addresses take: the store evicts all the time
 PAGE_BYTES = 64 << 10
 
 

@@ -219,14 +219,12 @@ def test_leaving_a_stream_of_another_device_than_the_current_one_is_found(gpu):
 
 
 def test_torch_is_as_before_afterwards():
-    before = torch.cuda.Stream, torch.Tensor.tolist, threading.Thread.start, torch.cuda.is_available()
+    def parts():
+        return torch.cuda.Stream, torch.Tensor.tolist, threading.Thread.start, torch.cuda.is_available()
+
+    before = parts()
     with simulated_gpu():
         assert torch.cuda.is_available()
         assert torch.ones(1, device="cuda").is_cuda
-    assert before == (
-        torch.cuda.Stream,
-        torch.Tensor.tolist,
-        threading.Thread.start,
-        torch.cuda.is_available(),
-    )
+    assert before == parts()
     assert not torch.ones(1).is_cuda

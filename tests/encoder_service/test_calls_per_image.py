@@ -14,7 +14,7 @@ from prefill_client import EncoderClient, RowRequest
 from testing.device_thread import DeviceThread
 from testing.photos import photo
 from tests.counting import counted, stop_timers
-from tests.servers import server_of
+from tests.servers import server_and_client
 from tests.waiting import settled
 
 CALLS = {("miss", 1): 711, ("miss", 2): 728, ("hit", 1): 250, ("hit", 2): 250}
@@ -37,10 +37,7 @@ async def test_an_image_costs_as_many_calls_as_before(
     stop_timers(monkeypatch)
     threads = [DeviceThread(config, model, number, devices) for number in range(devices)]
     found: dict[str, list[Counter[str]]] = {"miss": [], "hit": []}
-    async with (
-        server_of(config, model, threads) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with server_and_client(config, model, threads) as (_, client):
         await fetch(client, photo(256, 256, 0))
         for number in range(1, 1 + ROUNDS):
             for calls in found.values():

@@ -32,7 +32,7 @@ from tests.servers import server_of
 from tests.waiting import PATIENCE_S, START_S, within_some_limit
 
 # Not /dev/shm, where a server tells which files of dead servers it removes.
-IN_TMP = ("--store-segment-dir", tempfile.gettempdir())
+IN_TMP = f"--store-segment-dir {tempfile.gettempdir()}"
 TAKEN = "the address is taken: choose another one, or stop the process that listens there"
 CORE_LOG = re.compile(r"^[EIW]\d{4} ", re.MULTILINE)  # how a line of gRPC's C++ core begins
 
@@ -71,52 +71,43 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999 must be host:port"),
-        (["--listen", "unix:/nowhere/encoder.sock"], "No such file or directory"),
+        ("--listen 127.0.0.1:99999", "--listen 127.0.0.1:99999 must be host:port"),
+        ("--listen unix:/nowhere/encoder.sock", "No such file or directory"),
+        ("--listen 127.0.0.1:0 --metrics-listen 127.0.0.1:99999", "--metrics-listen 127.0.0.1:99999"),
+        ("--listen 192.0.2.1:50051 --listen-unprotected yes", "--listen 192.0.2.1:50051: Cannot assign"),
+        ("--listen 0.0.0.0:0", "--listen beyond this host needs --tls-cert, or --listen-unprotected yes"),
+        ("--metrics-listen [::]:0", "--metrics-listen beyond this host needs --tls-cert"),
+        ("--tls-cert cert.pem", "--tls-cert needs --tls-key"),
+        ("--tls-client-ca ca.pem", "--tls-client-ca needs --tls-cert"),
         (
-            ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:99999"],
-            "--metrics-listen 127.0.0.1:99999",
-        ),
-        (
-            ["--listen", "192.0.2.1:50051", "--listen-unprotected", "yes"],
-            "--listen 192.0.2.1:50051: Cannot assign",
-        ),
-        (
-            ["--listen", "0.0.0.0:0"],
-            "--listen beyond this host needs --tls-cert, or --listen-unprotected yes",
-        ),
-        (["--metrics-listen", "[::]:0"], "--metrics-listen beyond this host needs --tls-cert"),
-        (["--tls-cert", "cert.pem"], "--tls-cert needs --tls-key"),
-        (["--tls-client-ca", "ca.pem"], "--tls-client-ca needs --tls-cert"),
-        (
-            ["--tls-cert", "/nowhere/cert.pem", "--tls-key", "/nowhere/key.pem"],
+            "--tls-cert /nowhere/cert.pem --tls-key /nowhere/key.pem",
             "--tls-cert: /nowhere/cert.pem: No such file or directory",
         ),
-        (["--listen", "127.0.0.1:1", "--metrics-listen", "127.0.0.1:1"], "must differ from --listen"),
+        ("--listen 127.0.0.1:1 --metrics-listen 127.0.0.1:1", "must differ from --listen"),
         (
-            ["--devices", "gpu"],
+            "--devices gpu",
             "--devices must be auto, or a comma-separated list of cpu, cuda or cuda:N, got gpu",
         ),
-        (["--store-host-gib", "inf"], "--store-host-gib must be positive and finite, got inf"),
-        (["--drain-s", "nan"], "--drain-s"),
-        (["--call-window-kib", "2097152"], "--call-window-kib must be from 1 to 2097151, got 2097152"),
-        (["--decode-threads", "100000"], "--decode-threads must be from 0 to 256, got 100000"),
-        (["--attention", "flash"], "--attention"),
-        (["--index", "reddis://:secret@host"], "reddis://***@host"),
-        (["--metric-listen", "127.0.0.1:0"], "did you mean --metrics-listen?"),
-        (["--listen", "127.0.0.1:0", "--model", "/nowhere/model"], "/nowhere/model: there is no such folder"),
-        (["--listen", "127.0.0.1:0", *IN_TMP, "--store-host-gib", "1e6"], "(Docker and Compose: shm_size;"),
-        (["--listen", "127.0.0.1:0", "--store-segment-dir", "/nowhere"], "--store-segment-dir /nowhere does"),
+        ("--store-host-gib inf", "--store-host-gib must be positive and finite, got inf"),
+        ("--drain-s nan", "--drain-s"),
+        ("--call-window-kib 2097152", "--call-window-kib must be from 1 to 2097151, got 2097152"),
+        ("--decode-threads 100000", "--decode-threads must be from 0 to 256, got 100000"),
+        ("--attention flash", "--attention"),
+        ("--index reddis://:secret@host", "reddis://***@host"),
+        ("--metric-listen 127.0.0.1:0", "did you mean --metrics-listen?"),
+        ("--listen 127.0.0.1:0 --model /nowhere/model", "/nowhere/model: there is no such folder"),
+        (f"--listen 127.0.0.1:0 {IN_TMP} --store-host-gib 1e6", "(Docker and Compose: shm_size;"),
+        ("--listen 127.0.0.1:0 --store-segment-dir /nowhere", "--store-segment-dir /nowhere does"),
         (
-            ["--listen", "127.0.0.1:0", *IN_TMP, "--store-host-gib", "0.01", "--store-disk", "/proc/encoder"],
+            f"--listen 127.0.0.1:0 {IN_TMP} --store-host-gib 0.01 --store-disk /proc/encoder",
             "--store-disk /proc/encoder cannot be used",
         ),
     ],
 )
 def test_an_invalid_value_is_refused_before_torch_is_imported(
-    checkpoint: Path, flags: list[str], says: str, without_torch: None
+    checkpoint: Path, flags: str, says: str, without_torch: None
 ) -> None:
-    assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags, code=2)
+    assert says in refused("encoder-service", "serve", "--model", checkpoint, *flags.split(), code=2)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +184,8 @@ def test_a_port_of_another_kind_is_reported_in_one_line(tmp_path: Path) -> None:
     encode = ("prefill-client", "encode", tmp_path / "photo.jpg", "--server")
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
-        assert "the server does not speak gRPC: give the address of its --listen" in refused(
-            *encode, f"127.0.0.1:{web.server_port}", code=1
-        )
+        said = refused(*encode, f"127.0.0.1:{web.server_port}", code=1)
+        assert "the server does not speak gRPC: give the address of its --listen" in said
         web.shutdown()
 
 
@@ -302,9 +292,7 @@ def test_top_writes_its_errors_to_standard_error(free: str, tmp_path: Path) -> N
         assert says in refused(*top, *arguments, code=code)
 
 
-async def test_no_proxy_is_asked_for_this_host(
-    server: Server, free: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_this_host_needs_no_proxy(server: Server, free: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, f"http://{free}")
     port = server.watch.endpoint.rpartition(":")[2]

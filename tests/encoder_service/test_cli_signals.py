@@ -31,6 +31,12 @@ HEED_CTRL_C = (
 )
 
 
+def started(*command: object) -> "subprocess.Popen[str]":
+    """Start a command, whose output of both kinds is read as one."""
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([str(word) for word in command], **said, text=True)
+
+
 def last_words(process: "subprocess.Popen[str]") -> str:
     """Return the output of a process until its end; kill it if it does not end."""
     try:
@@ -54,12 +60,7 @@ def test_a_signal_during_loading_ends_the_server_silently(
     checkpoint: Path, number: signal.Signals, later_s: float
 ) -> None:
     command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*HEED_CTRL_C, *command, "--store-host-gib", "0.04"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = started(*HEED_CTRL_C, *command, "--store-host-gib", 0.04)
     wait_until_torch_is_loaded(process.pid)
     time.sleep(later_s)
     process.send_signal(number)
@@ -109,9 +110,7 @@ def test_process_1_of_a_container_ends_at_a_signal_while_loading(
     checkpoint: Path, inside: list[str], number: signal.Signals
 ) -> None:
     command = [SCRIPTS / "encoder-service", "serve", "--model", checkpoint, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*inside, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = started(*inside, *command)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (child := children.read_text()):
         time.sleep(0.005)
@@ -130,12 +129,7 @@ def test_ctrl_c_ends_a_client_that_waits(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo(32, 32, 1))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         command = [SCRIPTS / "prefill-client", "encode", tmp_path / "photo.jpg", "--server"]
-        process = subprocess.Popen(
-            [*HEED_CTRL_C, *command, f"127.0.0.1:{silent.getsockname()[1]}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = started(*HEED_CTRL_C, *command, f"127.0.0.1:{silent.getsockname()[1]}")
         connection, _ = silent.accept()
         with connection:  # closed, it would be an answer
             process.send_signal(signal.SIGINT)
@@ -187,8 +181,7 @@ async def test_a_drain_waits_until_a_slow_reader_has_its_last_rows(checkpoint: P
         async with await EncoderClient.connect(server.endpoint) as client:
             await client.submit(images)
         await soon(lambda: server.encodes() == len(images))
-        command = [sys.executable, "-c", READER, server.endpoint, *digests]
-        reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        reader = started(sys.executable, "-c", READER, server.endpoint, *digests)
         assert reader.stdout
         assert await asyncio.to_thread(reader.stdout.readline) == "stopping\n"
         await soon(lambda: psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED)

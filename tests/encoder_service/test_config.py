@@ -39,16 +39,7 @@ def test_every_heading_of_the_help_stands_before_a_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        *(
-            "redis://host",
-            "rediss://:secret@host:6379/0",
-            "redis://[::1]:6379",
-            "redis://host:1?cluster=true",
-        ),
-        "redis+cluster://user:secret@a:1,b:2,c",
-    ],
+    "url", ["redis://host", "redis://[::1]:6379", "redis+cluster://user:secret@a:1,b:2,c"]
 )
 def test_an_index_may_be_any_redis(url: str) -> None:
     assert Config(model=Path("a"), index=url).index == url
@@ -86,53 +77,36 @@ def test_a_password_in_an_invalid_index_url_is_hidden_too(url: str) -> None:
 
 def test_a_switch_without_a_value_means_yes() -> None:
     given = parse("--trust-remote-code", "--batch-invariant", "--cuda-graphs", "no", "--model", "here")
-    assert (given["trust_remote_code"], given["batch_invariant"], given["cuda_graphs"]) == (
-        "yes",
-        "yes",
-        "no",
-    )
+    switches = ("trust_remote_code", "batch_invariant", "cuda_graphs")
+    assert [given[name] for name in switches] == ["yes", "yes", "no"]
     with pytest.raises(SystemExit):
         parse("--trust-remote-code", "true")
 
 
 def test_flags_win_over_the_environment_which_wins_over_defaults() -> None:
-    environment = {
-        "ENCSVC_MODEL": "a",
-        "ENCSVC_INDEX_TIMEOUT_MS": "7",
-        "ENCSVC_DECODE_THREADS": "5",
-        "HOME": "x",
-    }
-    config = Config.read(parse("--index-timeout-ms", "9"), environment)
+    environment = {"MODEL": "a", "INDEX_TIMEOUT_MS": "7", "DECODE_THREADS": "5"}
+    in_shell = {f"ENCSVC_{name}": value for name, value in environment.items()} | {"HOME": "x"}
+    config = Config.read(parse("--index-timeout-ms", "9"), in_shell)
     assert (config.model, config.index_timeout_ms, config.decode_threads) == (Path("a"), 9, 5)
     assert config.listen == "127.0.0.1:50051"
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("settings", "says"),
     [
-        ({}, "--model"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_MODLE": "b"}, "ENCSVC_MODLE"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_DRAIN_S": "soon"}, "ENCSVC_DRAIN_S=soon"),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_DTYPE": "int8"}, "bfloat16"),
-        (
-            {"ENCSVC_MODEL": "a", "ENCSVC_BATCH_PATCHES": "-1"},
-            "--batch-patches must be from 0 to 16000000, got -1",
-        ),
-        ({"ENCSVC_MODEL": "a", "ENCSVC_LISTEN": "nowhere"}, "host:port"),
-        *(
-            ({"ENCSVC_MODEL": "a", "ENCSVC_INDEX": url}, "--index")
-            for url in (
-                "redis",
-                "http://host",
-                "redis://",
-                "redis://host:x",
-                "redis://host:99999",
-                "redis+cluster://a:1,b:y",
-            )
-        ),
+        ("", "--model"),
+        ("MODEL=a MODLE=b", "ENCSVC_MODLE"),
+        ("MODEL=a DRAIN_S=soon", "ENCSVC_DRAIN_S=soon"),
+        ("MODEL=a DTYPE=int8", "bfloat16"),
+        ("MODEL=a BATCH_PATCHES=-1", "--batch-patches must be from 0 to 16000000, got -1"),
+        ("MODEL=a LISTEN=nowhere", "host:port"),
+        *((f"MODEL=a INDEX={url}", "--index") for url in ("redis", "http://host", "redis://")),
+        *((f"MODEL=a INDEX={url}", "--index") for url in ("redis://host:x", "redis://host:99999")),
+        ("MODEL=a INDEX=redis+cluster://a:1,b:y", "--index"),
     ],
 )
-def test_a_bad_setting_is_an_error_that_names_it(environment: dict[str, str], says: str) -> None:
+def test_a_bad_setting_is_an_error_that_names_it(settings: str, says: str) -> None:
+    environment = dict(f"ENCSVC_{setting}".split("=", 1) for setting in settings.split())
     with pytest.raises(ConfigError, match=says):
         Config.read({}, environment)
 

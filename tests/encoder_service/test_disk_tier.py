@@ -1,6 +1,7 @@
 """A server with `--store-disk`: rows that left memory, or that an earlier server had, are served bit for bit."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,15 @@ from prefill_client import EncoderClient, FetchedRows, RowRequest
 from testing.photos import photo
 from tests.calls import collect, encoded
 from tests.operator_view import numbers
-from tests.servers import server_of
+from tests.servers import server_and_client, server_of
 from tests.waiting import soon
 
 PHOTOS = [photo(320 + 32 * number, 320, 40 + number) for number in range(12)]
 MIB = 1 / 1024  # in GiB
+
+
+def small_memory(config: Config, model: Model, folder: Path, **settings: Any) -> Any:
+    return server_and_client(config, model, store_host_gib=2 * MIB, store_disk=str(folder), **settings)
 
 
 async def fetched(client: EncoderClient, digest: bytes) -> FetchedRows:
@@ -46,11 +51,7 @@ async def encodes(server: Server) -> float:
 
 
 async def test_rows_that_left_memory_are_read_back(config: Config, model: Model, tmp_path: Path) -> None:
-    folder = tmp_path / "rows"
-    async with (
-        server_of(config, model, store_host_gib=2 * MIB, store_disk=str(folder), source_gib=0.0) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with small_memory(config, model, tmp_path / "rows", source_gib=0.0) as (server, client):
         rows = await encode(server, client)
         hits = 0
         for digest, before in rows.items():
@@ -65,19 +66,10 @@ async def test_rows_that_left_memory_are_read_back(config: Config, model: Model,
         assert (await numbers(server)).total("store_hits_total", tier="disk") >= 4
 
 
-async def test_a_restarted_server_serves_what_the_last_one_left(
-    config: Config, model: Model, tmp_path: Path
-) -> None:
-    settings = {"store_host_gib": 2 * MIB, "store_disk": str(tmp_path / "rows"), "source_gib": 0.0}
-    async with (
-        server_of(config, model, **settings) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+async def test_a_restarted_server_serves_what_was_left(config: Config, model: Model, tmp_path: Path) -> None:
+    async with small_memory(config, model, tmp_path / "rows", source_gib=0.0) as (server, client):
         rows = await encode(server, client)
-    async with (
-        server_of(config, model, **settings) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with small_memory(config, model, tmp_path / "rows", source_gib=0.0) as (server, client):
         found = {file.address for file in server.store.disk.files()}  # type: ignore[union-attr]
         assert len(found) >= 6
         for file in PHOTOS:
@@ -90,10 +82,7 @@ async def test_a_restarted_server_serves_what_the_last_one_left(
 
 async def test_a_damaged_file_is_encoded_again(config: Config, model: Model, tmp_path: Path) -> None:
     folder = tmp_path / "rows"
-    async with (
-        server_of(config, model, store_host_gib=2 * MIB, store_disk=str(folder)) as server,
-        await EncoderClient.connect(server.endpoint) as client,
-    ):
+    async with small_memory(config, model, folder) as (server, client):
         rows = await encode(server, client)
         for path in folder.iterdir():
             data = bytearray(path.read_bytes())
@@ -106,9 +95,7 @@ async def test_a_damaged_file_is_encoded_again(config: Config, model: Model, tmp
         assert (await numbers(server)).total("store_disk_off") == 0
 
 
-async def test_a_folder_in_use_refuses_the_start_in_one_line(
-    config: Config, model: Model, tmp_path: Path
-) -> None:
+async def test_a_folder_in_use_is_refused_in_one_line(config: Config, model: Model, tmp_path: Path) -> None:
     settings = {"store_disk": str(tmp_path / "rows")}
     async with server_of(config, model, **settings):
         with pytest.raises(ConfigError, match="is in use by another server: name a folder for each"):

@@ -5,8 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,7 @@ from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.devices.model import Model
 from encoder_service.http import MAX_CONNECTIONS, STUCK_S, HttpPort
-from encoder_service.metrics import Metrics
-from tests.operator_view import get, numbers
+from tests.operator_view import answer_of, get, http_port, numbers
 from tests.scripted_device import ScriptedDevice
 from tests.waiting import PATIENCE_S
 
@@ -24,15 +22,8 @@ from tests.waiting import PATIENCE_S
 async def test_the_status_page_shows_the_settings_and_links(server: Server) -> None:
     status, page = await get(server, "/")
     assert status == 200
-    for text in (
-        "encoder-service",
-        "qwen3_vl",
-        server.replica_id,
-        'href="/metrics"',
-        "megapixels",
-        "serving",
-    ):
-        assert text in page
+    words = ("encoder-service", "qwen3_vl", server.replica_id, 'href="/metrics"', "megapixels", "serving")
+    assert [word for word in words if word not in page] == []
     assert (await get(server, "/healthz"))[0] == (await get(server, "/readyz"))[0] == 200
     assert (await get(server, "/nothing"))[0] == 404
     server.service.draining = True
@@ -42,40 +33,11 @@ async def test_the_status_page_shows_the_settings_and_links(server: Server) -> N
 
 
 def test_a_stuck_event_loop_is_not_healthy() -> None:
-    http = HttpPort(
-        "127.0.0.1:0",
-        title="t",
-        facts=lambda: {"<b>": "&"},
-        metrics=Metrics().exposition,
-        last_tick=lambda: time.monotonic() - STUCK_S - 1,
-        not_ready=lambda: "",
-    )
-    http.start()
-    try:
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S)
-        page = urllib.request.urlopen(f"http://{http.endpoint}/", timeout=PATIENCE_S).read().decode()
+    with http_port(facts=lambda: {"<b>": "&"}, last_tick=lambda: time.monotonic() - STUCK_S - 1) as http:
+        assert answer_of(f"http://{http.endpoint}/healthz")[0] == 503
+        _, page = answer_of(f"http://{http.endpoint}/")
         assert "&lt;b&gt;" in page
         assert "has been stuck for" in page
-    finally:
-        http.stop()
-
-
-@contextmanager
-def serving(metrics: Callable[[], bytes] | None = None) -> Iterator[HttpPort]:
-    http = HttpPort(
-        "127.0.0.1:0",
-        title="t",
-        facts=dict,
-        metrics=metrics or Metrics().exposition,
-        last_tick=time.monotonic,
-        not_ready=lambda: "",
-    )
-    http.start()
-    try:
-        yield http
-    finally:
-        http.stop()
 
 
 class Drips:
@@ -112,12 +74,18 @@ class Drips:
             connection.close()
 
 
-def answer_of(url: str) -> bytes:
+def connected(http: HttpPort) -> socket.socket:
+    """Return a connection to the port."""
+    host, _, port = http.endpoint.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def answered(http: HttpPort, path: str) -> bytes:
     """Return the answer to a probe. Retry, as probes do: a busy machine may send the request too late."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{http.endpoint}{path}", timeout=30) as answer:
                 return bytes(answer.read())
         except OSError:
             if time.monotonic() > until:
@@ -126,48 +94,37 @@ def answer_of(url: str) -> bytes:
 
 @pytest.mark.attack("connections that fill the HTTP port")
 def test_health_is_answered_beside_slow_connections() -> None:
-    with serving() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
+    with http_port() as http, Drips(http.endpoint, 2 * MAX_CONNECTIONS) as drips:
         threads = threading.active_count()
         for _ in range(20):
-            assert answer_of(f"http://{http.endpoint}/healthz") == b"ok\n"
-            assert b"encsvc_" in answer_of(f"http://{http.endpoint}/metrics")
+            assert answered(http, "/healthz") == b"ok\n"
+            assert b"encsvc_" in answered(http, "/metrics")
             # Some read metrics; connections have none, or there would be one for each.
             assert threading.active_count() < threads + MAX_CONNECTIONS
-        until = (
-            time.monotonic() + PATIENCE_S
-        )  # connections that the server has closed notice it at their next byte
+        until = time.monotonic() + PATIENCE_S  # connections notice at their next byte that they were closed
         while not drips.reopened and time.monotonic() < until:
             time.sleep(0.02)
         assert drips.reopened > 0
 
 
-def test_a_new_connection_has_time_for_its_request_despite_newer_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_connection_has_time_for_its_request_despite_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.http.REQUEST_S", PATIENCE_S)
-    with serving() as http, ExitStack() as held:
-        host, _, port = http.endpoint.rpartition(":")
-        probe, *_ = [
-            held.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
-            for _ in range(1 + MAX_CONNECTIONS)
-        ]
+    with http_port() as http, ExitStack() as held:
+        probe, *_ = [held.enter_context(connected(http)) for _ in range(1 + MAX_CONNECTIONS)]
         time.sleep(0.2)  # until all are accepted
         probe.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert b" 200 " in probe.recv(100)
 
 
-def test_health_is_answered_while_a_scrape_hangs_and_after_one_failed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_health_is_answered_while_a_scrape_hangs_and_after_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
 
     def hang() -> bytes:
         release.wait()
         raise ValueError("the device is lost")
 
-    with serving(hang) as http:
-        host, _, port = http.endpoint.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as scraper:
+    with http_port(metrics=hang) as http:
+        with connected(http) as scraper:
             scraper.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
             urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S).close()
             release.set()
@@ -178,44 +135,33 @@ def test_health_is_answered_while_a_scrape_hangs_and_after_one_failed(
 
 @pytest.mark.parametrize("request_", [b"\r\n\r\n", b"GET\r\n\r\n", b"GET /\xff HTTP/1.1\r\n:\r\n\r\n"])
 def test_a_malformed_request_is_answered(request_: bytes) -> None:
-    with serving() as http:
-        host, _, port = http.endpoint.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
-            connection.sendall(request_)
-            assert connection.makefile("rb").readline() == b"HTTP/1.1 404 Not Found\r\n"
+    with http_port() as http, connected(http) as connection:
+        connection.sendall(request_)
+        assert connection.makefile("rb").readline() == b"HTTP/1.1 404 Not Found\r\n"
 
 
 def test_an_endless_request_is_cut_off() -> None:
-    with serving() as http:
-        host, _, port = http.endpoint.rpartition(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection,
-            suppress(ConnectionError),
-        ):
-            for _ in range(1000):
-                connection.sendall(b"G" * 10_000)
-            pytest.fail("ten megabytes of request were read")
+    with http_port() as http, connected(http) as connection, suppress(ConnectionError):
+        for _ in range(1000):
+            connection.sendall(b"G" * 10_000)
+        pytest.fail("ten megabytes of request were read")
 
 
 def test_a_slow_connection_is_closed_even_if_it_keeps_sending_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.http.CONNECTION_S", 0.5)
-    with serving() as http:
-        host, _, port = http.endpoint.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    with http_port() as http, connected(http) as connection, suppress(ConnectionError):
         connection.settimeout(0.05)
-        with connection, suppress(ConnectionError):
-            for _ in range(600):
-                connection.sendall(b"G")
-                with suppress(TimeoutError):
-                    assert connection.recv(1) == b""
-                    return
-            pytest.fail("still open after half a minute")
+        for _ in range(600):
+            connection.sendall(b"G")
+            with suppress(TimeoutError):
+                assert connection.recv(1) == b""
+                return
+        pytest.fail("still open after half a minute")
 
 
 def test_idle_connections_end_with_the_port() -> None:
-    with serving() as http:
-        host, _, port = http.endpoint.rpartition(":")
-        idle = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    with http_port() as http:
+        idle = connected(http)
         urllib.request.urlopen(f"http://{http.endpoint}/healthz", timeout=PATIENCE_S).close()
     with idle:
         assert idle.recv(1) == b""

@@ -21,9 +21,7 @@ def written() -> tuple[logging.Logger, io.StringIO]:
     return log, text
 
 
-def test_a_message_is_one_line_without_control_characters(
-    written: tuple[logging.Logger, io.StringIO],
-) -> None:
+def test_a_message_is_a_line_without_control_characters(written: tuple[logging.Logger, io.StringIO]) -> None:
     log, text = written
     log.info("peer %s did not give rows", FORGED, extra={"fields": {"client": FORGED}})
     assert text.getvalue().count("\n") == 1

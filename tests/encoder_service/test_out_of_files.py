@@ -54,9 +54,7 @@ async def test_a_server_out_of_descriptors_serves_open_connections_and_recovers(
         assert server.terminate() == 0
 
 
-async def test_a_device_that_dies_while_descriptors_are_short_is_replaced_once_they_are_free(
-    checkpoint: Path,
-) -> None:
+async def test_a_device_that_dies_while_descriptors_are_short_is_replaced_later(checkpoint: Path) -> None:
     with running(checkpoint) as server:
         process = psutil.Process(server.process.pid)
         async with await EncoderClient.connect(server.endpoint, timeout_s=PATIENCE_S) as client:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from encoder_contract.credentials import Credentials
 from encoder_contract.errors import ForbiddenError, ImageLimitError, InternalError, ModelMismatchError
 from encoder_service.app import Server
 from encoder_service.config import Config
@@ -20,9 +20,9 @@ from testing.hostile_images import with_trailer
 from testing.photos import photo
 from testing.processes import free_port
 from tests.calls import encoded
-from tests.operator_view import numbers
+from tests.operator_view import numbers, settled
 from tests.servers import server_of
-from tests.tenants import RIGHTS, TOKENS, guarded_by, table
+from tests.tenants import RIGHTS, TOKENS, guarded_by, table, with_token
 from tests.waiting import soon
 
 HAPROXY = """
@@ -53,8 +53,10 @@ CALLS = 40
 
 
 @asynccontextmanager
-async def behind(program: str, text: str, folder: Path, server: Server, more: str = "") -> AsyncIterator[str]:
-    """Run a proxy of the server; yield its endpoint."""
+async def behind(
+    program: str, text: str, folder: Path, server: Server, more: str = "", **options: Any
+) -> AsyncIterator[EncoderClient]:
+    """Run a proxy of the server; yield a client of it."""
     port = free_port()
     file = folder / f"{program}.conf"
     file.write_text(text.format(port=port, to=server.endpoint, folder=folder, more=more))
@@ -62,7 +64,8 @@ async def behind(program: str, text: str, folder: Path, server: Server, more: st
     with subprocess.Popen([program, *flag, str(file)], stdin=subprocess.DEVNULL) as process:
         try:
             await soon(lambda: _listens(port))
-            yield f"127.0.0.1:{port}"
+            async with await EncoderClient.connect(f"127.0.0.1:{port}", **options) as client:
+                yield client
         finally:
             process.kill()
 
@@ -91,62 +94,45 @@ async def submits(server: Server) -> dict[str, float]:
     return {status: found.total("calls_total", call="submit", status=status) for status in STATUSES}
 
 
-async def ended(server: Server, status: str, calls: int) -> None:
-    """Wait until so many Submit calls have ended with a status: their end is counted after their answer."""
-
-    async def all_have() -> bool:
-        return (await submits(server))[status] == calls
-
-    await soon(all_have)
-
-
 STATUSES = ("OK", "CANCELLED", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 
 
 @needs_haproxy
 async def test_no_submit_fails_behind_haproxy(server: Server, tmp_path: Path) -> None:
-    async with (
-        behind("haproxy", HAPROXY, tmp_path, server) as endpoint,
-        await EncoderClient.connect(endpoint) as client,
-    ):
+    async with behind("haproxy", HAPROXY, tmp_path, server) as client:
         for number in range(CALLS):
-            for image in (
-                small(number),
-                of_bytes(MIB + 1, number),
-            ):  # the second is sent when it is asked for
+            # The second is sent when it is asked for.
+            for image in (small(number), of_bytes(MIB + 1, number)):
                 await encoded(client, image)
             async with await client.keep([small(number)]) as kept:
                 assert kept.error is None
             (answer,) = await client.submit([small(number)], all_or_nothing=True)
             assert answer.error is None
-        await ended(server, "OK", 4 * CALLS)  # no attempt failed
+        await settled(server, "calls_total", 4 * CALLS, call="submit", status="OK")  # no attempt failed
         assert sum((await submits(server)).values()) == 4 * CALLS
 
 
 @needs_haproxy
 async def test_a_refused_submit_has_its_error_behind_haproxy(server: Server, tmp_path: Path) -> None:
-    async with (
-        behind("haproxy", HAPROXY, tmp_path, server) as endpoint,
-        await EncoderClient.connect(endpoint) as client,
-    ):
+    async with behind("haproxy", HAPROXY, tmp_path, server) as client:
         client.description = replace(client.description, model_fingerprint=bytes(32))
         for number in range(CALLS):
             (answer,) = await client.submit([small(number)])
             assert isinstance(answer.error, ModelMismatchError)
-        await ended(server, "FAILED_PRECONDITION", CALLS)
+        await settled(server, "calls_total", CALLS, call="submit", status="FAILED_PRECONDITION")
 
 
 @needs_haproxy
 async def test_a_submit_that_is_not_admitted_has_its_error_behind_haproxy(
     config: Config, model: Model, tmp_path: Path
 ) -> None:
-    token, tenants = tmp_path / "token", tmp_path / "tenants.toml"
-    token.write_text(TOKENS["reader"])
+    tenants = tmp_path / "tenants.toml"
     tenants.write_text(table("reader", TOKENS["reader"], rights=RIGHTS["reader"]))
     async with (
         server_of(guarded_by(tenants, config), model) as guard,
-        behind("haproxy", HAPROXY, tmp_path, guard) as endpoint,
-        await EncoderClient.connect(endpoint, credentials=Credentials(token_file=str(token))) as client,
+        behind(
+            "haproxy", HAPROXY, tmp_path, guard, credentials=with_token(tmp_path, TOKENS["reader"])
+        ) as client,
     ):
         for number in range(CALLS):
             (answer,) = await client.submit([small(number)])
@@ -154,18 +140,13 @@ async def test_a_submit_that_is_not_admitted_has_its_error_behind_haproxy(
 
 
 @needs_nginx
-async def test_a_limit_of_nginx_on_bodies_is_named_and_not_retried_to_the_end(
-    server: Server, tmp_path: Path
-) -> None:
-    async with (
-        behind("nginx", NGINX, tmp_path, server, "client_max_body_size 500k;") as endpoint,
-        await EncoderClient.connect(endpoint) as client,
-    ):
+async def test_a_limit_of_nginx_on_bodies_is_named_and_hardly_retried(server: Server, tmp_path: Path) -> None:
+    async with behind("nginx", NGINX, tmp_path, server, "client_max_body_size 500k;") as client:
         (along,) = await client.submit([of_bytes(MIB - 1024, 1)])  # comes with its name: HTTP 413
         assert isinstance(along.error, ImageLimitError)
         (asked,) = await client.submit(
             [of_bytes(4 * MIB, 2)]
-        )  # the answer has begun: nginx can only reset it
+        )  # nginx has begun the answer: it can only reset
         assert isinstance(asked.error, InternalError)
         for error in (along.error, asked.error):
             assert "client_max_body_size" in error.message
@@ -174,9 +155,6 @@ async def test_a_limit_of_nginx_on_bodies_is_named_and_not_retried_to_the_end(
 
 @needs_nginx
 async def test_large_files_arrive_behind_an_nginx_without_this_limit(server: Server, tmp_path: Path) -> None:
-    async with (
-        behind("nginx", NGINX, tmp_path, server, "client_max_body_size 0;") as endpoint,
-        await EncoderClient.connect(endpoint) as client,
-    ):
+    async with behind("nginx", NGINX, tmp_path, server, "client_max_body_size 0;") as client:
         for answer in await client.submit([of_bytes(size, size) for size in (MIB - 1024, 4 * MIB)]):
             assert answer.error is None

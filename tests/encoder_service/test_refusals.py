@@ -1,6 +1,7 @@
 """Every way in which an image or a call is refused: alone, by name, and with an error of the family."""
 
 import asyncio
+import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -13,16 +14,19 @@ import pytest
 from encoder_contract.digest import content_digest
 from encoder_contract.errors import DeadlineError, EncoderError, InvalidImageError, ModelMismatchError
 from encoder_contract.header import Header, read_header
+from encoder_contract.v1 import admin_pb2
 from encoder_contract.v1 import encoder_pb2 as pb
+from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
 from encoder_service.api import inbound, submit
 from encoder_service.app import Server
 from encoder_service.config import Config
 from encoder_service.devices.model import Model
 from encoder_service.limits import REFUSAL_S
 from prefill_client import EncoderClient, Image, RowRequest, read_images
+from testing.hostile_images import png_chunk
 from testing.photos import photo
-from testing.tcp_proxy import from_another_host
 from tests.calls import (
+    begin_submit,
     collect,
     connection,
     fetched,
@@ -35,20 +39,14 @@ from tests.calls import (
     stub,
 )
 from tests.gate import Gate
-from tests.servers import server_of
+from tests.servers import client_elsewhere, server_of
 from tests.waiting import PATIENCE_S
 
 
 async def test_a_window_outside_the_image_fails_alone(client: EncoderClient) -> None:
     (image,) = await client.submit([photo(64, 64, 4)])
-    outcomes = await collect(
-        client,
-        [
-            RowRequest(image.digest, 0, image.tokens + 1),
-            RowRequest(image.digest),
-            RowRequest(image.digest, 3, 2),
-        ],
-    )
+    windows = [(0, image.tokens + 1), (0, 0), (3, 2)]
+    outcomes = await collect(client, [RowRequest(image.digest, *window) for window in windows])
     assert isinstance(outcomes[0].error, InvalidImageError)
     assert outcomes[1].error is None
     assert isinstance(outcomes[2].error, InvalidImageError)
@@ -99,13 +97,8 @@ async def test_a_refusal_delays_no_other_call(
 
 def png_header(width: int, height: int) -> bytes:
     """A file that says it is a huge PNG and holds no pixel: a decompression bomb's header."""
-    import struct
-    import zlib
-
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body)) + bytes(100)
-    )
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + bytes(100)
 
 
 async def test_every_bad_image_fails_alone_and_its_neighbours_are_encoded(client: EncoderClient) -> None:
@@ -145,9 +138,7 @@ async def test_every_bad_image_fails_alone_and_its_neighbours_are_encoded(client
 
 
 async def test_an_image_over_the_byte_limit_is_refused_naming_it(client: EncoderClient) -> None:
-    call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(naming(pb.ImageName(index=1, digest=bytes(32))))
+    call = await begin_submit(client, pb.ImageName(index=1, digest=bytes(32)))
     assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
     piece = bytes(1 << 18)
     for n in range(4 * 34):
@@ -201,8 +192,6 @@ async def test_a_non_image_fails_alone_at_the_client(client: EncoderClient) -> N
 async def test_a_call_that_breaks_the_contract_ends_with_invalid_argument(
     client: EncoderClient, messages: list[pb.SubmitRequest]
 ) -> None:
-    import grpc
-
     call = (await stub(client)).Submit(timeout=PATIENCE_S)
     for message in messages:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the server may have ended the call
@@ -211,11 +200,6 @@ async def test_a_call_that_breaks_the_contract_ends_with_invalid_argument(
 
 
 async def test_the_operators_calls_are_refused_without_the_proof(server: Server) -> None:
-    import grpc
-
-    from encoder_contract.v1 import admin_pb2
-    from encoder_contract.v1.admin_pb2_grpc import AdminServiceStub
-
     async with grpc.aio.insecure_channel(server.endpoint) as channel:
         stub = AdminServiceStub(channel)
         for call, request in (
@@ -249,29 +233,19 @@ async def test_a_submit_deadline_at_any_moment_is_a_contract_error(client: Encod
     assert outcomes <= {"answered", "late"}
 
 
-async def test_a_full_queue_refuses_a_name_before_its_bytes_are_sent(
-    config: Config, model: Model, gate: Gate
-) -> None:
+async def test_a_full_queue_refuses_a_name_before_its_bytes(config: Config, model: Model, gate: Gate) -> None:
     images = [photo(300 + n, 300, 800 + n) for n in range(3)]
     async with server_of(config, gate.before(model), max_queued_images=2) as server:
         with gate.closed():
             for n in range(2):  # two hosts, so that none is over its share
-                async with (
-                    from_another_host(server.endpoint, f"127.0.0.{2 + n}") as elsewhere,
-                    await EncoderClient.connect(elsewhere) as client,
-                ):
+                async with client_elsewhere(server, f"127.0.0.{2 + n}") as client:
                     (answer,) = await client.submit([images[n]])
                     assert answer.error is None
             async with await EncoderClient.connect(server.endpoint) as client:
                 before = server.budgets.upload_bytes.held
                 grid = client.description.geometry.grid(302, 300)
-                call = (await stub(client)).Submit(timeout=PATIENCE_S)
-                await call.write(pb.SubmitRequest(open=pb.Caller()))
-                name = pb.ImageName(
-                    index=1, digest=content_digest(images[2]), grid=pb.Grid(t=1, h=grid.h, w=grid.w)
-                )
-                await call.write(naming(name))
-                state = await next_state(call)
+                name, _ = named(1, images[2], grid=pb.Grid(t=1, h=grid.h, w=grid.w))
+                state = await next_state(await begin_submit(client, name))
                 assert (state.state, state.error.code) == (pb.STATE_FAILED, 8)
                 assert state.error.retry_after_ms > 0
                 assert server.budgets.upload_bytes.held == before
@@ -290,13 +264,11 @@ async def test_a_file_named_in_many_variants_is_read_once_and_not_on_the_loop(
     image = photo(400, 300, 901)
     (first,) = await client.submit([image])
     assert first.error is None
-    call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
     most = client.description.geometry.max_pixels
     names = [
         pb.ImageName(index=n, digest=first.digest, variant=pb.Variant(max_pixels=most - n)) for n in range(64)
     ]
-    await call.write(naming(*names))
+    call = await begin_submit(client, *names)
     states = [state.state for state in await next_states(call, len(names))]
     await finish(call)
     assert set(states) <= {pb.STATE_QUEUED, pb.STATE_CACHED}
@@ -328,8 +300,5 @@ async def test_a_file_that_cannot_be_decoded_is_refused_in_every_variant(client:
     outcome = (await collect(client, [RowRequest(content_digest(truncated))]))[0]
     assert isinstance(outcome.error, InvalidImageError)
     variant = pb.Variant(max_pixels=client.description.geometry.max_pixels // 2)
-    call = (await stub(client)).Submit(timeout=PATIENCE_S)
-    await call.write(pb.SubmitRequest(open=pb.Caller()))
-    await call.write(naming(pb.ImageName(index=1, digest=content_digest(truncated), variant=variant)))
-    state = await next_state(call)
+    state = await next_state(await begin_submit(client, named(1, truncated, variant=variant)[0]))
     assert (state.state, state.error.code) == (pb.STATE_FAILED, 3)

@@ -33,7 +33,7 @@ from tests.calls import collect, connection
 from tests.cluster_replica import PATIENCE
 from tests.operator_view import numbers
 from tests.processes import run, running
-from tests.servers import server_of
+from tests.servers import server_and_client, server_of
 from tests.waiting import PATIENCE_S, soon
 
 PHOTOS = [photo(96 + 32 * number, 64, number) for number in range(4)]
@@ -49,13 +49,16 @@ class Version:
     rows: list[bytes]
 
 
+Versions = tuple[Version, Version]
+
+
 @pytest.fixture(scope="module")
 def second(kept_checkpoint: Callable[..., Path]) -> Path:
     return kept_checkpoint(seed=1)
 
 
 @pytest.fixture(scope="module")
-def versions(config: Config, model: Model, second: Path) -> tuple[Version, Version]:
+def versions(config: Config, model: Model, second: Path) -> Versions:
     other = replace(config, model=second)
     loaded = load_model(other)
     try:
@@ -65,7 +68,7 @@ def versions(config: Config, model: Model, second: Path) -> tuple[Version, Versi
 
 
 async def version_of(config: Config, model: Model) -> Version:
-    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, model) as (_, client):
         return Version(config.model, model.recipe.model, await rows_of(client, PHOTOS))
 
 
@@ -121,7 +124,7 @@ async def connected(*servers: Server, model: bytes = b"") -> AsyncIterator[Encod
 
 
 async def test_new_calls_get_the_new_weights_and_old_rows_answer_only_for_the_old_ones(
-    server: Server, versions: tuple[Version, Version]
+    server: Server, versions: Versions
 ) -> None:
     first, second = versions
     served, before = [weakref.ref(server.serving)], children()
@@ -150,7 +153,7 @@ async def test_new_calls_get_the_new_weights_and_old_rows_answer_only_for_the_ol
 
 
 async def test_traffic_during_a_reload_never_fails_and_never_gets_a_row_of_other_weights(
-    config: Config, model: Model, versions: tuple[Version, Version]
+    config: Config, model: Model, versions: Versions
 ) -> None:
     """Two devices, so that old and new towers encode side by side. A chat that is refused connects again."""
     expected = {version.fingerprint: version.rows for version in versions}
@@ -169,9 +172,8 @@ async def test_traffic_during_a_reload_never_fails_and_never_gets_a_row_of_other
                         assert await rows_of(client, PHOTOS) == expected[fingerprint]
                         answered[fingerprint] += 1
                 except ModelMismatchError:
-                    assert server.model.facts.recipe.model != fingerprint, (
-                        "only weights that are gone are refused"
-                    )
+                    is_gone = server.model.facts.recipe.model != fingerprint
+                    assert is_gone, "only weights that are gone are refused"
 
     async with server_of(two, model, devices) as server, asyncio.TaskGroup() as group:
         for _ in range(CHATS):
@@ -183,9 +185,7 @@ async def test_traffic_during_a_reload_never_fails_and_never_gets_a_row_of_other
         done.set()
 
 
-async def test_a_request_that_was_submitted_before_is_fetched_after(
-    server: Server, versions: tuple[Version, Version]
-) -> None:
+async def test_a_request_submitted_before_is_fetched_after(server: Server, versions: Versions) -> None:
     """Rows are made and fetched under the old name while its request is open, by the old weights."""
     first, second = versions
     async with connected(server) as client, await client.keep(PHOTOS) as kept:
@@ -197,9 +197,7 @@ async def test_a_request_that_was_submitted_before_is_fetched_after(
             await rows_of(client, PHOTOS)
 
 
-async def test_rows_that_a_client_reads_in_place_stay_as_they_are(
-    server: Server, versions: tuple[Version, Version]
-) -> None:
+async def test_rows_that_a_client_reads_in_place_stay_as_they_are(server: Server, versions: Versions) -> None:
     first, second = versions
     async with connected(server) as client:
         [submitted] = await client.submit(PHOTOS[:1])
@@ -215,7 +213,7 @@ async def test_rows_that_a_client_reads_in_place_stay_as_they_are(
 
 
 async def test_clients_go_to_the_replica_with_their_weights_while_a_fleet_reloads(
-    config: Config, model: Model, server: Server, versions: tuple[Version, Version]
+    config: Config, model: Model, server: Server, versions: Versions
 ) -> None:
     first, second = versions
     async with server_of(config, model) as other, connected(server, other) as old:
@@ -232,7 +230,7 @@ async def test_clients_go_to_the_replica_with_their_weights_while_a_fleet_reload
 
 
 async def test_replicas_find_each_other_by_the_weights_that_they_have_now(
-    config: Config, model: Model, versions: tuple[Version, Version], redis_url: str
+    config: Config, model: Model, versions: Versions, redis_url: str
 ) -> None:
     first, second = versions
     # A stall of a busy machine is not an outage: without their index, replicas would hand over nothing.
@@ -259,7 +257,7 @@ async def test_replicas_find_each_other_by_the_weights_that_they_have_now(
 
 
 async def test_a_process_that_starts_later_loads_the_new_weights(
-    server: Server, versions: tuple[Version, Version], tmp_path: Path
+    server: Server, versions: Versions, tmp_path: Path
 ) -> None:
     """A link in the path does not count any more, and changed files are refused: their rows would get these names."""
     first, second = versions
@@ -286,7 +284,7 @@ async def test_a_process_that_starts_later_loads_the_new_weights(
 
 
 async def test_equal_weights_in_another_folder_change_nothing_but_the_folder(
-    server: Server, versions: tuple[Version, Version], tmp_path: Path
+    server: Server, versions: Versions, tmp_path: Path
 ) -> None:
     first, _ = versions
     folder = tmp_path / "copy"
@@ -328,7 +326,7 @@ def damaged(folder: Path, weights: Path) -> Iterator[tuple[str, str]]:
     "a reload of a path that is no checkpoint: relative, absent, looping, too long, a pipe, cut off"
 )
 async def test_a_folder_that_cannot_be_served_is_refused_in_one_line(
-    server: Server, versions: tuple[Version, Version], tmp_path: Path
+    server: Server, versions: Versions, tmp_path: Path
 ) -> None:
     first, second = versions
     before = children()
@@ -352,7 +350,7 @@ def huge(folder: Path, like: Path) -> Path:
 
 
 async def test_another_architecture_or_too_little_memory_is_refused_in_one_line(
-    server: Server, versions: tuple[Version, Version], kept_checkpoint: Callable[..., Path], tmp_path: Path
+    server: Server, versions: Versions, kept_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     first, second = versions
     before = children()
@@ -367,8 +365,8 @@ async def test_another_architecture_or_too_little_memory_is_refused_in_one_line(
         assert await rows_of(client, PHOTOS) == first.rows
 
 
-async def test_a_process_that_ends_or_hangs_while_it_loads_changes_nothing(
-    server: Server, versions: tuple[Version, Version]
+async def test_a_process_that_ends_or_hangs_loading_changes_nothing(
+    server: Server, versions: Versions
 ) -> None:
     """One that hangs can be abandoned: the caller leaves. Until then no other reload starts."""
     first, second = versions
@@ -406,7 +404,7 @@ async def test_a_drain_ends_a_reload(config: Config, model: Model, second: Path)
 
 
 async def test_the_command_prints_the_steps_and_fails_in_one_line(
-    config: Config, versions: tuple[Version, Version], tmp_path: Path
+    config: Config, versions: Versions, tmp_path: Path
 ) -> None:
     """Also while the server is killed: the command ends, and no process of the reload is left."""
     first, second = versions
@@ -443,9 +441,7 @@ async def test_the_command_prints_the_steps_and_fails_in_one_line(
 
 
 @pytest.mark.attack("a reload without the proof of the server's user, or by a caller that leaves at once")
-async def test_a_reload_needs_the_proof_of_the_servers_user(
-    server: Server, versions: tuple[Version, Version]
-) -> None:
+async def test_a_reload_needs_the_proof_of_the_servers_user(server: Server, versions: Versions) -> None:
     before = children()
     async with connected(server) as client:
         operator: Any = AdminServiceStub((await connection(client)).channel)

@@ -16,7 +16,7 @@ from prefill_client import EncoderClient, RowRequest
 from testing.decoding import decode_files
 from testing.photos import photo
 from testing.tcp_proxy import TcpProxy
-from tests.calls import collect, naming, next_state, stub
+from tests.calls import begin_submit, collect, naming, next_state, stub
 from tests.gate import Gate
 from tests.waiting import PATIENCE_S, soon
 
@@ -43,7 +43,7 @@ async def test_describe_tells_model_geometry_and_limits(client: EncoderClient, m
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_submitted_images_return_the_rows_of_the_tower(
+async def test_fetched_rows_are_those_of_the_tower(
     client: EncoderClient, model: Model, transport: str
 ) -> None:
     images = [photo(width, height, seed) for seed, (width, height) in enumerate(SIZES)]
@@ -138,8 +138,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
 ) -> None:
     images = [photo(300 + n, 300, n) for n in range(12)]
     with gate.closed():
-        call = (await stub(client)).Submit(timeout=PATIENCE_S)
-        await call.write(pb.SubmitRequest(open=pb.Caller()))
+        call = await begin_submit(client)
         for index, image in enumerate(images):
             await call.write(naming(pb.ImageName(index=index, digest=content_digest(image))))
             assert (await next_state(call)).state == pb.STATE_NEEDS_BYTES
@@ -163,9 +162,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(
     assert server.store.stats().pins == 0
 
 
-async def test_shared_rows_are_pinned_exactly_while_their_stream_is_open(
-    client: EncoderClient, server: Server
-) -> None:
+async def test_shared_rows_are_pinned_while_a_stream_is_open(client: EncoderClient, server: Server) -> None:
     (image,) = await client.submit([photo(128, 128, 20)])
     async with client.fetch([RowRequest(image.digest)], timeout_s=PATIENCE_S) as stream:
         async for _ in stream:
@@ -188,9 +185,7 @@ async def test_a_caller_whose_machine_falls_silent_holds_no_pins_for_long(server
     await proxy.stop()
 
 
-async def test_only_callers_who_can_read_the_segment_get_handles(
-    client: EncoderClient, server: Server
-) -> None:
+async def test_only_callers_that_read_the_segment_get_handles(client: EncoderClient, server: Server) -> None:
     (image,) = await client.submit([photo(128, 128, 30)])
     proof = server.store.segment.segment_id
     for shown, has_handle in ((proof, True), (bytes(16), False), (proof[:-1], False), (b"", False)):

@@ -68,9 +68,7 @@ def server(host: Host, checkpoint: Path, tmp_path: Path) -> Iterator[ServerProce
         yield server
 
 
-async def test_rows_come_by_tcp_and_inline_once_a_firewall_drops_the_port(
-    host: Host, server: ServerProcess
-) -> None:
+async def test_rows_come_by_tcp_or_inline_if_a_firewall_drops_them(host: Host, server: ServerProcess) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
         requests = await submitted(client, PHOTOS)
         by_tcp = await collect(client, requests)
@@ -92,7 +90,7 @@ async def test_rows_come_by_tcp_and_inline_once_a_firewall_drops_the_port(
             }
 
 
-async def test_a_server_killed_while_it_sends_rows_ends_each_image_in_rows_or_one_error(
+async def test_a_server_killed_as_it_sends_ends_each_image_in_rows_or_one_error(
     server: ServerProcess,
 ) -> None:
     async with await EncoderClient.connect(server.endpoint) as client:
@@ -113,9 +111,7 @@ async def test_a_server_killed_while_it_sends_rows_ends_each_image_in_rows_or_on
         assert {type(each) for (each,) in outcomes.values()} > {FetchedRows}, "some arrived, and some did not"
 
 
-async def test_a_reader_that_stops_while_its_pages_are_reused_gets_no_other_rows(
-    host: Host, tmp_path: Path
-) -> None:
+async def test_a_reader_that_stops_gets_no_rows_of_reused_pages(host: Host, tmp_path: Path) -> None:
     """The server gives the reader up after 30 s, and encodes other images into the pages that it was reading."""
     wide = {"out_hidden_size": 4096}
     model = write_checkpoint(tmp_path / "model", dtype=torch.bfloat16, text_layers=1, depth=3, vision=wide)

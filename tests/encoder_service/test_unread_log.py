@@ -1,5 +1,6 @@
 """A log that is not read: the server continues, drops lines and counts them."""
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -23,7 +24,7 @@ from tests.small_store import STORE_GIB
 from tests.waiting import PATIENCE_S, START_S, soon
 
 PIPE_BYTES = 4096  # the smallest that Linux makes
-LINES = 200
+LINES, TOGETHER = 200, 10
 
 
 @pytest.fixture
@@ -42,14 +43,26 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.logs.FLUSH_S", PATIENCE_S)
 
 
+def writing_to(
+    file: int, formatter: type[ConsoleFormatter] = ConsoleFormatter, **options: int
+) -> QueuedHandler:
+    """Return a handler that writes bare messages to a file."""
+    handler = QueuedHandler(file, **options)
+    handler.setFormatter(formatter("%(message)s"))
+    return handler
+
+
+def new_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT)
+
+
 def record(text: str) -> logging.LogRecord:
     return logging.LogRecord("test", logging.INFO, "", 0, text, (), None)
 
 
 async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(pipe: tuple[int, int]) -> None:
     reads, writes = pipe
-    handler = QueuedHandler(os.dup(writes), max_bytes=2 * PIPE_BYTES)
-    handler.setFormatter(ConsoleFormatter("%(message)s"))
+    handler = writing_to(os.dup(writes), max_bytes=2 * PIPE_BYTES)
     # The thread may take lines before the pipe is full, and once more as it fills it.
     count = 3 * MAX_UNFORMATTED + LINES
     for number in range(count):
@@ -76,8 +89,7 @@ async def test_an_unread_log_drops_and_counts_lines_and_keeps_order(pipe: tuple[
 
 def test_a_process_that_ends_writes_its_waiting_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
-    handler.setFormatter(ConsoleFormatter("%(message)s"))
+    handler = writing_to(new_file(path))
     for number in range(LINES):
         handler.handle(record(str(number)))
     handler.flush()
@@ -106,9 +118,7 @@ def test_lines_are_formatted_and_written_together_on_the_logs_own_thread(
 
     monkeypatch.setattr(logs, "TOGETHER_S", PATIENCE_S)  # on a busy machine, lines may come one by one
     monkeypatch.setattr(logs, "_write", write)
-    path = tmp_path / "log"
-    handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
-    handler.setFormatter(Formatter("%(message)s"))
+    handler = writing_to(new_file(tmp_path / "log"), Formatter)
     for number in range(LINES):
         handler.handle(record(str(number)))
     handler.flush()
@@ -120,8 +130,7 @@ def test_lines_are_formatted_and_written_together_on_the_logs_own_thread(
 
 def test_a_line_with_an_exception_is_formatted_at_once_and_is_written_at_a_crash(tmp_path: Path) -> None:
     path, kept = tmp_path / "log", []
-    handler = QueuedHandler(os.open(path, os.O_WRONLY | os.O_CREAT))
-    handler.setFormatter(ConsoleFormatter("%(message)s"))
+    handler = writing_to(new_file(path))
     try:
         raise FaultError("the reason")
     except FaultError as error:
@@ -160,9 +169,13 @@ async def test_a_server_with_an_unread_log_answers_probes_and_ends_at_sigterm(
         await soon(lambda: " listening " in said.read_text(), START_S)
         where = dict(re.findall(r"^ +(listening|metrics) +(\S+)\n", said.read_text(), re.MULTILINE))
         async with grpc.aio.insecure_channel(where["listening"]) as channel:
-            for _ in range(LINES):  # a line each: more than the pipe holds
+
+            async def refused() -> None:
                 call = channel.stream_stream(FETCH)(iter([b"\xff"]), timeout=PATIENCE_S)
                 assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+            for _ in range(LINES // TOGETHER):  # a line each: more than the pipe holds
+                await asyncio.gather(*(refused() for _ in range(TOGETHER)))  # each refusal is delayed
         with urlopen(f"{where['metrics']}healthz", timeout=PATIENCE_S) as answer:
             assert answer.status == 200
         with urlopen(f"{where['metrics']}metrics", timeout=PATIENCE_S) as answer:

@@ -17,14 +17,14 @@ from encoder_service.cluster.cluster import Cluster, Location, Locations
 from encoder_service.images import UnsubmittedImages
 from encoder_service.keys import ImageKey
 from encoder_service.limits import Budget
-from prefill_client import EncoderClient, RowRequest
+from prefill_client import RowRequest
 from testing.photos import photo
-from testing.tcp_proxy import from_another_host
 from tests.callers import caller
 from tests.calls import collect
-from tests.operator_view import numbers
+from tests.operator_view import settled
+from tests.servers import client_elsewhere
 from tests.small_store import address
-from tests.waiting import PATIENCE_S, soon
+from tests.waiting import PATIENCE_S
 
 
 def key(number: int) -> ImageKey:
@@ -88,9 +88,7 @@ def unknown(count: int, grace_ms: int) -> pb.FetchRequest:
     return pb.FetchRequest(images=images, grace_ms=grace_ms, rows_inside=True)
 
 
-async def test_a_flood_of_unknown_digests_is_refused_without_harm_to_others(
-    server: Server, stub: Any
-) -> None:
+async def test_a_flood_of_unknown_digests_is_refused_and_harms_nobody(server: Server, stub: Any) -> None:
     calls = [stub.Fetch(unknown(512, 30_000)) for _ in range(7)]  # as many as one caller may have
     image = photo(64, 64, 9)
     reading = [asyncio.ensure_future(call.read()) for call in calls]
@@ -100,10 +98,7 @@ async def test_a_flood_of_unknown_digests_is_refused_without_harm_to_others(
     for error in refused.errors:
         assert error.code == Status.RESOURCE_EXHAUSTED.value
         assert error.retry_after_ms > 0
-    async with (
-        from_another_host(server.endpoint) as elsewhere,
-        await EncoderClient.connect(elsewhere) as client,
-    ):
+    async with client_elsewhere(server) as client:
         (submitted,) = await client.submit([image])
         outcomes = await collect(client, [RowRequest(content_digest(image))])
     assert submitted.error is None
@@ -111,8 +106,4 @@ async def test_a_flood_of_unknown_digests_is_refused_without_harm_to_others(
     for call in calls:
         call.cancel()
     await asyncio.gather(*reading, return_exceptions=True)
-    await soon(lambda: _no_calls(server))
-
-
-async def _no_calls(server: Server) -> bool:
-    return (await numbers(server)).total("calls_in_progress") == 0
+    await settled(server, "calls_in_progress", 0)

@@ -174,12 +174,7 @@ def test_a_file_that_somebody_removed_is_a_miss(folder: Path, start: Start) -> N
 
 
 def test_foreign_files_are_left_alone(folder: Path, start: Start) -> None:
-    foreign = [
-        folder / "notes.txt",
-        folder / "ab" / "x",
-        folder / "ab" / f"{'0' * 64}-1-1-1",
-        folder / "cd" / "y.tmp",
-    ]
+    foreign = [folder / name for name in ("notes.txt", "ab/x", f"ab/{'0' * 64}-1-1-1", "cd/y.tmp")]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -232,23 +227,14 @@ def test_a_folder_that_other_users_may_write_is_refused(tmp_path: Path, mode: in
         Disk(folder / "new", MIB, ROW_BYTES).close()
 
 
-ODD = (
-    "link",
-    "dangling link",
-    "pipe",
-    "folder",
-    "full folder",
-    "socket",
-    "writable",
-    "unreadable",
-    "another's",
-)
+CHANGED = {"writable": 0o602, "unreadable": 0, "another's": 0o600}
+ODD = ("link", "dangling link", "pipe", "folder", "full folder", "socket", *CHANGED)
 
 
 def make_odd(path: Path, how: str) -> None:
     """Replace a file by what the server must not open."""
-    if how in ("writable", "unreadable", "another's"):
-        path.chmod({"writable": 0o602, "unreadable": 0, "another's": 0o600}[how])
+    if how in CHANGED:
+        path.chmod(CHANGED[how])
         if how == "another's" and not os.geteuid():
             os.chown(path, 1000, 1000)
         return

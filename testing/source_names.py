@@ -1,7 +1,10 @@
-"""Checks in a library's source, without running it, that the names that we use exist."""
+"""Checks in a library's source, without running it, that the names and the text that we use exist."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 Read = Callable[[str], str]
 """Returns the source of a file of the library."""
@@ -11,11 +14,50 @@ Names = tuple[str, str, str, str]
 class, else names of the module."""
 
 
-def missing_names(read: Read, names: Iterable[Names]) -> list[str]:
+class Release(NamedTuple):
+    """The source of a release of the library."""
+
+    files: Sequence[str]
+    """The paths of its Python files."""
+    read: Read
+
+
+def release_in(folder: Path) -> Release:
+    """Return the release whose package is in a folder."""
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*.py")]
+    return Release(files, lambda path: (folder / path).read_text())
+
+
+def releases_of(wheels: Path, package: str) -> dict[str, Release]:
+    """Return the releases of a package in a folder of wheels, by their names, as `vllm-0.33.0`."""
+    return {
+        "-".join(wheel.name.split("-")[:2]): _wheel(wheel, package) for wheel in sorted(wheels.glob("*.whl"))
+    }
+
+
+def _wheel(wheel: Path, package: str) -> Release:
+    archive = zipfile.ZipFile(wheel)
+    inside = (name for name in archive.namelist() if name.startswith(f"{package}/") and name.endswith(".py"))
+    return Release(
+        [name.removeprefix(f"{package}/") for name in inside],
+        lambda path: archive.read(f"{package}/{path}").decode(),
+    )
+
+
+def missing_texts(release: Release, texts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the texts that a release lacks: each is to be in a file whose path begins as it says."""
+    missing = []
+    for path, text in texts:
+        places = (name for name in release.files if name.startswith(path))
+        missing += [] if any(text in release.read(place) for place in places) else [f"{path}: {text}"]
+    return missing
+
+
+def missing_names(release: Release, names: Iterable[Names]) -> list[str]:
     """Return the names that a release lacks."""
     missing = []
     for path, in_class, function, wanted in names:
-        tree: ast.AST = ast.parse(read(path))
+        tree: ast.AST = ast.parse(release.read(path))
         if in_class:
             tree = _child(tree, in_class)
         present = _parameters(_child(tree, function)) if function else set(_definitions(tree))

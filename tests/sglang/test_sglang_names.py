@@ -1,6 +1,5 @@
 """Checks every name of SGLang that the plug-in uses, in every release that pyproject allows."""
 
-import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import sglang
 
 from prefill_client.sglang.release import check_release
 from testing.engine_environments import SGLANG_FOLDER
-from testing.source_names import Names, Read, missing_names
+from testing.source_names import Names, missing_names, missing_texts, release_in, releases_of
 
 QWEN = "multimodal/processors/qwen_vl.py"
 BASE = "multimodal/processors/base_processor.py"
@@ -78,40 +77,30 @@ TEXTS = [
 ]
 
 
-def releases() -> dict[str, Read]:
-    """Return, by name, how to read a file of each release."""
-    installed = Path(sglang.__file__).parent
-    found: dict[str, Read] = {
-        folder.name: lambda path, folder=folder: (folder / "sglang/srt" / path).read_text()
-        for folder in (installed.parent, SGLANG_FOLDER / "newest")
-        if folder.exists()
-    }
-    for wheel in sorted((SGLANG_FOLDER / "wheels").glob("*.whl")):
-        archive = zipfile.ZipFile(wheel)
-        found[wheel.name.split("-")[1]] = lambda path, archive=archive: archive.read(
-            f"sglang/srt/{path}"
-        ).decode()
-    return found
+INSTALLED = Path(sglang.__file__).parents[1]
+RELEASES = {
+    folder.name: release_in(folder / "sglang/srt")
+    for folder in (INSTALLED, SGLANG_FOLDER / "newest")
+    if folder.exists()
+} | releases_of(SGLANG_FOLDER / "wheels", "sglang/srt")
 
 
-RELEASES = releases()
-
-
+@pytest.mark.story("every name that we use, in every release")
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_has_every_name_that_we_use(release: str) -> None:
     assert not missing_names(RELEASES[release], NAMES)
 
 
+@pytest.mark.story("every name that we use, in every release")
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_has_the_source_text_that_we_rely_on(release: str) -> None:
-    read = RELEASES[release]
-    assert not [f"{path}: {text}" for path, text in TEXTS if text not in read(path)]
+    assert not missing_texts(RELEASES[release], TEXTS)
 
 
 def test_all_releases_in_pyproject_are_checked() -> None:
     if not SGLANG_FOLDER.exists():
         pytest.skip("make test-sglang installs them")
-    assert {*RELEASES} >= {"site-packages", "newest", "0.5.22"}
+    assert {*RELEASES} >= {"site-packages", "newest", "sglang-0.5.22"}
     for release in (version("sglang"), "0.5.22", "0.5.23"):
         check_release(release)
 

@@ -2,14 +2,13 @@
 
 import os
 import re
-import zipfile
 from pathlib import Path
 
 import pytest
 import vllm
 
 from prefill_client.vllm.middleware import FORMS, GENERATE, OTHER_ROUTES, RENDER_FORMS, WEIGHT_ROUTES
-from testing.source_names import Names, Read, missing_names
+from testing.source_names import Names, missing_names, missing_texts, release_in, releases_of
 
 WHEELS = Path(os.environ.get("VLLM_WHEELS", Path(__file__).resolve().parents[2] / ".venv-vllm/wheels"))
 """Releases that are read but not run; `make test-vllm` fetches them."""
@@ -177,40 +176,19 @@ TEXTS = [
 ]
 
 
-def releases() -> dict[str, tuple[Read, list[str]]]:
-    """Return, by name, how to read a file of each release, and the names of its files."""
-    installed = Path(vllm.__file__).parent
-    files = [str(path.relative_to(installed)) for path in installed.rglob("*.py")]
-    found: dict[str, tuple[Read, list[str]]] = {
-        "installed": (lambda path: (installed / path).read_text(), files)
-    }
-    for wheel in sorted(WHEELS.glob("*.whl")):
-        archive = zipfile.ZipFile(wheel)
-        inside = [name.removeprefix("vllm/") for name in archive.namelist() if name.startswith("vllm/")]
-        found["-".join(wheel.name.split("-")[:2])] = (
-            lambda path, archive=archive: archive.read(f"vllm/{path}").decode(),
-            inside,
-        )
-    return found
+RELEASES = {"installed": release_in(Path(vllm.__file__).parent), **releases_of(WHEELS, "vllm")}
 
 
-RELEASES = releases()
-
-
+@pytest.mark.story("every name that we use, in every release")
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_has_every_name_that_we_use(release: str) -> None:
-    read, _ = RELEASES[release]
-    assert not missing_names(read, NAMES)
+    assert not missing_names(RELEASES[release], NAMES)
 
 
+@pytest.mark.story("every name that we use, in every release")
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_has_the_source_text_that_we_rely_on(release: str) -> None:
-    read, files = RELEASES[release]
-    missing = []
-    for path, text in TEXTS:
-        places = [name for name in files if name.endswith(".py") and name.startswith(path)]
-        missing += [] if any(text in read(place) for place in places) else [f"{path}: {text}"]
-    assert not missing
+    assert not missing_texts(RELEASES[release], TEXTS)
 
 
 WITHOUT_IMAGES = {
@@ -229,8 +207,8 @@ ROUTE = re.compile(r'\.(?:post|api_route|add_api_route)\(\s*"(/[^"]*)"')
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_has_no_route_that_we_do_not_know(release: str) -> None:
-    read, files = RELEASES[release]
-    sources = [name for name in files if name.startswith("entrypoints/") and name.endswith(".py")]
+    files, read = RELEASES[release]
+    sources = [name for name in files if name.startswith("entrypoints/")]
     routes = {route for name in sources for route in ROUTE.findall(read(name))}
     assert routes >= TAKEN
     assert routes - WITHOUT_IMAGES <= TAKEN | OTHER_ROUTES | WEIGHT_ROUTES

@@ -1,6 +1,7 @@
 """Prompts for an LLM engine, and its answers, which can be compared."""
 
 import base64
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 Part = str | bytes
@@ -23,6 +24,11 @@ class Answer:
         return max(
             abs(ours[token] - theirs[token]) for ours, theirs in steps for token in ours.keys() & theirs
         )
+
+
+def images_in(parts: Iterable[Part]) -> set[bytes]:
+    """Return the different images of a prompt."""
+    return {part for part in parts if isinstance(part, bytes)}
 
 
 def data_url(data: bytes) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ class SglangEngine(EngineProcess):
         """Request a completion and return the answer. Raises `AssertionError` if the request is refused."""
         return answer_of(self.generate(parts, tokens=tokens))
 
+    def ask_all(self, prompts: Sequence[Sequence[Part]]) -> list[Answer]:
+        """Request the completions of all prompts at once; return the answers."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self.ask, prompts))
+
     def forget(self) -> None:
         """Empty the caches, so that the next prompt reuses nothing. Retry while SGLang refuses: a request is ending."""
         for _ in range(100):
@@ -66,6 +72,22 @@ class SglangEngine(EngineProcess):
         lines = httpx.get(f"{self.url}/metrics", timeout=600, follow_redirects=True).text.splitlines()
         ours = (line.rpartition(" ") for line in lines if line.startswith("sglang:encoder_service_"))
         return {name: float(value) for name, _, value in ours}
+
+    def counted(self, metric: str, label: str = "") -> float:
+        """Return the sum of `sglang:encoder_service_<metric>_total`, of one label or all."""
+        return sum(
+            value
+            for name, value in self.metrics().items()
+            if name.startswith(f"sglang:encoder_service_{metric}_total") and label in name
+        )
+
+    def fetched(self) -> float:
+        """Return how many images its prefill chunks have fetched the rows of."""
+        return self.counted("images")
+
+    def by_own_tower(self, reason: str = "") -> float:
+        """Return how many images SGLang's own tower has encoded, for this reason or all."""
+        return self.counted("own_tower_images", reason)
 
 
 def answer_of(response: httpx.Response) -> Answer:

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from encoder_contract.digest import content_digest
 from encoder_contract.geometry import Grid
 from prefill_client import BlockingClient, Image, RowRequest, read_images
+from prefill_client.vllm.counts import IMAGES, METRICS
 from prefill_client.vllm.image_name import ImageName, NameSigner, RequestInfo, producer_of
 from prefill_client.vllm.name_key import read_name_key
 from prefill_client.vllm.request_images import blank_url, size_of
@@ -189,10 +190,17 @@ class VllmEngine:
 
     def ask(self, parts: Sequence[Part | dict[str, Any]], *, own: bool = False, tokens: int = 8) -> Answer:
         """Submit the images of a prompt, run the request, and return the answer."""
+        return self.ask_all([parts], own=own, tokens=tokens)[0]
+
+    def ask_all(
+        self, prompts: Sequence[Sequence[Part | dict[str, Any]]], *, own: bool = False, tokens: int = 8
+    ) -> list[Answer]:
+        """Submit the images of prompts, run all requests at once, and return the answers."""
         if not own:
-            self.submit(*(part for part in parts if isinstance(part, bytes)))
-        request_id = self.start(parts, own=own, tokens=tokens)
-        return self.run(request_id)[request_id]
+            self.submit(*(part for parts in prompts for part in parts if isinstance(part, bytes)))
+        started = [self.start(parts, own=own, tokens=tokens) for parts in prompts]
+        ended = self.run(*started)
+        return [ended[request_id] for request_id in started]
 
     def computed(self, request_id: str) -> int:
         """Return the number of tokens of a request that are prefilled or scheduled in the last step."""
@@ -201,6 +209,11 @@ class VllmEngine:
             for known, request in self.scheduler.requests.items()
             if known.startswith(f"{request_id}-")
         )
+
+    def fetched(self) -> float:
+        """Return how many images it has fetched the rows of, as its metrics say."""
+        name = METRICS[IMAGES][0].removesuffix("_total")
+        return sum(each.value for each in self.llm.get_metrics() if each.name == name)
 
     def forget(self) -> None:
         """Empty vLLM's prefix cache and encoder cache."""

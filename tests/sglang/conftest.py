@@ -14,10 +14,11 @@ import pytest
 from PIL import Image, ImageOps
 
 from prefill_client import BlockingClient, RowRequest
-from testing.answers import Answer, Part
+from testing.answers import Part, images_in
 from testing.checkpoints import write_checkpoint
 from testing.photos import encoded, photo
 from testing.sglang_engine import SglangEngine, add_video_processor, package_variables, serving
+from tests.engines.answers import ASKED, Own
 from tests.sglang.counters import fetches
 from tests.vllm.restartable import Restartable
 
@@ -29,9 +30,6 @@ SMALL = {
     "qwen2_5_vl": {"min_pixels": 784, "max_pixels": 65536},
 }
 DOWNLOAD_S = 300
-TOLERANCE = 1e-5  # of a log-probability
-Own = Callable[[Sequence[Part]], Answer]
-"""Returns the answer of SGLang's own tower to a prompt."""
 TURNED, TRANSPARENT = photo(300, 150, 6, orientation=6), photo(200, 220, 7, "PNG", mode="RGBA")
 
 
@@ -43,28 +41,10 @@ ON_WHITE = Image.new("RGB", opened(TRANSPARENT).size, "white")
 ON_WHITE.paste(opened(TRANSPARENT), mask=opened(TRANSPARENT).getchannel("A"))
 
 
-def prompts(seed: int) -> dict[str, list[Part]]:
-    """Prompts about images that no other seed has."""
-    return {
-        "one png": [photo(128, 128, seed, "PNG"), "What is this?"],
-        "one jpeg": ["x ", photo(333, 222, seed + 1), "What is this?"],
-        "text between": [
-            *("A: ", photo(256, 192, seed + 2, "PNG"), " and B: ", photo(320, 320, seed + 3), " differ how?"),
-        ],
-        "the same twice": [photo(256, 256, seed + 4), "and", photo(256, 256, seed + 4), "same?"],
-        "sixteen": [
-            part for number in range(16) for part in (f"{number}: ", photo(240, 250, seed + 5 + number))
-        ],
-    }
-
-
-PROMPTS: dict[str, list[Part]] = {
-    "text alone": ["Say something about nothing."],
+AS_SEEN: dict[str, list[Part]] = {
     "upright": [encoded(ImageOps.exif_transpose(opened(TURNED)), "PNG"), "?"],
     "on white": [encoded(ON_WHITE, "PNG"), "?"],
-    **prompts(0),
 }
-AT_ONCE = prompts(1000)
 CHUNKS: list[Part] = [
     part for number in range(16) for part in (f"{number}: ", photo(240, 250, 2000 + number))
 ]
@@ -127,10 +107,6 @@ def service_of(model: Path) -> Iterator[Restartable]:
         service.kill()
 
 
-def images_in(parts: Iterable[Part]) -> set[bytes]:
-    return {part for part in parts if isinstance(part, bytes)}
-
-
 def let_it_encode(service: Restartable, parts: Iterable[Part]) -> dict[bytes, int]:
     """Let the service encode images that are new to the engine, whose cache cannot be emptied.
 
@@ -150,11 +126,6 @@ def let_it_encode(service: Restartable, parts: Iterable[Part]) -> dict[bytes, in
     return {image: answer.tokens for image, answer in zip(images, answers, strict=True)}
 
 
-def assert_equal(ours: Answer, own: Answer) -> None:
-    assert ours.reason == own.reason == "length"
-    assert ours.distance(own) <= TOLERANCE
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-VL."""
@@ -164,9 +135,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def own(checkpoint: Path) -> Own:
     """Those of this checkpoint."""
-    return answers_of(
-        checkpoint, [*PROMPTS.values(), *AT_ONCE.values(), LONG, SIXTY_FOUR, *UNREADABLE.values()]
-    )
+    return answers_of(checkpoint, [*ASKED, *AS_SEEN.values(), LONG, SIXTY_FOUR, *UNREADABLE.values()])
 
 
 @pytest.fixture(scope="session")

@@ -3,28 +3,8 @@
 import re
 
 from testing.server_process import ServerProcess
-from testing.sglang_engine import SglangEngine
 from testing.sglang_gateway import GatewayProcess
 from tests.waiting import until
-
-
-def counted(engine: SglangEngine, metric: str, label: str = "") -> float:
-    """The sum of `sglang:encoder_service_<metric>_total`, of one label or all."""
-    return sum(
-        value
-        for name, value in engine.metrics().items()
-        if name.startswith(f"sglang:encoder_service_{metric}_total") and label in name
-    )
-
-
-def fetched(engine: SglangEngine) -> float:
-    """Images whose rows a prefill chunk has fetched."""
-    return counted(engine, "images")
-
-
-def by_own_tower(engine: SglangEngine, reason: str = "") -> float:
-    """Images that SGLang's own tower has encoded."""
-    return counted(engine, "own_tower_images", reason)
 
 
 def all_fetches(server: ServerProcess, after: int, images: int) -> list[int]:

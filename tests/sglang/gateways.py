@@ -1,12 +1,13 @@
 """An unmodified SGLang without the plug-in, fed by gateways."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from testing.processes import free_port
 from testing.sglang_engine import SglangEngine, serving
 from testing.sglang_gateway import GatewayProcess, running_gateway
+from tests.engines.answers import PROMPTS, TOLERANCE, Own, assert_equal
 from tests.vllm.restartable import Restartable
 
 # SGLang checks the health of encoders at this interval, and drops an encoder after three failed checks.
@@ -43,3 +44,18 @@ def fed(
         urls = [f"{gateway.url}/v{number}" for number in range(encoders)] or [gateway.url]
         with language_server(checkpoint, *flags, back_end=back_end, urls=urls) as (engine, _):
             yield engine, gateway
+
+
+def assert_fed(
+    engine: SglangEngine,
+    gateway: GatewayProcess,
+    own: Own,
+    names: Iterable[str],
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Ask these prompts of `PROMPTS`: the answers are those of the own tower, by the gateway's rows of every image."""
+    for name in names:
+        parts = PROMPTS[name]
+        before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in parts)
+        assert_equal(engine.ask(parts), own(parts), tolerance)
+        assert gateway.count("images") - before == images, f"{name}: SGLang used its own tower"

@@ -8,9 +8,10 @@ import pytest
 from testing.answers import Part, data_url
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine, answer_of, serving
-from tests.sglang.conftest import AT_ONCE, LONG, Own, assert_equal, images_in, variables
-from tests.sglang.counters import all_fetches, by_own_tower, counted, fetched
-from tests.sglang.test_faults import asked_as_the_service_dies, until_served
+from tests.engines.answers import USUAL, Own, assert_answers_equal, assert_equal
+from tests.sglang.conftest import variables
+from tests.sglang.counters import all_fetches
+from tests.sglang.test_faults import assert_own_tower_takes_over
 from tests.vllm.restartable import Restartable
 
 JPEG = photo(640, 480, 62)
@@ -29,15 +30,12 @@ def new_images(seed: int) -> list[Part]:
     return [part for number in range(16) for part in (f"{number}: ", photo(240, 250, seed + number))]
 
 
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, name: str) -> None:
-    engine.forget()
-    before = fetched(engine)
-    assert_equal(engine.ask(AT_ONCE[name]), own(AT_ONCE[name]))
-    assert fetched(engine) - before == len(images_in(AT_ONCE[name]))
-    assert by_own_tower(engine) == 0
+def test_answers_are_those_of_the_own_tower(engine: SglangEngine, own: Own) -> None:
+    assert_answers_equal(engine, own)
+    assert engine.by_own_tower() == 0
 
 
+@pytest.mark.story("a prefill waits only for the images that it reads")
 def test_with_chunk_gating_only_chunks_wait_for_images(engine: SglangEngine, service: Restartable) -> None:
     after = len(service.process.lines)
     engine.ask(new_images(6000))
@@ -46,6 +44,7 @@ def test_with_chunk_gating_only_chunks_wait_for_images(engine: SglangEngine, ser
     assert max(calls) < 4, "no call waits for all images"
 
 
+@pytest.mark.story("an image that cannot be encoded")
 @pytest.mark.parametrize("wrong", [0, 8, 15])
 def test_a_damaged_image_ends_its_request_alone_with_400_and_our_text(
     engine: SglangEngine, own: Own, wrong: int
@@ -58,8 +57,8 @@ def test_a_damaged_image_ends_its_request_alone_with_400_and_our_text(
     assert f"image {wrong}: " in response.text
     assert "the encoder service does not answer" not in response.text
     assert_equal(engine.ask(parts), right)
-    assert_equal(engine.ask(AT_ONCE["one png"]), own(AT_ONCE["one png"]))
-    assert counted(engine, "lost_images") == by_own_tower(engine) == 0
+    assert_equal(engine.ask(USUAL["one png"]), own(USUAL["one png"]))
+    assert engine.counted("lost_images") == engine.by_own_tower() == 0
 
 
 def test_the_same_damaged_image_is_refused_again(engine: SglangEngine) -> None:
@@ -72,7 +71,4 @@ def test_the_same_damaged_image_is_refused_again(engine: SglangEngine) -> None:
 def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
-    assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
-    assert by_own_tower(engine, "rows") > 0
-    service.start()
-    until_served(engine)
+    assert_own_tower_takes_over(engine, service, own)

@@ -13,16 +13,9 @@ import pytest
 from testing.answers import Part, data_url
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine, answer_of
-from tests.sglang.conftest import (
-    LONG,
-    PROMPTS,
-    UNREADABLE,
-    Own,
-    assert_equal,
-    checkpoint_of,
-    let_it_encode,
-)
-from tests.sglang.counters import by_own_tower, counted, fetched, fetches
+from tests.engines.answers import PROMPTS, Own, assert_equal
+from tests.sglang.conftest import LONG, UNREADABLE, checkpoint_of, let_it_encode
+from tests.sglang.counters import fetches
 from tests.vllm.restartable import Restartable
 
 GOOD = photo(128, 128, 61)
@@ -38,6 +31,7 @@ REFUSED = {
 PATIENCE_S = 300.0
 
 
+@pytest.mark.story("an image that cannot be encoded")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_wrong_image_is_400_with_our_text_and_the_next_request_is_served(
     engine: SglangEngine, own: Own, kind: str
@@ -57,6 +51,7 @@ def test_a_chat_with_a_wrong_image_is_400_with_our_text(engine: SglangEngine) ->
     assert "image 0: " in response.text
 
 
+@pytest.mark.story("callers hang up")
 def test_hanging_up_during_an_encode_affects_no_other_request(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
@@ -77,24 +72,25 @@ def until_served(engine: SglangEngine) -> None:
     """Ask about new images, until the rows of one come from the service."""
     deadline = time.monotonic() + PATIENCE_S
     for seed in count(int(time.monotonic())):
-        before = fetched(engine)
+        before = engine.fetched()
         engine.ask(["is it back? ", photo(100, 100, seed)], tokens=1)
-        if fetched(engine) > before:
+        if engine.fetched() > before:
             return
         assert time.monotonic() < deadline, engine.log.read_text()
         time.sleep(0.5)
 
 
+@pytest.mark.story("without the service")
 def test_without_the_service_the_own_tower_encodes_until_it_is_back(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
     service.kill()
     try:
         engine.forget()
-        before = fetched(engine), by_own_tower(engine)
+        before = engine.fetched(), engine.by_own_tower()
         assert_equal(engine.ask(PROMPTS["text between"]), own(PROMPTS["text between"]))
-        assert fetched(engine) == before[0]
-        assert by_own_tower(engine) >= before[1] + 2, "and that of a caller who has left, if it comes late"
+        assert engine.fetched() == before[0]
+        assert engine.by_own_tower() >= before[1] + 2, "and that of a caller who has left, if it comes late"
     finally:
         service.start()
     until_served(engine)
@@ -117,32 +113,39 @@ def asked_as_the_service_dies(
         return answer.result()
 
 
-def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
-    engine: SglangEngine, service: Restartable, own: Own
-) -> None:
-    before = fetched(engine), by_own_tower(engine, "rows")
+def assert_own_tower_takes_over(engine: SglangEngine, service: Restartable, own: Own) -> None:
+    """The service dies in a prefill; the answer is right nevertheless, and the next images are the service's again."""
+    before = engine.fetched(), engine.by_own_tower("rows")
     assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
-    assert fetched(engine) > before[0], "the first chunk came from the service"
-    assert by_own_tower(engine, "rows") > before[1]
+    assert engine.fetched() > before[0], "the first chunk came from the service"
+    assert engine.by_own_tower("rows") > before[1]
     assert engine.process.poll() is None
     service.start()
     until_served(engine)
+
+
+@pytest.mark.story("the service dies during a prefill")
+def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
+    engine: SglangEngine, service: Restartable, own: Own
+) -> None:
+    assert_own_tower_takes_over(engine, service, own)
 
 
 def assert_a_request_without_rows_ends(
     engine: SglangEngine, service: Restartable, own: Own, name: str
 ) -> None:
     """The service dies in a prefill, and the engine cannot read the last image: 503, and nothing stays of it."""
-    parts, before = UNREADABLE[name], counted(engine, "lost_images")
+    parts, before = UNREADABLE[name], engine.counted("lost_images")
     response = asked_as_the_service_dies(engine, service, parts)
     assert response.status_code == 503, response.text
     assert "image 1: the encoder service does not answer, and SGLang cannot read" in response.text
-    assert counted(engine, "lost_images") == before + 1
+    assert engine.counted("lost_images") == before + 1
     service.start()
     until_served(engine)
     assert_equal(engine.ask(parts), own(parts))
 
 
+@pytest.mark.story("rows are lost before the prefill")
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_request_without_rows_is_503_and_succeeds_when_retried(
     engine: SglangEngine, service: Restartable, own: Own, name: str
@@ -150,6 +153,7 @@ def test_a_request_without_rows_is_503_and_succeeds_when_retried(
     assert_a_request_without_rows_ends(engine, service, own, name)
 
 
+@pytest.mark.story("a service of another model")
 def test_a_service_of_another_model_is_not_asked(
     engine: SglangEngine, service: Restartable, own: Own, tmp_path: Path
 ) -> None:
@@ -161,7 +165,7 @@ def test_a_service_of_another_model_is_not_asked(
         engine.forget()
         for name in ("one png", "text between"):
             assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
-        assert other.process.encodes() == 0
+        assert other.encodes() == 0
     finally:
         other.kill()
     service.start()

@@ -9,14 +9,15 @@ import pytest
 from testing.answers import data_url
 from testing.photos import photo
 from testing.sglang_engine import IMAGE, SglangEngine
-from tests.sglang.conftest import PROMPTS, SIXTY_FOUR, Own, assert_equal
+from tests.engines.answers import PROMPTS, USUAL, Own, assert_equal
+from tests.sglang.conftest import SIXTY_FOUR
 from tests.sglang.counters import assert_parts
-from tests.sglang.gateways import fed
+from tests.sglang.gateways import assert_fed, fed
 from tests.vllm.restartable import Restartable
 
 JPEG = photo(640, 480, 62)
 DAMAGED = JPEG[: len(JPEG) // 2]
-ASKED = ("text alone", "one png", "one jpeg", "text between", "the same twice", "sixteen")
+ASKED = ("text alone", *USUAL)
 # What a control must differ by: a hundred times the largest difference that equal images have.
 DIFFERENT = 1e-3
 
@@ -27,15 +28,13 @@ def assert_alive(engine: SglangEngine, own: Own) -> None:
     assert_equal(engine.ask(PROMPTS["one png"]), own(PROMPTS["one png"]))
 
 
+@pytest.mark.story("gateways")
+@pytest.mark.story("no tower in the engine")
 def test_an_engine_with_zmq_to_tokenizer_answers_as_by_its_own_tower_and_survives_errors(
     checkpoint: Path, service: Restartable, own: Own
 ) -> None:
     with fed(checkpoint, service, encoders=4, part_s=40) as (engine, gateway):
-        for name in ASKED:
-            parts = PROMPTS[name]
-            before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in parts)
-            assert_equal(engine.ask(parts), own(parts))
-            assert gateway.count("images") - before == images, f"{name}: SGLang used its own tower"
+        assert_fed(engine, gateway, own, ASKED)
         assert gateway.count("parts", 'outcome="served"') > len(ASKED)
         other = engine.ask([photo(128, 128, 99, "PNG"), "What is this?"])
         assert other.distance(own(PROMPTS["one png"])) > DIFFERENT
@@ -58,6 +57,7 @@ def test_an_engine_with_zmq_to_tokenizer_answers_as_by_its_own_tower_and_survive
         assert_alive(engine, own)
 
 
+@pytest.mark.story("gateways")
 def test_an_engine_with_zmq_to_scheduler_survives_an_image_that_cannot_be_read(
     checkpoint: Path, service: Restartable, own: Own
 ) -> None:

@@ -30,6 +30,7 @@ def plain(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
+@pytest.mark.story("models of `transformers`")
 @pytest.mark.parametrize("release", SUPPORTED)
 def test_a_release_accepts_the_families_that_are_served_and_refuses_the_others(
     wheels: Callable[[str], zipfile.ZipFile], release: str

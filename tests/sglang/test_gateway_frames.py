@@ -107,6 +107,7 @@ def frame(part: int, grids: list[Grid], rows: int, **other: Any) -> bytes:
     return embedding_frame(f"r_local_part_{part}", 2, part, **given)
 
 
+@pytest.mark.story("gateways")
 def test_a_release_joins_the_parts_of_a_request(release: Release) -> None:
     whole = torch.arange(7 * 8, dtype=torch.float32).reshape(7, 8)
     parts = [(frame(0, [Grid(1, 4, 6)], 6), whole[:6]), (frame(1, [Grid(1, 2, 2)], 1), whole[6:])]

@@ -21,6 +21,7 @@ from tests.vllm.restartable import Restartable
 from tests.waiting import within_some_limit
 
 
+@pytest.mark.story("the service hangs")
 @pytest.mark.parametrize("connected", [False, True], ids=["at the connection", "at the images"])
 def test_a_request_waits_for_a_hung_service_as_long_as_the_setting_says(
     checkpoint: Path, connected: bool

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from testing.answers import Part
 from testing.engine_flags import CHUNK_TOKENS, SGLANG_VARIABLES
 from testing.sglang_engine import IMAGE, answer_from
-from tests.sglang.conftest import HANG_S, PROMPTS, Own, assert_equal, variables
+from tests.engines.answers import PROMPTS, Own, assert_equal
+from tests.sglang.conftest import HANG_S, variables
 from tests.vllm.restartable import Restartable
 
 PROGRAM = """
@@ -46,6 +49,8 @@ OPTIONS = {
 NAME = "one png"
 
 
+@pytest.mark.story("image files of an allowed folder")
+@pytest.mark.story("the engine as a class of Python")
 def test_the_offline_engine_reads_the_files_of_the_folder_and_no_others(
     checkpoint: Path, service: Restartable, own: Own, tmp_path: Path
 ) -> None:
@@ -61,7 +66,7 @@ def test_the_offline_engine_reads_the_files_of_the_folder_and_no_others(
     text = f"<|im_start|>user\n{IMAGE}{question!s}<|im_end|>\n<|im_start|>assistant\n"
     arguments = json.dumps([text, paths, {"model_path": str(checkpoint), **OPTIONS}])
     environment = {**os.environ, **SGLANG_VARIABLES, **variables(service.endpoint, image_folder=str(folder))}
-    encoded = service.process.encodes()
+    encoded = service.encodes()
     ran = subprocess.run(
         [sys.executable, program, arguments],
         env=environment,
@@ -77,7 +82,7 @@ def test_the_offline_engine_reads_the_files_of_the_folder_and_no_others(
     for answer in answers:
         assert_equal(answer, own(PROMPTS[NAME]))
     assert [each.partition(" is ")[2] for each in refused] == ["not in the folder of image_folder"] * 3
-    assert service.process.encodes() <= encoded + 1, "the engine's own tower has encoded none of them"
+    assert service.encodes() <= encoded + 1, "the engine's own tower has encoded none of them"
     assert "own tower encodes" not in ran.stderr
 
 

@@ -10,15 +10,8 @@ from testing.answers import data_url
 from testing.engine_environments import SGLANG_FOLDER
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine, serving
-from tests.sglang.conftest import (
-    AT_ONCE,
-    UNREADABLE,
-    Own,
-    assert_equal,
-    images_in,
-    variables,
-)
-from tests.sglang.counters import by_own_tower, fetched
+from tests.engines.answers import Own, assert_answers_equal
+from tests.sglang.conftest import UNREADABLE, variables
 from tests.sglang.test_faults import assert_a_request_without_rows_ends
 from tests.vllm.restartable import Restartable
 
@@ -33,18 +26,15 @@ def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[Sgla
         yield engine
 
 
+@pytest.mark.story("the newest release")
 def test_the_engine_is_the_newest_supported_release(engine: SglangEngine) -> None:
     assert httpx.get(f"{engine.url}/server_info", timeout=60).json()["version"] == "0.5.23"
 
 
-@pytest.mark.parametrize("name", ["one png", "text between", "the same twice", "sixteen"])
-def test_the_newest_release_answers_as_the_oldest_with_its_own_tower(
-    engine: SglangEngine, own: Own, name: str
-) -> None:
-    before = fetched(engine)
-    assert_equal(engine.ask(AT_ONCE[name]), own(AT_ONCE[name]))
-    assert fetched(engine) - before == len(images_in(AT_ONCE[name]))
-    assert by_own_tower(engine) == 0
+@pytest.mark.story("the newest release")
+def test_the_newest_release_answers_as_the_oldest_with_its_own_tower(engine: SglangEngine, own: Own) -> None:
+    assert_answers_equal(engine, own)
+    assert engine.by_own_tower() == 0
 
 
 def test_a_damaged_image_is_400_with_our_text(engine: SglangEngine) -> None:

@@ -5,24 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from testing.sglang_engine import SglangEngine, answer_of, serving
-from tests.sglang.conftest import (
-    LONG,
-    PROMPTS,
-    Own,
-    answers_of,
-    assert_equal,
-    checkpoint_of,
-    images_in,
-    service_of,
-    variables,
-)
-from tests.sglang.counters import by_own_tower, fetched
-from tests.sglang.gateways import fed
-from tests.sglang.test_faults import asked_as_the_service_dies
+from testing.sglang_engine import SglangEngine, serving
+from tests.engines.answers import USUAL, Own, assert_answers_equal
+from tests.sglang.conftest import LONG, answers_of, checkpoint_of, service_of, variables
+from tests.sglang.gateways import assert_fed, fed
+from tests.sglang.test_faults import assert_own_tower_takes_over
 from tests.vllm.restartable import Restartable
-
-ASKED = [PROMPTS[name] for name in ("one png", "text between", "the same twice", "sixteen")]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(checkpoint: Path) -> Own:
-    return answers_of(checkpoint, [*ASKED, LONG])
+    return answers_of(checkpoint, [*USUAL.values(), LONG])
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +35,21 @@ def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[Sgla
         yield engine
 
 
-@pytest.mark.parametrize("number", range(len(ASKED)))
-def test_an_answer_is_that_of_the_own_tower(engine: SglangEngine, own: Own, number: int) -> None:
-    before = fetched(engine)
-    assert_equal(engine.ask(ASKED[number]), own(ASKED[number]))
-    assert fetched(engine) - before == len(images_in(ASKED[number]))
-    assert by_own_tower(engine) == 0
+@pytest.mark.story("Qwen2.5-VL")
+def test_answers_are_those_of_the_own_tower(engine: SglangEngine, own: Own) -> None:
+    assert_answers_equal(engine, own)
+    assert engine.by_own_tower() == 0
 
 
+@pytest.mark.story("Qwen2.5-VL")
 def test_an_engine_that_the_gateway_feeds_answers_as_by_its_own_tower(
     checkpoint: Path, service: Restartable, own: Own
 ) -> None:
     with fed(checkpoint, service, encoders=3) as (engine, gateway):
-        for parts in ASKED:
-            before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in parts)
-            assert_equal(engine.ask(parts), own(parts))
-            assert gateway.count("images") - before == images
+        assert_fed(engine, gateway, own, USUAL)
 
 
 def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_own_tower(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
-    assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
-    assert by_own_tower(engine, "rows") > 0
-    assert engine.process.poll() is None
+    assert_own_tower_takes_over(engine, service, own)

@@ -9,11 +9,12 @@ import pytest
 from testing.checkpoints import CHAT_TEMPLATE
 from testing.families import CHECKPOINTS, write_family_checkpoint
 from testing.photos import photo
-from tests.sglang.conftest import PROMPTS, Own, answers_of, service_of
-from tests.sglang.gateways import fed
+from tests.engines.answers import PROMPTS, USUAL, Own
+from tests.sglang.conftest import answers_of, service_of
+from tests.sglang.gateways import assert_fed, fed
 from tests.vllm.restartable import Restartable
 
-ASKED = ("text alone", "one png", "one jpeg", "text between", "the same twice", "sixteen")
+ASKED = ("text alone", *USUAL)
 TOLERANCE = 1e-4
 """Of a log-probability: SGLang's own tower is another implementation of the same layers."""
 DIFFERENT = 1e-3
@@ -43,16 +44,13 @@ def service(checkpoint: Path) -> Iterator[Restartable]:
         yield service
 
 
+@pytest.mark.story("the same models without the tower in the engine")
+@pytest.mark.story("models of `transformers`")
 @pytest.mark.parametrize(("back_end", "encoders"), [("zmq_to_tokenizer", 3), ("zmq_to_scheduler", 0)])
 def test_an_engine_that_the_gateway_feeds_answers_as_by_its_own_tower(
     checkpoint: Path, service: Restartable, own: Own, back_end: str, encoders: int
 ) -> None:
     with fed(checkpoint, service, encoders=encoders, back_end=back_end) as (engine, gateway):
-        distances: dict[str, float] = {}
-        for name in ASKED:
-            before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in PROMPTS[name])
-            distances[name] = engine.ask(PROMPTS[name]).distance(own(PROMPTS[name]))
-            assert gateway.count("images") - before == images
-        assert max(distances.values()) <= TOLERANCE, distances
+        assert_fed(engine, gateway, own, ASKED, TOLERANCE)
         other = engine.ask([photo(128, 128, 99, "PNG"), "What is this?"])
         assert other.distance(own(PROMPTS["one png"])) > DIFFERENT

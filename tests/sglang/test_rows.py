@@ -58,19 +58,21 @@ def item_of(name: SglangImageName, file: bytes) -> MultimodalDataItem:
     )
 
 
+@pytest.mark.story("rows arrive to the bit")
 def test_rows_arrive_to_the_bit(service: Restartable) -> None:
     wanted, right = encoded(service)
     found = ChunkRows(SglangSettings(endpoints=(service.endpoint,))).fetch(wanted, LIKE)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
 
+@pytest.mark.story("rows are lost before the prefill")
 def test_images_that_the_service_has_lost_are_sent_again(service: Restartable) -> None:
     wanted, right = encoded(service)
     rows = ChunkRows(SglangSettings(endpoints=(service.endpoint,), fetch_timeout_s=60.0))
     service.kill()
     service.start()
     found = rows.fetch(wanted, LIKE)
-    assert service.process.encodes() == len(FILES)
+    assert service.encodes() == len(FILES)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
 

@@ -10,12 +10,12 @@ import pytest
 from testing.engine_environments import VLLM_PYTHON, VLLM_VARIABLES
 from testing.photos import photo
 from testing.sglang_engine import SglangEngine
-from tests.sglang.conftest import PROMPTS, Own, assert_equal
-from tests.sglang.counters import by_own_tower
+from tests.engines.answers import PROMPTS, Own, assert_equal
 from tests.sglang.gateways import fed
 from tests.vllm.restartable import Restartable
 
 
+@pytest.mark.story("one service for engines of both kinds")
 def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
     engine: SglangEngine, service: Restartable, checkpoint: Path, own: Own, tmp_path: Path
 ) -> None:
@@ -24,20 +24,20 @@ def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
         pytest.skip("make test-vllm installs vLLM")
     images = [photo(200, 150, 5000), photo(128, 128, 5001, "PNG")]
     parts = [*images, "What is this?"]
-    encoded, by_itself = service.process.encodes(), by_own_tower(engine)
+    encoded, by_itself = service.encodes(), engine.by_own_tower()
     first = engine.ask(parts)
-    assert service.process.encodes() - encoded == len(images)
+    assert service.encodes() - encoded == len(images)
     with fed(checkpoint, service, encoders=2) as (other, gateway):
         assert_equal(other.ask(parts), first)
         assert gateway.count("images") == len(images)
         assert_equal(other.ask(PROMPTS["one jpeg"]), own(PROMPTS["one jpeg"]))
-        encoded_by_other = service.process.encodes()
+        encoded_by_other = service.encodes()
         assert_equal(engine.ask(PROMPTS["one jpeg"]), own(PROMPTS["one jpeg"]))
-        assert service.process.encodes() == encoded_by_other
+        assert service.encodes() == encoded_by_other
     files = [tmp_path / str(number) for number in range(len(images))]
     for file, image in zip(files, images, strict=True):
         file.write_bytes(image)
-    before = service.process.encodes()
+    before = service.encodes()
     ended = subprocess.run(
         [python, "-m", "tests.sglang.ask_vllm", checkpoint, service.endpoint, *files],
         env={**os.environ, **VLLM_VARIABLES},
@@ -47,5 +47,5 @@ def test_two_sglangs_and_a_vllm_share_what_one_has_encoded(
     )
     assert ended.returncode == 0, ended.stderr
     assert tuple(json.loads(ended.stdout.splitlines()[-1])) == first.tokens
-    assert service.process.encodes() == before
-    assert by_own_tower(engine) == by_itself
+    assert service.encodes() == before
+    assert engine.by_own_tower() == by_itself

@@ -26,6 +26,7 @@ def refusal(model: Path, *flags: str, environment: dict[str, str]) -> str:
         engine.stop()
 
 
+@pytest.mark.story("a service of another model")
 def test_a_service_of_another_checkpoint_is_refused_with_both_fingerprints(
     service: Restartable, tmp_path: Path
 ) -> None:
@@ -34,6 +35,7 @@ def test_a_service_of_another_checkpoint_is_refused_with_both_fingerprints(
     assert "serves another model: model fingerprint: the engine has" in log
 
 
+@pytest.mark.story("image settings or adapters that the engine alone has")
 def test_settings_that_change_images_in_sglang_alone_are_refused(
     checkpoint: Path, service: Restartable
 ) -> None:
@@ -42,6 +44,7 @@ def test_settings_that_change_images_in_sglang_alone_are_refused(
     assert "--mm-process-config changes images only in SGLang" in log
 
 
+@pytest.mark.story("no tower in the engine")
 def test_a_checkpoint_without_a_tower_is_refused(service: Restartable, tmp_path: Path) -> None:
     model = checkpoint_of("qwen3_vl", tmp_path)
     config = json.loads((model / "config.json").read_text())
@@ -50,16 +53,19 @@ def test_a_checkpoint_without_a_tower_is_refused(service: Restartable, tmp_path:
     assert "SGLang has no vision tower, because the checkpoint is marked language_model_only" in log
 
 
+@pytest.mark.story("pipeline parallel")
 def test_pipeline_stages_are_refused(checkpoint: Path, service: Restartable) -> None:
     log = refusal(checkpoint, "--pp-size", "2", environment=variables(service.endpoint))
     assert "--pp-size must be 1" in log
 
 
+@pytest.mark.story("no tower in the engine")
 def test_an_engine_that_would_drop_its_tower_is_refused(checkpoint: Path, service: Restartable) -> None:
     log = refusal(checkpoint, "--language-only", environment=variables(service.endpoint))
     assert "--language-only sends images to SGLang's own encoders; remove it" in log
 
 
+@pytest.mark.story("a configuration that cannot work")
 @pytest.mark.parametrize("package", ["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
 def test_one_package_without_the_other_is_refused(
     checkpoint: Path, service: Restartable, package: str
@@ -70,6 +76,7 @@ def test_one_package_without_the_other_is_refused(
     assert f"the encoder service needs {package}=prefill_client.sglang." in log
 
 
+@pytest.mark.story("a configuration that cannot work")
 @pytest.mark.parametrize("package", ["processors", "models"])
 def test_a_package_that_does_not_support_the_release_stops_sglang(package: str) -> None:
     program = f"""

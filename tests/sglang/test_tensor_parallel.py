@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from testing.sglang_engine import SglangEngine, answer_of, serving
-from tests.sglang.conftest import AT_ONCE, LONG, PROMPTS, Own, assert_equal, images_in, variables
-from tests.sglang.counters import by_own_tower, fetched
-from tests.sglang.gateways import fed
+from testing.sglang_engine import SglangEngine, serving
+from tests.engines.answers import Own, assert_answers_equal
+from tests.sglang.conftest import variables
+from tests.sglang.gateways import assert_fed, fed
 from tests.sglang.test_faults import (
-    asked_as_the_service_dies,
     assert_a_request_without_rows_ends,
-    until_served,
+    assert_own_tower_takes_over,
 )
 from tests.sglang.test_weights import Versions, assert_parameters_are_compared, assert_rows_follow
 from tests.sglang.test_weights import versions as versions
@@ -31,24 +30,19 @@ def engine(checkpoint: Path, service: Restartable, own: object) -> Iterator[Sgla
         yield engine
 
 
-@pytest.mark.parametrize("name", ["one png", "text between", "sixteen"])
-def test_two_ranks_answer_as_one(engine: SglangEngine, service: Restartable, own: Own, name: str) -> None:
-    engine.forget()
-    before = fetched(engine)
-    assert_equal(engine.ask(AT_ONCE[name]), own(AT_ONCE[name]))
-    assert fetched(engine) - before == len(images_in(AT_ONCE[name])), "one rank counts"
-    assert by_own_tower(engine) == 0
+@pytest.mark.story("tensor parallel, on one host")
+def test_two_ranks_answer_as_one(engine: SglangEngine, own: Own) -> None:
+    """One of them counts what it fetches."""
+    assert_answers_equal(engine, own)
+    assert engine.by_own_tower() == 0
 
 
+@pytest.mark.story("the service dies during a prefill")
 def test_a_service_that_dies_within_a_prefill_is_replaced_by_the_tower_of_both(
     engine: SglangEngine, service: Restartable, own: Own
 ) -> None:
-    assert_equal(answer_of(asked_as_the_service_dies(engine, service, LONG)), own(LONG))
-    assert by_own_tower(engine, "rows") > 0
-    assert engine.process.poll() is None
-    service.start()
-    until_served(engine)
-    assert service.process.encodes() > 0
+    assert_own_tower_takes_over(engine, service, own)
+    assert service.encodes() > 0
 
 
 def test_both_ranks_end_a_request_without_rows(engine: SglangEngine, service: Restartable, own: Own) -> None:
@@ -70,6 +64,7 @@ def test_both_ranks_know_what_was_written_to_one(engine: SglangEngine, checkpoin
     assert_parameters_are_compared(engine, checkpoint, own, before_last=1)
 
 
+@pytest.mark.story("tensor parallel, on one host")
 @pytest.mark.parametrize("back_end", ["zmq_to_tokenizer", "zmq_to_scheduler"])
 def test_two_ranks_that_the_gateway_feeds_answer_as_one(
     checkpoint: Path, service: Restartable, own: Own, monkeypatch: pytest.MonkeyPatch, back_end: str
@@ -77,7 +72,4 @@ def test_two_ranks_that_the_gateway_feeds_answer_as_one(
     for name, value in BOUND.items():
         monkeypatch.setenv(name, value)
     with fed(checkpoint, service, *TWO_RANKS, encoders=2, back_end=back_end) as (engine, gateway):
-        for name in ("text alone", "text between", "sixteen"):
-            before, images = gateway.count("images"), sum(isinstance(part, bytes) for part in PROMPTS[name])
-            assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
-            assert gateway.count("images") - before == images, "each part is read once for both ranks"
+        assert_fed(engine, gateway, own, ("text alone", "text between", "sixteen"))

@@ -16,7 +16,8 @@ from testing.answers import data_url
 from testing.photos import photo
 from testing.sglang_engine import IMAGE, SglangEngine, answer_of
 from testing.sglang_gateway import GatewayProcess, running_gateway
-from tests.sglang.conftest import PROMPTS, Own, assert_equal, service_of
+from tests.engines.answers import PROMPTS, Own, assert_equal
+from tests.sglang.conftest import service_of
 from tests.sglang.gateways import language_server
 from tests.vllm.restartable import Restartable
 from tests.waiting import until
@@ -116,6 +117,7 @@ def loaded(pair: Pair, own: Own, *, retries: int = 0) -> Iterator[Load]:
     assert pair.engine.process.poll() is None
 
 
+@pytest.mark.story("services are killed and started again under load")
 def test_no_request_fails_as_services_are_killed_and_started_again(pair: Pair, own: Own) -> None:
     with loaded(pair, own) as load:
         pair.services[0].kill()
@@ -149,6 +151,7 @@ def test_requests_of_a_killed_gateway_are_refused_and_served_when_retried(pair: 
         until(lambda: served.count("parts", 'outcome="served"') > before)
 
 
+@pytest.mark.story("callers hang up")
 def test_hanging_up_affects_no_other_request(pair: Pair, own: Own) -> None:
     def hang_up(number: int) -> None:
         asked = {"text": IMAGE, "image_data": [data_url(photo(300, 200, 4000 + number))]}

@@ -88,6 +88,7 @@ def release(
     return preprocessed
 
 
+@pytest.mark.story("the frames of a video")
 def test_frames_and_sizes_are_those_of_the_release(
     release: Callable[[VideoInfo], tuple[list[int], tuple[int, int]]], tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video_decoder, "_is_cpu_engine", lambda: True)
 
 
+@pytest.mark.story("the frames of a video")
 @pytest.mark.usefixtures("without_accelerator")
 def test_the_tower_gets_the_frames_times_and_pixels_of_sglang(tmp_path: Path) -> None:
     """Frames, sizes, times and pixels, without an engine."""
@@ -130,6 +131,7 @@ def test_the_tower_gets_the_frames_times_and_pixels_of_sglang(tmp_path: Path) ->
         pool.close()
 
 
+@pytest.mark.story("videos of Qwen3-VL")
 @pytest.mark.usefixtures("without_accelerator")
 def test_sglang_lays_out_the_gateways_video_as_its_own(tmp_path: Path) -> None:
     """Tokens, positions and the rows of each pair, without an engine: by its receiver's code and by its own path."""
@@ -188,6 +190,9 @@ def test_sglang_lays_out_the_gateways_video_as_its_own(tmp_path: Path) -> None:
         assert len(pairs) == sum(len(clip.pairs) for clip in clips)
 
 
+@pytest.mark.story("a damaged video")
+@pytest.mark.story("another video changes the answer")
+@pytest.mark.story("videos of Qwen3-VL")
 def test_an_engine_that_the_gateway_feeds_answers_as_by_sglangs_own_loader_and_tower(
     tmp_path: Path,
 ) -> None:

@@ -23,16 +23,8 @@ from prefill_client.sglang import tower
 from testing.answers import Part
 from testing.photos import photo, with_comment
 from testing.sglang_engine import SglangEngine, serving
-from tests.sglang.conftest import (
-    PROMPTS,
-    Own,
-    answers_of,
-    assert_equal,
-    checkpoint_of,
-    service_of,
-    variables,
-)
-from tests.sglang.counters import by_own_tower, fetched
+from tests.engines.answers import PROMPTS, Own, assert_equal
+from tests.sglang.conftest import answers_of, checkpoint_of, service_of, variables
 from tests.sglang.test_faults import until_served
 from tests.sglang.trainers import BUCKET, Tensors, Write, broadcasting, post, send
 from tests.vllm.restartable import Restartable
@@ -73,6 +65,8 @@ def tensors_of(folder: Path, *parts: str) -> Tensors:
     return {name: each for name, each in tensors.items() if any(part in name for part in parts)}
 
 
+@pytest.mark.story("a trained tower gets no rows of the old one")
+@pytest.mark.story("a frozen tower goes on")
 def test_the_own_tower_encodes_while_it_has_other_weights_than_the_service(
     engine: SglangEngine, service: Restartable, checkpoint: Path, own: Own, versions: Versions
 ) -> None:
@@ -82,45 +76,45 @@ def test_the_own_tower_encodes_while_it_has_other_weights_than_the_service(
     engine.ask(SEEN)  # its rows are in the engine's cache
     try:
         engine.load(frozen)
-        before = fetched(engine), by_own_tower(engine)
+        before = engine.fetched(), engine.by_own_tower()
         assert_equal(engine.ask(SEEN), own_frozen(SEEN))
-        assert fetched(engine) == before[0] + 1, "the rows of before the update are dropped"
-        assert by_own_tower(engine) == before[1], "the tower is the same, so the service encodes"
+        assert engine.fetched() == before[0] + 1, "the rows of before the update are dropped"
+        assert engine.by_own_tower() == before[1], "the tower is the same, so the service encodes"
         assert engine.log.read_text().count("left the vision weights as they are") == 1
 
         engine.load(other)
-        before = fetched(engine), by_own_tower(engine, "weights")
+        before = engine.fetched(), engine.by_own_tower("weights")
         for parts in (SEEN, NEW):
             assert_equal(engine.ask(parts), own_other(parts))
-        assert (fetched(engine), by_own_tower(engine, "weights")) == (before[0], before[1] + 2)
+        assert (engine.fetched(), engine.by_own_tower("weights")) == (before[0], before[1] + 2)
         assert engine.log.read_text().count("the vision weights changed") == 1
 
         service.kill()
         moved.start()
         deadline = time.monotonic() + PATIENCE_S
         asks = count()
-        while fetched(engine) == before[0]:
+        while engine.fetched() == before[0]:
             assert time.monotonic() < deadline, engine.log.read_text()
             # A new file each time: the engine keeps the rows that its own tower made while it did not ask the service.
             image = with_comment(PIXELS, next(asks))
             assert_equal(engine.ask(["y ", image, "And that?"]), own_other(MOVED))
-        assert moved.process.encodes() >= 1
+        assert moved.encodes() >= 1
 
         engine.load(checkpoint)  # before the service: its rows are those of the other tower
-        before = fetched(engine), by_own_tower(engine)
+        before = engine.fetched(), engine.by_own_tower()
         assert_equal(engine.ask(PROMPTS[FIRST]), own(PROMPTS[FIRST]))
-        assert (fetched(engine), by_own_tower(engine)) == (before[0], before[1] + 1)
+        assert (engine.fetched(), engine.by_own_tower()) == (before[0], before[1] + 1)
     finally:
         if moved.server is not None:
             moved.kill()
             service.start()
         engine.load(checkpoint)
     until_served(engine)
-    before = fetched(engine), by_own_tower(engine)
+    before = engine.fetched(), engine.by_own_tower()
     for name in (FIRST, SECOND):
         assert_equal(engine.ask(PROMPTS[name]), own(PROMPTS[name]))
-    assert fetched(engine) == before[0] + 3
-    assert by_own_tower(engine) == before[1]
+    assert engine.fetched() == before[0] + 3
+    assert engine.by_own_tower() == before[1]
 
 
 def test_an_engine_without_updates_takes_no_rows_of_other_weights(checkpoint: Path, tmp_path: Path) -> None:
@@ -132,17 +126,18 @@ def test_an_engine_without_updates_takes_no_rows_of_other_weights(checkpoint: Pa
             engine.forget()
             moved.start()
             deadline = time.monotonic() + PATIENCE_S
-            while moved.process.encodes() == 0:
+            while moved.encodes() == 0:
                 assert time.monotonic() < deadline, engine.log.read_text()
                 assert_equal(engine.ask(SEEN), by_itself)
                 engine.forget()
-            assert fetched(engine) == 0
+            assert engine.fetched() == 0
 
 
 def by_tensors(engine: SglangEngine, *, load_format: str | None = None) -> AbstractContextManager[Write]:
     return nullcontext(partial(send, load_format=load_format))
 
 
+@pytest.mark.story("a trained tower gets no rows of the old one")
 @pytest.mark.parametrize(
     "trainer",
     [by_tensors, partial(by_tensors, load_format=BUCKET), broadcasting],
@@ -170,9 +165,9 @@ def assert_rows_follow(
 
     trained = [*tensors_of(versions.other, "visual.").items()]
     write(engine, dict(trained[::2]))
-    before = fetched(engine)
+    before = engine.fetched()
     engine.ask(SEEN)
-    assert fetched(engine) == before, "the engine has a part of the new tower"
+    assert engine.fetched() == before, "the engine has a part of the new tower"
     write(engine, dict(trained[1::2]))
     for parts in (SEEN, NEW):
         assert_by_own_tower(engine, parts, versions.of_other)
@@ -184,19 +179,20 @@ def assert_rows_follow(
 
 
 def assert_by_service(engine: SglangEngine, parts: list[Part], own: Own) -> None:
-    before = fetched(engine), by_own_tower(engine)
+    before = engine.fetched(), engine.by_own_tower()
     assert_equal(engine.ask(parts), own(parts))
-    assert (fetched(engine), by_own_tower(engine)) == (before[0] + 1, before[1])
+    assert (engine.fetched(), engine.by_own_tower()) == (before[0] + 1, before[1])
 
 
 def assert_by_own_tower(engine: SglangEngine, parts: list[Part], own: Own | None = None) -> None:
-    before = fetched(engine), by_own_tower(engine, "weights")
+    before = engine.fetched(), engine.by_own_tower("weights")
     answer = engine.ask(parts)
     if own is not None:
         assert_equal(answer, own(parts))
-    assert (fetched(engine), by_own_tower(engine, "weights")) == (before[0], before[1] + 1)
+    assert (engine.fetched(), engine.by_own_tower("weights")) == (before[0], before[1] + 1)
 
 
+@pytest.mark.story("weights that are written without names")
 @pytest.mark.attack("weights that are written without the names of the checkpoint")
 def test_weights_without_names_are_unknown_until_every_vision_tensor_is_named(
     engine: SglangEngine, checkpoint: Path, own: Own
@@ -216,6 +212,7 @@ def test_weights_without_names_are_unknown_until_every_vision_tensor_is_named(
     assert_by_service(engine, parts, own)
 
 
+@pytest.mark.story("weights that are written without names")
 @pytest.mark.attack("a trainer that writes into the engine's memory by RDMA")
 def test_what_comes_by_rdma_is_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang learns only that an update begins and ends. This test writes as the trainer's network card would."""

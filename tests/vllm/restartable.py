@@ -30,6 +30,10 @@ class Restartable:
         assert self.server is not None, "it was never started"
         return self.server
 
+    def encodes(self) -> int:
+        """How many images its current process has encoded."""
+        return self.process.encodes()
+
     def drain(self) -> None:
         """Send SIGTERM, as a rolling restart does."""
         self.process.terminate()

@@ -19,6 +19,7 @@ def engine(checkpoint: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     engine.close()
 
 
+@pytest.mark.story("a prefill waits only for the images that it reads")
 def test_prefill_runs_exactly_up_to_a_missing_image(engine: VllmEngine) -> None:
     first, second, prompt = two_images(510)
     engine.forget()

@@ -8,9 +8,9 @@ import pytest
 
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Answer, VllmEngine
+from tests.engines.answers import TOLERANCE, prompt
 from tests.vllm.conftest import checkpoint_of
 from tests.vllm.service import SERVICE, SETTINGS
-from tests.vllm.test_answers import TOLERANCE, prompt
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
 PROMPTS = [prompt(600 + images, images) for images in range(1, 9)]
@@ -39,12 +39,9 @@ def answers(model: Path, server: ServerProcess, *, own: bool = False, **options:
     """Send all prompts at once to an engine with these options."""
     engine = VllmEngine(model, server.endpoint, **options)
     try:
-        if not own:
-            engine.submit(*(part for parts in PROMPTS for part in parts if isinstance(part, bytes)))
-        started = [engine.start(parts, own=own) for parts in PROMPTS]
-        ended = engine.run(*started)
+        ended = engine.ask_all(PROMPTS, own=own)
         engine.assert_nothing_is_held()
-        return [ended[request_id] for request_id in started]
+        return ended
     finally:
         engine.close()
 
@@ -54,18 +51,22 @@ def assert_all_equal(ours: list[Answer], right: list[Answer]) -> None:
     assert max(each.distance(own) for each, own in zip(ours, right, strict=True)) <= TOLERANCE
 
 
+@pytest.mark.story("Qwen3-VL-MoE")
+@pytest.mark.story("Qwen2.5-VL")
 def test_every_family_answers_as_with_its_own_tower(
     family: Path, served: ServerProcess, right: list[Answer]
 ) -> None:
     assert_all_equal(answers(family, served), right)
 
 
+@pytest.mark.story("no tower in the engine")
 def test_an_engine_without_a_tower_gives_the_same_answers(
     family: Path, served: ServerProcess, right: list[Answer]
 ) -> None:
     assert_all_equal(answers(family, served, limit_mm_per_prompt={"image": 0, "video": 0}), right)
 
 
+@pytest.mark.story("tensor parallel, on one host")
 def test_two_ranks_give_the_same_answers(family: Path, served: ServerProcess, right: list[Answer]) -> None:
     assert_all_equal(answers(family, served, tensor_parallel_size=2), right)
 

@@ -49,6 +49,7 @@ def engine(model: Path, service: ServerProcess) -> Iterator[VllmEngine]:
     engine.close()
 
 
+@pytest.mark.story("models of `transformers`")
 def test_the_service_gives_the_answers_of_the_own_tower(engine: VllmEngine) -> None:
     found = compare(engine)
     assert found.rows <= ROWS_TOLERANCE

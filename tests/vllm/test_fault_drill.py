@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from tests.engines.answers import prompt
 from tests.vllm.http_engine import HttpEngine
 from tests.vllm.redis_process import redis_url
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_answers import prompt
 from tests.vllm.test_middleware import assert_equal, content, top
 
 CALLERS = 40
@@ -141,6 +141,7 @@ def calm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Calm]:
             http.stop()
 
 
+@pytest.mark.story("services are killed and started again under load")
 @pytest.mark.parametrize("index", ["memory", "redis"])
 @pytest.mark.timeout(900 + 20 * DRILL_S)
 def test_no_request_fails_while_replicas_restart(checkpoint: Path, calm: Calm, index: str) -> None:

@@ -93,6 +93,7 @@ def test_images_of_later_steps_are_requested_ahead(engine: VllmEngine) -> None:
     engine.assert_nothing_is_held()
 
 
+@pytest.mark.story("requests without images")
 def test_raw_and_text_requests_do_not_touch_the_table(engine: VllmEngine) -> None:
     before = len(engine.side.table)
     first, second, _ = two_images(503)

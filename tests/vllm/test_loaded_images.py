@@ -13,6 +13,7 @@ from testing.every_kind import files
 LEAST_FILES = 200
 
 
+@pytest.mark.story("transparent and turned images")
 @pytest.mark.filterwarnings("ignore")
 def test_decoded_pixels_equal_those_that_vllm_loads() -> None:
     wrong, seen, refused = {}, set(), set()

@@ -14,9 +14,9 @@ from vllm.lora.request import LoRARequest
 from testing.photos import photo
 from testing.server_process import ServerProcess
 from testing.vllm_engine import Part, VllmEngine
+from tests.engines.answers import TOLERANCE, prompt
 from tests.vllm.http_engine import HttpEngine, RenderServer, rendering, serving
 from tests.vllm.lora_adapters import RANK, write_adapter
-from tests.vllm.test_answers import TOLERANCE, prompt
 from tests.vllm.test_middleware import ask, assert_equal, content, top
 from tests.vllm.test_render import by_token_id, generated, names, rendered
 
@@ -86,6 +86,7 @@ def differ(one: Steps, another: Steps) -> bool:
     return not both or max(abs(one[0][token] - another[0][token]) for token in both) > 1000 * TOLERANCE
 
 
+@pytest.mark.story("LoRA on the language model")
 @pytest.mark.parametrize("model", MODELS)
 def test_adapters_and_the_base_model_answer_as_with_the_own_tower(
     http: HttpEngine, stock: dict[str, list[Steps]], model: str
@@ -96,6 +97,7 @@ def test_adapters_and_the_base_model_answer_as_with_the_own_tower(
         assert all(map(differ, stock[one], stock[another])), "adapters change answers"
 
 
+@pytest.mark.story("LoRA on the language model")
 def test_models_share_the_rows_of_an_image_and_no_prefix(http: HttpEngine, service: ServerProcess) -> None:
     parts = ["shared rows ", photo(200, 150, 7740, "PNG"), " and words after them" * 5]
     encodes, found = service.encodes(), []

@@ -17,9 +17,9 @@ import pytest
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import VllmEngine, data_url, raw
+from tests.engines.answers import TOLERANCE, prompt
 from tests.vllm.http_engine import HttpEngine, serving
 from tests.vllm.service import SERVICE, SETTINGS
-from tests.vllm.test_answers import TOLERANCE, prompt
 
 PROMPTS = [prompt(700 + number, 1 + number % 8) for number in range(16)]
 
@@ -107,6 +107,7 @@ def ask_until_served(http: HttpEngine, parts: list[Any]) -> list[dict[str, float
     raise AssertionError(response.text)
 
 
+@pytest.mark.story("chat completions")
 def test_chats_with_images_answer_as_with_the_own_tower(
     http: HttpEngine, right: list[list[dict[str, float]]]
 ) -> None:
@@ -126,6 +127,7 @@ def test_sixteen_concurrent_callers(http: HttpEngine, right: list[list[dict[str,
             assert_equal(ours, expected)
 
 
+@pytest.mark.story("streamed answers, and responses")
 def test_a_streamed_answer(http: HttpEngine, right: list[list[dict[str, float]]]) -> None:
     body = {"stream": True, "max_tokens": 8}
     response = http.chat(content(PROMPTS[3]), **body)
@@ -183,6 +185,7 @@ def max_difference(ours: list[list[float]], expected: list[dict[str, float]]) ->
     )
 
 
+@pytest.mark.story("streamed answers, and responses")
 def test_responses_answer_as_with_the_own_tower(
     http: HttpEngine, right: list[list[dict[str, float]]]
 ) -> None:
@@ -228,6 +231,7 @@ def test_text_and_invalid_bodies_are_left_to_vllm(http: HttpEngine) -> None:
         assert response.status_code == 400 or response.status_code == 422, response.text
 
 
+@pytest.mark.story("an image that cannot be encoded")
 @pytest.mark.parametrize(
     ("part", "body", "status", "message"),
     [
@@ -407,6 +411,7 @@ def test_refused_responses_get_the_status_of_vllm_alone(
     assert httpx.post(http.url + "/v1/responses", json=body, timeout=60).status_code == status
 
 
+@pytest.mark.story("an image that cannot be encoded")
 def test_an_image_that_fails_to_decode_fails_only_its_request(http: HttpEngine) -> None:
     whole = photo(300, 200, 5, "PNG")
     with ThreadPoolExecutor(2) as pool:
@@ -417,6 +422,7 @@ def test_an_image_that_fails_to_decode_fails_only_its_request(http: HttpEngine) 
         assert good.result()
 
 
+@pytest.mark.story("callers hang up")
 def test_the_engine_survives_disconnecting_callers(http: HttpEngine) -> None:
     def leave(number: int) -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": content(prompt(800 + number, 4))}]}
@@ -431,6 +437,7 @@ def test_the_engine_survives_disconnecting_callers(http: HttpEngine) -> None:
     assert ask(http, PROMPTS[0])
 
 
+@pytest.mark.story("without the service")
 def test_requests_get_503_until_the_service_is_back(
     checkpoint: Path, right: list[list[dict[str, float]]]
 ) -> None:

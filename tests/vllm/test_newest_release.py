@@ -53,6 +53,8 @@ def report(
     return seen
 
 
+@pytest.mark.story("the newest release")
+@pytest.mark.story("rows arrive to the bit")
 @pytest.mark.parametrize("runner", ["first_runner", "second_runner"])
 def test_prefill_stops_at_a_missing_image_and_rows_are_bit_equal(report: dict[str, Any], runner: str) -> None:
     assert report[runner] == {
@@ -73,5 +75,6 @@ def test_parts_are_what_its_parser_takes_them_for(report: dict[str, Any]) -> Non
     assert report["same_fields"]
 
 
+@pytest.mark.story("the newest release")
 def test_the_wheel_is_the_newest_release_in_pyproject(report: dict[str, Any]) -> None:
     assert report["version"].startswith("0.33.")

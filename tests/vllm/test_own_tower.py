@@ -4,11 +4,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from testing.checkpoints import write_checkpoint
+from tests.engines.answers import prompt
 from tests.vllm.conftest import SMALL
 from tests.vllm.http_engine import HttpEngine
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_answers import prompt
 from tests.vllm.test_middleware import assert_equal, content, top
 
 PARTS = prompt(9900, 2)
@@ -18,10 +20,10 @@ PATIENCE_S = 300.0
 
 def served_by(http: HttpEngine, service: Restartable) -> bool:
     """Ask about images with a new salt; return whether the service encoded them. Fails for any other answer."""
-    before = service.process.encodes()
+    before = service.encodes()
     response = http.chat(content(PARTS), cache_salt=str(time.time_ns()))
     assert response.status_code == 200, response.text
-    return service.process.encodes() > before
+    return service.encodes() > before
 
 
 def until_served_by(http: HttpEngine, service: Restartable) -> None:
@@ -40,6 +42,7 @@ def time_of(http: HttpEngine, times: int) -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.story("without the service")
 def test_own_tower_serves_while_the_service_is_down(checkpoint: Path, tmp_path: Path) -> None:
     service = Restartable(checkpoint)
     service.start()

@@ -81,10 +81,10 @@ def until_served(http: HttpEngine, server: Restartable) -> None:
     """Ask about new images until the service has encoded one."""
 
     def is_served() -> bool:
-        before = server.process.encodes()
+        before = server.encodes()
         response = http.chat(content([late(), "What is it?"]))
         assert response.status_code in (200, 503), response.text
-        return response.status_code == 200 and server.process.encodes() > before
+        return response.status_code == 200 and server.encodes() > before
 
     until(is_served)
 

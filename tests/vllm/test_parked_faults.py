@@ -70,6 +70,7 @@ def parked(http: HttpEngine, service: ServerProcess, *requests: list[Any]) -> It
         yield waiting
 
 
+@pytest.mark.story("callers hang up")
 def test_the_only_waiting_request_of_a_caller_who_leaves_is_forgotten_at_once(
     http: HttpEngine, patient_service: ServerProcess, known: bytes
 ) -> None:

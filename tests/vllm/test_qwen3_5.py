@@ -22,9 +22,9 @@ from testing.clips import clip
 from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Answer, Part, VllmEngine
+from tests.engines.answers import TOLERANCE
 from tests.vllm.conftest import checkpoint_of
 from tests.vllm.service import SERVICE, SETTINGS
-from tests.vllm.test_answers import TOLERANCE
 from tests.vllm.test_gate import begin_of_second, step_until_parked, two_images
 from tests.vllm.test_videos import CLIP, PROCESSOR, video
 
@@ -97,6 +97,7 @@ class Tower:
         return self._rows[nearest].to(own)
 
 
+@pytest.mark.story("Qwen3.5")
 def test_rows_are_close_to_the_own_towers_and_give_the_same_answers(
     engine: VllmEngine, ours: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_other_images_or_another_order_change_the_answer(engine: VllmEngine, our
 # Closing an engine breaks the other engines of its process, so each test below has its own engine.
 
 
+@pytest.mark.story("videos of Qwen3.5")
 def test_a_video_gets_the_answer_of_the_own_loader(
     model: Path, served: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ def names(request: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.story("render servers, and engines that take tokens")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("payload", ["tensors", "none"])
 def test_a_rendered_request_answers_as_a_chat_with_the_own_tower(
@@ -174,6 +175,7 @@ def generated_offline(engine: VllmEngine, request: dict[str, Any]) -> list[dict[
     return by_token_id(engine.run(request_id)[request_id])
 
 
+@pytest.mark.story("the engine as a class of Python")
 def test_two_engines_behind_one_render_server_answer_alike(
     render: RenderServer, http: HttpEngine, offline: VllmEngine, right: dict[str, Any]
 ) -> None:

@@ -69,6 +69,8 @@ def http(
         yield engine
 
 
+@pytest.mark.story("rows are lost before the prefill")
+@pytest.mark.story("render servers, and engines that take tokens")
 @pytest.mark.attack("a service killed between the render of a request and its prefill")
 def test_a_lost_image_is_said_at_once_and_rendered_again(
     service: Restartable, render: RenderServer, http: HttpEngine
@@ -92,6 +94,7 @@ def test_a_lost_image_is_said_at_once_and_rendered_again(
     assert_equal(generated(http, request), right)
 
 
+@pytest.mark.story("prefill and decode split")
 def test_a_decode_leg_needs_no_image(service: Restartable, render: RenderServer, http: HttpEngine) -> None:
     parts = [*PARTS, photo(64, 64, 4402, "PNG"), " and more words " * 20]
     request = rendered(render, parts)
@@ -155,6 +158,7 @@ def test_the_images_of_a_refused_render_leave_the_queue(server: ServerProcess, r
     assert server.encodes() == encodes + 1
 
 
+@pytest.mark.story("prefix caching off")
 def test_without_a_prefix_cache_a_rendered_request_answers_as_a_stock_one(
     checkpoint: Path, render: RenderServer, http: HttpEngine
 ) -> None:

@@ -124,6 +124,7 @@ def run(checkpoint: Path, service: ServerProcess) -> Callable[..., None]:
     return run
 
 
+@pytest.mark.story("images on every route")
 def test_the_identifiers_of_a_batch_contain_their_names(run: Callable[..., None]) -> None:
     """VLLM drops `ec_transfer_params` of a batch."""
 
@@ -187,6 +188,7 @@ def test_an_image_is_found_again_by_the_uuid_of_its_caller(run: Callable[..., No
     run(scenario)
 
 
+@pytest.mark.story("image files of an allowed folder")
 def test_files_of_the_allowed_folder_are_served(run: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "one.png").write_bytes(IMAGE)
@@ -506,6 +508,7 @@ def test_other_routes_find_embeddings_and_names_however_they_are_written(run: Ca
     run(scenario)
 
 
+@pytest.mark.story("images on every route")
 def test_other_routes_keep_their_images_and_say_when_there_is_no_tower(run: Callable[..., None]) -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "image", "source": {"data": "AA"}}]}]}
 

@@ -25,9 +25,9 @@ from testing.photos import photo
 from testing.server_process import running
 from testing.tcp_proxy import TcpProxy
 from testing.vllm_engine import Answer, VllmEngine
+from tests.engines.answers import TOLERANCE, prompt
 from tests.vllm.restartable import Restartable
 from tests.vllm.service import SERVICE, SETTINGS
-from tests.vllm.test_answers import TOLERANCE, prompt
 from tests.vllm.test_step_count import encode
 
 TIER_GIB = 0.01
@@ -116,6 +116,7 @@ def wait_until_it_serves(engine: VllmEngine, *, serves: bool = True) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.story("rows from GPU to GPU")
 def test_device_rows_equal_host_rows(
     engine: VllmEngine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +251,7 @@ def test_the_workers_copies_are_bounded(
     assert all(ended[each].distance(answer) <= TOLERANCE for each, answer in zip(started, right, strict=True))
 
 
+@pytest.mark.story("rows from GPU to GPU")
 def test_two_ranks_copy_rows_from_the_device(checkpoint: Path) -> None:
     """Each rank is a process; no step reads an image that one of them has not copied."""
     with running(checkpoint, executable=SERVICE, **SETTINGS, store_device_gib=TIER_GIB) as server:

@@ -106,6 +106,7 @@ def other_weights(folder: Path) -> Path:
     return write_checkpoint(folder, preprocessor=SMALL["qwen3_vl"], seed=1)
 
 
+@pytest.mark.story("a service of another model")
 def test_another_checkpoint_is_refused_with_both_fingerprints(
     checkpoint: Path, service: ServerProcess, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_model_fingerprint_any_accepts_every_model_with_a_warning(
     assert any('"any"' in line for line in logged)
 
 
+@pytest.mark.story("quantised language weights")
 def test_a_checkpoint_with_other_language_weights_is_accepted(service: ServerProcess, tmp_path: Path) -> None:
     other = checkpoint_of("qwen3_vl", tmp_path)
     tensors = load_file(other / "model.safetensors")
@@ -179,6 +181,7 @@ def test_a_model_of_the_hub_is_found_in_vllms_cache(
         folder_of(config)
 
 
+@pytest.mark.story("pipeline parallel")
 def test_pipeline_parallel_is_refused(checkpoint: Path, service: ServerProcess) -> None:
     config = config_of(checkpoint, service.endpoint)
     config.parallel_config.pipeline_parallel_size = 2
@@ -186,6 +189,7 @@ def test_pipeline_parallel_is_refused(checkpoint: Path, service: ServerProcess) 
         check(config)
 
 
+@pytest.mark.story("several ranks with `external_launcher`")
 def test_ranks_with_a_scheduler_each_are_refused(checkpoint: Path, service: ServerProcess) -> None:
     config = config_of(checkpoint, service.endpoint)
     config.parallel_config.distributed_executor_backend = "external_launcher"
@@ -195,6 +199,7 @@ def test_ranks_with_a_scheduler_each_are_refused(checkpoint: Path, service: Serv
         check(config)
 
 
+@pytest.mark.story("image settings or adapters that the engine alone has")
 def test_lora_on_the_tower_is_refused_and_on_the_language_model_accepted(
     checkpoint: Path, service: ServerProcess
 ) -> None:
@@ -218,6 +223,7 @@ def test_videos_are_refused_beside_an_adapter_that_a_modality_chooses(
         client.close()
 
 
+@pytest.mark.story("image settings or adapters that the engine alone has")
 def test_processor_options_of_the_engine_are_refused(checkpoint: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="--mm-processor-kwargs"):
         check(config_of(checkpoint, service.endpoint, mm_processor_kwargs={"max_pixels": 4096}))
@@ -229,6 +235,7 @@ def test_a_role_that_produces_rows_is_refused(checkpoint: Path, service: ServerP
         check(config_of(checkpoint, service.endpoint, transfer={"ec_role": role}))
 
 
+@pytest.mark.story("a configuration that cannot work")
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -248,6 +255,7 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
         VllmSettings.read({"endpoints": "127.0.0.1:1", **extra})
 
 
+@pytest.mark.story("a configuration that cannot work")
 def test_the_middleware_without_the_connector_is_refused(checkpoint: Path) -> None:
     config = EngineArgs(str(checkpoint), max_model_len=1024).create_engine_config()
     state = SimpleNamespace(vllm_config=config, args=SimpleNamespace(), engine_client=None)

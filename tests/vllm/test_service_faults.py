@@ -10,8 +10,8 @@ import pytest
 
 from testing.photos import photo
 from testing.vllm_engine import VllmEngine
+from tests.engines.answers import TOLERANCE
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_answers import TOLERANCE
 
 STEPS = range(0, 12, 2)  # a prompt of four images takes about six, and its answer eight
 
@@ -47,6 +47,7 @@ def submit(engine: VllmEngine, files: list[bytes]) -> None:
     raise AssertionError("the service does not come back")
 
 
+@pytest.mark.story("the service dies during a prefill")
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_request_ends_if_the_service_restarts_at_any_step(
     engine: VllmEngine, server: Restartable, steps: int
@@ -83,6 +84,7 @@ def test_arrived_rows_need_no_service(engine: VllmEngine, server: Restartable) -
     server.start()
 
 
+@pytest.mark.story("the service hangs")
 def test_a_request_waits_for_a_service_that_pauses(engine: VllmEngine, server: Restartable) -> None:
     files = images(6000)
     right = engine.ask(["x", *files], own=True)
@@ -99,6 +101,7 @@ def test_a_request_waits_for_a_service_that_pauses(engine: VllmEngine, server: R
     engine.assert_nothing_is_held()
 
 
+@pytest.mark.story("the service hangs")
 def test_a_request_fails_at_timeout_s_if_the_service_hangs(
     engine: VllmEngine, server: Restartable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

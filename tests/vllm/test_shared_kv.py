@@ -35,6 +35,7 @@ def matches(engine: VllmEngine) -> list[int]:
     return found
 
 
+@pytest.mark.story("KV blocks shared by engines, or kept over a restart")
 @pytest.mark.parametrize("exact", [False, True], ids=["by step", "by image"])
 def test_two_engines_share_the_kv_blocks_of_an_image(
     checkpoint: Path, service: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
@@ -119,6 +120,7 @@ def statuses(engine: HttpEngine, seed: int) -> list[int]:
         return list(callers.map(ask, range(18)))
 
 
+@pytest.mark.story("data parallel, each engine on one host")
 def test_two_nodes_with_one_key_answer_every_request(
     checkpoint: Path, service: ServerProcess, tmp_path: Path
 ) -> None:

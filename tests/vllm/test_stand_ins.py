@@ -13,9 +13,9 @@ from testing.photos import photo
 from testing.server_process import ServerProcess, running
 from testing.vllm_engine import Part, VllmEngine, data_url, raw, tower_output
 from testing.vllm_families import OPTIONS, SQUARE, TALL, WIDE, write_small_family
+from tests.engines.answers import TOLERANCE
 from tests.vllm.http_engine import HttpEngine, rendering, serving
 from tests.vllm.service import SERVICE, SETTINGS
-from tests.vllm.test_answers import TOLERANCE
 from tests.vllm.test_middleware import assert_equal, content, top
 from tests.vllm.test_render import GENERATE
 from tests.vllm.test_service_check import check, config_of
@@ -114,6 +114,7 @@ def test_another_checkpoint_or_processor_is_refused(
         check(config_of(other, service.endpoint))
 
 
+@pytest.mark.story("the same models without the tower in the engine")
 def test_an_image_limit_of_0_is_refused_with_stand_ins(model: Path, service: ServerProcess) -> None:
     with pytest.raises(ValueError, match="raise the limit; the tower stays loaded"):
         check(config_of(model, service.endpoint, limit_mm_per_prompt={"image": 0}))

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from testing.photos import photo
+from tests.engines.answers import TOLERANCE
 from tests.vllm.http_engine import HttpEngine, serving
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_answers import TOLERANCE
 from tests.vllm.test_middleware import response_content, values
 
 LARGE_BYTES = 31 << 20
@@ -86,6 +86,7 @@ def restart(http: HttpEngine, server: Restartable) -> None:
     server.start()
 
 
+@pytest.mark.story("rows are lost before the prefill")
 def test_a_conversation_continues_after_the_service_lost_its_images(
     http: HttpEngine, server: Restartable
 ) -> None:
@@ -129,11 +130,11 @@ def test_a_conversation_that_changes_its_cache_salt_is_refused(http: HttpEngine)
 
 
 def test_background_responses_use_the_own_tower(http: HttpEngine, server: Restartable) -> None:
-    encoded = server.process.encodes()
+    encoded = server.encodes()
     question = user("look", photo(150, 110, 9130, "PNG"))
     begun = respond(http, [question], background=True).json()
     while begun["status"] in ("queued", "in_progress"):
         time.sleep(0.1)
         begun = httpx.get(f"{http.url}/v1/responses/{begun['id']}", timeout=300).json()
     assert begun["status"] == "incomplete", "it has generated its eight tokens"
-    assert server.process.encodes() == encoded
+    assert server.encodes() == encoded

@@ -24,6 +24,7 @@ def far_service(checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.mark.story("rows from another host")
 def test_rows_of_another_host_come_by_tcp_and_give_the_answers_of_the_own_tower(
     checkpoint: Path, far_service: ServerProcess
 ) -> None:

@@ -34,6 +34,7 @@ def chosen_by_vllm(video: VideoInfo, loading: dict[str, Any], processing: dict[s
     return [int(index) for index in Qwen3VLVideoProcessor().sample_frames(metadata, **processing)]
 
 
+@pytest.mark.story("the frames of a video")
 @pytest.mark.parametrize("seed", range(4))
 def test_frames_equal_vllms_choice(seed: int) -> None:
     draw = random.Random(seed)
@@ -72,6 +73,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.story("the frames of a video")
 @pytest.mark.parametrize("name", CLIPS)
 def test_the_service_finds_and_decodes_the_frames_of_vllms_loader(name: str) -> None:
     data = CLIPS[name]

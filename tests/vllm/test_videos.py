@@ -150,6 +150,7 @@ def http(folder: Path, service_of_videos: ServerProcess, right: object) -> Itera
         yield engine
 
 
+@pytest.mark.story("videos of Qwen3-VL")
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_videos_answer_as_with_vllms_own_loader_and_tower(
     http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]], name: str
@@ -185,6 +186,7 @@ def test_a_rendered_video_answers_as_a_chat(
     assert_equal(steps(response.json()["choices"][0]), right["images and clips"][1], TOLERANCE)
 
 
+@pytest.mark.story("another video changes the answer")
 def test_another_video_changes_the_answer(
     http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]]
 ) -> None:
@@ -262,6 +264,7 @@ def test_unservable_videos_are_refused_with_their_own_error(
     assert message in response.json()["error"]["message"]
 
 
+@pytest.mark.story("a damaged video")
 def test_a_video_that_fails_to_decode_fails_only_its_request(
     http: HttpEngine, right: dict[str, tuple[Tokens, list[dict[str, float]]]]
 ) -> None:
@@ -301,6 +304,7 @@ def counting(folder: Path, service_of_videos: ServerProcess) -> Iterator[VllmEng
     engine.close()
 
 
+@pytest.mark.story("videos of Qwen3-VL")
 def test_a_prefill_step_waits_only_for_the_pairs_that_it_reads(counting: VllmEngine, folder: Path) -> None:
     """The last two pairs are of a file that the service gets later: a server with a file can encode all its pairs."""
     settings = VideoSettings.from_folder(folder)
@@ -354,6 +358,7 @@ def test_a_field_of_a_video_that_the_chat_template_reads_is_refused(counting: Vl
     assert refusal(counting, video(SHORT), chat_template="{{ part['label'] }}")[0] == 200
 
 
+@pytest.mark.story("videos of Qwen2.5-VL and other families")
 @pytest.mark.parametrize("without_service", ["refuse", "own_tower"])
 def test_videos_of_families_without_times_are_refused_or_left_to_the_own_tower(
     tmp_path: Path, without_service: str

@@ -37,9 +37,9 @@ from prefill_client.vllm.weight_updates import LEAVE_WEIGHTS, QUERY
 from prefill_client.vllm.worker_weights import tower_digest
 from testing.photos import photo
 from testing.vllm_engine import CHUNK_TOKENS, Answer, Part, VllmEngine
+from tests.engines.answers import assert_equal, prompt
 from tests.vllm.http_engine import serving
 from tests.vllm.restartable import Restartable
-from tests.vllm.test_answers import assert_equal, prompt
 from tests.vllm.test_middleware import assert_equal as http_equal
 from tests.vllm.test_middleware import content, top
 
@@ -190,6 +190,7 @@ def messages(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     return [each.levelname for each in caplog.records if text in each.getMessage()]
 
 
+@pytest.mark.story("a frozen tower goes on")
 def test_a_frozen_tower_goes_on(live: Live, frozen: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = live.engine.ask(PARTS)
     caplog.clear()
@@ -265,6 +266,7 @@ def test_a_request_goes_on_when_vllm_empties_its_encoder_caches(live: Live, way:
         assert_equal(answer, expected)
 
 
+@pytest.mark.story("a trained tower gets no rows of the old one")
 def test_a_trained_tower_gets_no_rows_of_the_old_one(
     live: Live, trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,6 +323,7 @@ def fail_halfway(worker: Any, folder: str) -> None:
     raise OSError("the trainer has died")
 
 
+@pytest.mark.story("weights that are written without names")
 @pytest.mark.attack("calls of an extension that write weights in their own way")
 def test_what_an_extension_writes_is_noticed(live: Live, trained: Path) -> None:
     live.call(load_by_name, folder=str(trained))
@@ -375,6 +378,7 @@ def patch(worker: Any, name: str, index: int, value: float, shape: tuple[int, ..
     load_checkpoint_weight_patches(worker.get_model(), patches)
 
 
+@pytest.mark.story("weights that are written without names")
 def test_a_part_of_a_tensor_leaves_unknown_weights(live: Live) -> None:
     """As the backend `sparse_nccl` writes it: NaN stands for every element that stays."""
     name = "model.visual.blocks.0.norm1.weight"
@@ -511,5 +515,5 @@ def test_sixteen_chats_go_on_while_a_frozen_tower_is_written(checkpoint: Path, t
         while (response := http.chat(prompts[0])).status_code == 503:
             assert time.monotonic() < deadline, response.text
         assert response.status_code == 200, response.text
-        assert moved.process.encodes() == 2
+        assert moved.encodes() == 2
         moved.kill()

@@ -1,10 +1,10 @@
-"""Generates the parts of pages that repeat something: errors, alerts, attacks, decisions, modules, printed tables."""
+"""Generates the parts of pages that repeat something: errors, alerts, attacks, stories, decisions, printed tables."""
 
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import getdoc
 from pathlib import Path
@@ -13,6 +13,7 @@ import yaml
 
 from bench.harness.benchmark import markdown
 from bench.harness.results import ROOT
+from docs.stories import marked, stories
 from encoder_contract import errors
 
 DOCS = ROOT / "docs"
@@ -128,21 +129,9 @@ def attacks() -> str:
     rows = [
         (text, f"[{name}](../{path.relative_to(ROOT)})")
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for name, text in _marked(path)
+        for name, text in marked(path, "attack")
     ]
     return markdown(("attack", "test"), rows)
-
-
-def _marked(path: Path) -> Iterator[tuple[str, str]]:
-    if "mark.attack(" not in (source := path.read_text()):
-        return
-    functions = [
-        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    for node in functions:
-        for each in node.decorator_list:
-            if isinstance(each, ast.Call) and ast.unparse(each.func) == "pytest.mark.attack":
-                yield node.name, ast.literal_eval(each.args[0])
 
 
 def decisions() -> str:
@@ -188,6 +177,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "errors": errors_table,
     "alerts": alerts,
     "attacks": attacks,
+    "stories": stories,
     "decisions": decisions,
     "path": path,
     "exports": exports,

@@ -14,6 +14,7 @@ from bench.harness.benchmark import benchmarks
 from bench.harness.results import stored
 from docs.parts import filled
 from docs.reference import PROGRAMS, pages
+from docs.stories import ENGINES, STORIES, WHY_NOT, told
 from encoder_contract import errors
 from encoder_contract.settings import declared
 from encoder_contract.v1 import encoder_pb2
@@ -315,12 +316,13 @@ def test_issue_forms_have_unique_and_required_fields() -> None:
         assert all(each["attributes"]["label"] for each in fields)
 
 
-def test_every_tested_row_of_the_vllm_matrix_links_a_test() -> None:
-    page = (ROOT / "docs/vllm.md").read_text()
-    rows = re.findall(r"^\| .+ \| ([✓◐✗]) \| (.*) \|$", page, re.MULTILINE)
-    assert {mark for mark, _ in rows} == {"✓", "◐", "✗"}
-    for mark, note in rows:
-        assert mark != "✓" or "](../tests/vllm/test_" in note, note
+def test_every_story_of_the_engines_has_a_test_or_says_why_not() -> None:
+    known = {name: notes for rows in STORIES.values() for name, notes in rows.items()}
+    links = told()
+    assert {name for _, name in links} <= known.keys(), "a test names a story that docs/stories.py lacks"
+    for name, notes in known.items():
+        for engine, note in zip(ENGINES, notes, strict=True):
+            assert ((engine, name) in links) != note.startswith(WHY_NOT), f"{engine}: {name}"
 
 
 def test_the_pictures_are_few_and_small() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, table
-from bench.harness.budget import DEFAULT_S, TimeBudget
+from bench.harness.budget import TimeBudget
 from bench.harness.results import hardware
 from bench.harness.timing import seconds
 from bench.harness.towers import CASES, case_grids, full_checkpoint, load_ours, work
@@ -69,12 +69,13 @@ PHOTO = (448, 336)  # 192 rows of a tower with patches of 14
 Images = tuple[list[Tensor], list[Grid]]
 """Patches and grid of each image."""
 
+BUDGET_S = 420.0  # the measurement that runs when it is used up still ends
 # The share of the remaining time for the rounds of a case. The rest is for the patch embedding and for exactness.
 SHARE_OF_A_CASE = 0.4
 
 
 def main() -> None:
-    parser = command_line(__doc__, budget_s=DEFAULT_S)
+    parser = command_line(__doc__, budget_s=BUDGET_S)
     parser.add_argument(
         "--cases", nargs="+", default=("8x256", "720p"), choices=CASES, help="default: %(default)s"
     )

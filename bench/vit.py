@@ -134,7 +134,7 @@ def best_times(
     with Calls() as recorded:
         ours()
     times = [(seconds(ours), seconds(theirs), replay(recorded.calls)) for _ in range(rounds)]
-    best = map(min, zip(*times, strict=True))
+    best = [min(each) for each in zip(*times, strict=True)]
     return {**dict(zip(("ours", "theirs", "lower_bound"), best, strict=True)), "flop": work(tower, name)}
 
 

@@ -181,12 +181,3 @@ async def test_a_slow_name_uses_one_resolver_thread(host: Host, names: Names) ->
     names.released.set()
     assert await last == BODY
     assert names.lookups == ["same.slow.test"]
-
-
-async def test_the_first_failed_image_is_named_and_ends_the_others(host: Host) -> None:
-    host.answering.clear()
-    loader = host.loader()
-    with pytest.raises(InvalidImageError, match=r"^image 1: "):
-        await loader.load_all([f"http://{host.name}/a", "data:image/png,x"])
-    if host.requests:
-        await asyncio.wait_for(host.ended.wait(), PATIENCE_S)

@@ -213,7 +213,7 @@ class VllmEngine:
     def fetched(self) -> float:
         """Return how many images it has fetched the rows of, as its metrics say."""
         name = METRICS[IMAGES][0].removesuffix("_total")
-        return sum(each.value for each in self.llm.get_metrics() if each.name == name)
+        return sum(float(each.value) for each in self.llm.get_metrics() if each.name == name)
 
     def forget(self) -> None:
         """Empty vLLM's prefix cache and encoder cache."""

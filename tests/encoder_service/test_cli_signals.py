@@ -33,8 +33,8 @@ HEED_CTRL_C = (
 
 def started(*command: object) -> "subprocess.Popen[str]":
     """Start a command, whose output of both kinds is read as one."""
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([str(word) for word in command], **said, text=True)
+    arguments = [str(word) for word in command]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def last_words(process: "subprocess.Popen[str]") -> str:

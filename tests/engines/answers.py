@@ -46,7 +46,7 @@ USUAL: dict[str, list[Part]] = {
     "the same twice": [photo(256, 256, 4), "and", photo(256, 256, 4), "same?"],
     "sixteen": [part for number in range(16) for part in (f"{number}: ", photo(240, 250, 5 + number))],
 }
-PROMPTS = {
+PROMPTS: dict[str, list[Part]] = {
     "text alone": ["Say something about nothing."],
     **USUAL,
     **{f"{images} of seed {n}": prompt(10 * images + n, images) for images in range(1, 9) for n in range(4)},

@@ -17,6 +17,7 @@ from sglang.srt.managers import mm_schedule
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
 from torch.distributed import destroy_process_group, init_process_group
+from torch.multiprocessing.spawn import spawn
 
 from encoder_contract.checkpoint import model_fingerprint
 from prefill_client.sglang import tower
@@ -228,7 +229,7 @@ def test_all_ranks_know_the_weights_after_a_session_that_loads_nothing(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     """It is before the first image. An exception of a rank ends the test."""
-    torch.multiprocessing.spawn(_session_of_a_rank, (checkpoint, tmp_path / "group"), nprocs=2)
+    spawn(_session_of_a_rank, (checkpoint, tmp_path / "group"), nprocs=2)
 
 
 def _session_of_a_rank(rank: int, checkpoint: Path, meeting: Path) -> None:

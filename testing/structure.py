@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -105,21 +106,29 @@ def by_feature() -> dict[str, dict[str, int]]:
     return {feature: dict(counts) for feature, counts in found.items()}
 
 
-def calls_in_product() -> Counter[str]:
-    """Return how often the product makes each primitive of `WAITS`, and each kind of thread by its name."""
-    found: Counter[str] = Counter()
+def calls_of(*names: str) -> Iterator[tuple[Path, str, ast.Call]]:
+    """Yield the calls of these names in the product, with their files."""
     for path in (path for folder in PRODUCT for path in modules(ROOT / folder)):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            called = ast.unparse(node.func).rpartition(".")[2]
-            if called in WAITS:
-                found[called] += 1
-            elif called in ("Thread", "ThreadPoolExecutor"):
-                names = [each.value for each in node.keywords if each.arg in ("name", "thread_name_prefix")]
-                names += [each for each in node.args[1:2] if called == "ThreadPoolExecutor"]
-                found[f"thread {ast.unparse(names[0])}" if names else f"thread of {path.name}"] += 1
-    return found
+            if isinstance(node, ast.Call) and (called := ast.unparse(node.func).rpartition(".")[2]) in names:
+                yield path, called, node
+
+
+def waits() -> Counter[str]:
+    """Return how often the product makes each primitive of `WAITS`."""
+    return Counter(called for _, called, _ in calls_of(*WAITS))
+
+
+def threads() -> dict[str, list[str]]:
+    """Return the names of threads by package. One module may give names to several: it then counts once."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for path, called, node in calls_of("Thread", "ThreadPoolExecutor"):
+        names = [each.value for each in node.keywords if each.arg in ("name", "thread_name_prefix")]
+        names += [each for each in node.args[1:2] if called == "ThreadPoolExecutor"]
+        name = names[0].value if names and isinstance(names[0], ast.Constant) else f"those of {path.name}"
+        package = next(folder for folder in PRODUCT if path.is_relative_to(ROOT / folder))
+        found[Path(package).name].add(str(name))
+    return {package: sorted(names) for package, names in found.items()}
 
 
 class FileTrace:
@@ -182,7 +191,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         passed = asyncio.run(trace_image(Path(folder)))
     if as_json:
-        weighed = {"sizes": sizes(), "features": by_feature(), "waits_and_threads": calls_in_product()}
+        weighed = {"sizes": sizes(), "features": by_feature(), "waits": waits(), "threads": threads()}
         print(json.dumps({**weighed, "names_defined_twice": names_defined_twice(), "path": passed}))
         return
     print("| folder | files | lines |\n|---|---|---|")
@@ -192,10 +201,9 @@ def main() -> None:
     print(f"\n| feature | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
     for name, counts in by_feature().items():
         print(f"| {name} | {' | '.join(f'{counts.get(each, 0):,}' for each in columns)} |")
-    waits = calls_in_product()
-    threads = sorted(name.removeprefix("thread ") for name in waits if name.startswith("thread "))
-    print("\nWaiting: " + ", ".join(f"{waits[each]} × {each}" for each in WAITS if waits[each]))
-    print(f"{len(threads)} kinds of threads: {', '.join(threads)}")
+    print("\nWaiting: " + ", ".join(f"{count} × {name}" for name, count in waits().most_common()))
+    for package, names in threads().items():
+        print(f"{package} has {len(names)} kinds of threads: {', '.join(names)}")
     twice = names_defined_twice()
     print(f"\n{len(twice)} class names are defined twice.")
     for name, found in twice.items():

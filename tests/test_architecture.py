@@ -1,6 +1,7 @@
 """Architecture rules, one test each: layers, fences, no cycles, readers of the environment and the wall clock."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -274,6 +275,15 @@ def test_a_file_is_named_for_its_noun() -> None:
     empty = {"util", "utils", "common", "helper", "helpers", "base", "misc", "core"}
     shadowing = {"types", "queue", "signal"}  # modules of the standard library
     assert not {path.stem for path in modules()} & (empty | shadowing)
+
+
+def test_every_thread_has_its_line_in_the_page() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, table = page.partition("\n## Threads\n")
+    table, _, _ = table.partition("\n## ")
+    named = set(re.findall(r"`([^`]+)`", table))
+    made = {name.removeprefix("those of ") for names in structure.threads().values() for name in names}
+    assert named == made
 
 
 def test_a_class_name_stands_for_one_class() -> None:

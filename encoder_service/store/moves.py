@@ -36,8 +36,10 @@ _IDLE_S = 0.02
 class Moves:
     """The moves of one store. Thread-safe, except where noted."""
 
-    def __init__(self, store: Tiers) -> None:
+    def __init__(self, store: Tiers, *, prefault: bool = False) -> None:
+        """See `Store`."""
         self._store, self._lock = store, store.lock
+        self._untouched = store.segment.prefault() if prefault else iter(())
         self._host, self._device, self._disk = store.host, store.device, store.disk
         self.demotions = self.promotions = 0
         self._unlikely = 0  # embeddings that were dropped because another use is unlikely
@@ -85,10 +87,16 @@ class Moves:
             self._promotions_due.append(entry.address)
 
     def keep_moving(self) -> None:
-        """Move embeddings until the store is closed (a thread's target). With a single tier, return at once."""
-        while (self._device is not None or self._disk is not None) and not self._closed.is_set():
-            if not (self._may_move and self.move_once()):
-                self._closed.wait(_IDLE_S)
+        """Move embeddings until the store is closed (a thread's target). While none is due, touch the host's pages.
+
+        With a single tier, return once they are touched.
+        """
+        while not self._closed.is_set():
+            if (self._may_move and self.move_once()) or next(self._untouched, None):
+                continue
+            if self._device is None and self._disk is None:
+                return
+            self._closed.wait(_IDLE_S)
 
     @property
     def _may_move(self) -> bool:

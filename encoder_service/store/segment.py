@@ -17,8 +17,8 @@ import logging
 import mmap
 import os
 import secrets
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from encoder_contract.handle import GENERATION_BYTES, SEGMENT_ID_BYTES
@@ -30,7 +30,7 @@ _PREFIX = "encoder-service-"
 _HEADER_BYTES = 4096
 _ALIGNMENT = 4096  # of the rows
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_PREFAULT_BYTES = 32 << 20  # one call takes 0.1 s at worst, and ends before `close` takes effect
+_PREFAULT_BYTES = 32 << 20
 
 
 class Segment:
@@ -54,21 +54,21 @@ class Segment:
         self.view = memoryview(self._map)
         generations = self.view[_HEADER_BYTES:][: slots * GENERATION_BYTES].cast("Q")
         self.generations, self.device_generations = generations[:pages], generations[pages:]
-        self._closed = threading.Event()
 
     def generation_offset(self, page: int, *, on_device: bool = False) -> int:
         """Return the file offset of the generation of the entry that begins at page `page` of a tier."""
         slot = page + len(self.generations) if on_device else page
         return _HEADER_BYTES + slot * GENERATION_BYTES
 
-    def prefault(self) -> None:
-        """Touch every page, so that later copies cause no page faults. Takes seconds per GiB: run it in a thread."""
+    def prefault(self) -> Iterator[int]:
+        """Touch every page, so that later copies cause no page faults. Takes seconds per GiB: run it in a thread.
+
+        Yields the bytes of each piece, which takes 0.1 s at worst.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         began = reported = time.monotonic()
         for offset in range(0, self.size_bytes, _PREFAULT_BYTES):
-            if self._closed.is_set():
-                return
             length = min(_PREFAULT_BYTES, self.size_bytes - offset)
             if libc.madvise(ctypes.c_void_p(base + offset), ctypes.c_size_t(length), _POPULATE_WRITE):
                 log.info(
@@ -79,12 +79,11 @@ class Segment:
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 log.info("store: %.1f of %.1f GiB prefaulted", offset / GIB, self.size_bytes / GIB)
+            yield length
         log.info("store: %.1f GiB prefaulted in %.1f s", self.size_bytes / GIB, time.monotonic() - began)
 
     def close(self) -> None:
         """Unlink and unlock the file. Views and the clients' mappings stay readable."""
-        if hasattr(self, "_closed"):
-            self._closed.set()
         self.path.unlink(missing_ok=True)
         if self._file >= 0:
             os.close(self._file)

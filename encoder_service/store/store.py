@@ -1,7 +1,6 @@
 """The embedding store: embeddings by address, in a host tier and optional tiers on device and disk."""
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,9 +48,9 @@ class Store(Tiers):
 
         A row has `width` elements of `dtype`. A writer waits for up to `wait_s` while everything is pinned. The thread
         that drops an embedding from a tier calls `on_evict(address, tier)`, without the lock. By then another tier
-        may hold the address, or the same tier may hold it again: ask `contains`. `prefault` touches the host tier's
-        pages in the background. With `disk_folder`, embeddings leave the host for files of `disk_bytes` in all,
-        signed with `disk_key`.
+        may hold the address, or the same tier may hold it again: ask `contains`. With `prefault`, `Moves.keep_moving`
+        also touches the host tier's pages. With `disk_folder`, embeddings leave the host for files of `disk_bytes` in
+        all, signed with `disk_key`.
         """
         self.width, self.dtype = width, dtype
         row_bytes = width * dtype.itemsize
@@ -68,11 +67,9 @@ class Store(Tiers):
                 segment.close()
                 raise
         super().__init__(segment, host, on_device, disk, wait_s, on_evict)
-        self.moves = Moves(self)
         on_gpu = on_device is not None and device.startswith("cuda")
         self._registration = registration_of(host.memory, device) if on_gpu else None
-        if prefault and not on_gpu:
-            threading.Thread(target=segment.prefault, name="store-prefault", daemon=True).start()
+        self.moves = Moves(self, prefault=prefault and not on_gpu)
 
     def _allocate(
         self, layout: PageLayout, host_bytes: int, device_bytes: int, device: str, folder: Path

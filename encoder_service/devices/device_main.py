@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -53,11 +53,10 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
         if config.devices == "cpu" and processes * torch.get_num_threads() > cores:
             torch.set_num_threads(max(1, cores // processes))
         loaded = threading.Event()
-        beating = threading.Thread(target=_beat, args=(connection, loaded), name="beat", daemon=True)
-        beating.start()
+        reporting = _report(partial(messages.send, connection), lambda: None, loaded)
         model = _load(config, processes, load.beside_bytes)
         loaded.set()
-        beating.join()
+        reporting.join()
         if isinstance(model, ConfigError):
             messages.send(connection, model)
             end(0)
@@ -65,7 +64,8 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
     except OSError:
         end(0)  # the server has gone
     if isinstance(model.tower.geometry, CountedRows):
-        threading.Thread(target=_count_rows, args=(model.tower.geometry, counting), daemon=True).start()
+        rule = model.tower.geometry
+        threading.Thread(target=_count_rows, args=(rule, counting), name="count-rows", daemon=True).start()
     with out_of_collections():
         run(model, connection, load.number, processes, decode_threads(config, model.device))
     model.decoder.close()
@@ -93,8 +93,8 @@ def run(
     except OSError:
         end(0)  # the server has gone
     done = threading.Event()
-    reporting = threading.Thread(target=_report, args=(model, inbox, done), name="report", daemon=True)
-    reporting.start()  # first of all, because the server kills a silent device
+    # First of all, because the server kills a silent device.
+    reporting = _report(inbox.tell, partial(DeviceState.of, model), done, model.device.make_current)
     group = _group(inbox, model.tower, begin.rendezvous, number, devices)
     workers = DeviceWorkers(
         inbox,
@@ -125,13 +125,6 @@ def _memory(begin: messages.Begin, device: Device) -> Memory:
     return memory
 
 
-def _beat(connection: socket.socket, loaded: threading.Event) -> None:
-    """Tell the server regularly that this process lives, until it has loaded."""
-    with suppress(OSError):  # the server has gone: the next message notices
-        while not loaded.wait(messages.REPORT_S):
-            messages.send(connection, messages.Report(None))
-
-
 def _load(config: Config, processes: int, beside_bytes: int) -> Model | ConfigError:
     try:
         return load_model(config, processes, beside_bytes)
@@ -150,16 +143,32 @@ def _group(inbox: Inbox, tower: VisionModel, port: int, number: int, processes: 
     return group
 
 
-def _report(model: Model, inbox: Inbox, done: threading.Event) -> None:
-    """Tell the server regularly that this process lives, and its state when that has changed."""
-    model.device.make_current()
-    sent = None
-    while True:
-        state = DeviceState.of(model)
-        inbox.tell(messages.Report(None if state == sent else state))
-        sent = state
-        if done.wait(messages.REPORT_S):
-            return
+def _report(
+    tell: Callable[[messages.Report], None],
+    state_now: Callable[[], DeviceState | None],
+    done: threading.Event,
+    begin: Callable[[], None] = lambda: None,
+) -> threading.Thread:
+    """Begin to tell the server regularly that this process lives, and its state when that has changed.
+
+    Return the thread, which calls `begin` first and ends when `done` is set: nothing else runs on it, so that the
+    process is as alive as it says.
+    """
+
+    def report() -> None:
+        begin()
+        sent, is_done = None, False
+        while not is_done:
+            state = state_now()
+            try:
+                tell(messages.Report(None if state == sent else state))
+            except OSError:  # the server has gone: the next message notices
+                return
+            sent, is_done = state, done.wait(messages.REPORT_S)
+
+    thread = threading.Thread(target=report, name="report", daemon=True)
+    thread.start()
+    return thread
 
 
 def _count_rows(rule: CountedRows, counting: Connection) -> None:

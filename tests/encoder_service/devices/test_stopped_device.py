@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -104,13 +105,12 @@ def test_a_process_that_loads_for_long_says_that_it_lives(monkeypatch: pytest.Mo
     ours, theirs = socket.socketpair()
     loaded = threading.Event()
     with ours, theirs:
-        beating = threading.Thread(target=device_main._beat, args=(theirs, loaded))
-        beating.start()
+        reporting = device_main._report(partial(messages.send, theirs), lambda: None, loaded)
         assert [messages.receive(ours) for _ in range(3)] == [messages.Report(None)] * 3
         loaded.set()
         ours.close()  # it may wait for room to send
-        beating.join(PATIENCE_S)
-        assert not beating.is_alive()
+        reporting.join(PATIENCE_S)
+        assert not reporting.is_alive()
 
 
 async def test_a_successor_that_hangs_while_it_loads_is_replaced(

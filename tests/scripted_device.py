@@ -107,7 +107,8 @@ class ScriptedDevice(DeviceProcess):
     def encoded(self, batch: messages.Encode, seconds: float = 0.1, errors: Sequence[Any] = ()) -> None:
         """Report a batch as encoded; the rows of its images are whatever the pages hold."""
         each = list(errors) or [None] * len(batch.images)
-        self.tell(messages.Encoded(batch.batch, each, seconds, 1, 0.0, 0.0, seconds, 0.0, 0.1))
+        devices = batch.group.devices if batch.group is not None else 1
+        self.tell(messages.Encoded(batch.batch, each, seconds, devices, 0.0, 0.0, seconds, 0.0, 0.1))
 
 
 @dataclass

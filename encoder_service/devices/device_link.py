@@ -96,6 +96,8 @@ class Shared:
     decode_pixels: int
     """Source pixels that a device decodes in a batch, and as many again one by one."""
     store_wait: StoreWait = field(default_factory=StoreWait)
+    group_failures: int = 0
+    """How many groups have failed in a row without an image that one has encoded."""
 
 
 class Link(asyncio.Protocol):
@@ -517,6 +519,8 @@ class Link(asyncio.Protocol):
 
     def _on_encoded(self, message: messages.Encoded) -> None:
         self.device.failures = 0
+        if message.devices > 1:
+            self._shared.group_failures = 0
         batch = self.tower.end(message.batch, message.seconds)
         grids = [job.grid for job in batch.jobs]
         for job in batch.jobs:

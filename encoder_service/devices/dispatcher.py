@@ -31,7 +31,8 @@ _SHORTAGE_PAUSE_S = 1.0
 GROUP_S = 10.0
 """How long the start of the server waits for the devices to form their group."""
 FIRST_GROUP_PAUSE_S, LAST_GROUP_PAUSE_S = 1.0, 300.0
-"""Pauses before the devices form another group after one has failed."""
+"""Pauses before the devices form another group: the first after a group has encoded an image and then failed, twice as
+long after each that failed without one."""
 STOP_S = 10.0
 """How long the devices may take for the batches that they have, when the server stops."""
 KILL_S = 5.0
@@ -71,7 +72,6 @@ class Dispatcher:
         self._others = {link: [other for other in self.links if other is not link] for link in self.links}
         self._group_number = 0
         self._group_asked = -1  # the number of the last group that the devices were to form
-        self._group_failures = 0
         self._forms_groups = any(device.facts.group_patches for device in devices)
         self._rendezvous = start_rendezvous() if len(devices) > 1 else None
         self._is_group_due = self._forms_groups
@@ -194,8 +194,8 @@ class Dispatcher:
         """Have the devices form another group after a pause: until then, one of them encodes a large image."""
         if number == self._group_number:
             self._group_lost()
-            pause_s = backoff_s(self._group_failures, FIRST_GROUP_PAUSE_S, LAST_GROUP_PAUSE_S)
-            self._group_failures += 1
+            pause_s = backoff_s(self._shared.group_failures, FIRST_GROUP_PAUSE_S, LAST_GROUP_PAUSE_S)
+            self._shared.group_failures += 1
             self._loop.call_later(pause_s, self._want_group)
 
     def _group_lost(self) -> None:

@@ -23,6 +23,7 @@ from encoder_service.store import Pin, Store
 from encoder_service.store.tier import Entry
 from tests.device_bench import demanded
 from tests.scripted_device import FILE, GRID, Floor, floor
+from tests.virtual_time import VirtualTimeLoop
 from tests.waiting import PATIENCE_S, soon
 
 LARGE = Grid(1, 64, 64)  # 4096 patches
@@ -460,6 +461,51 @@ async def test_a_group_that_does_not_form_is_formed_later_and_no_image_waits_for
         numbers = {await first.forms_group(), await second.forms_group()}
         assert numbers == {at.engine._group_number}
         assert min(numbers) > 2
+
+
+def test_pauses_before_another_group_begin_again_once_one_has_encoded_an_image(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "TICK_S", 3600.0)  # scripted devices report nothing
+
+    async def fail_again_and_again() -> None:
+        async with floor(model, devices=2, forms_group=False, group_patches=3072) as at:
+            first, second = at.devices
+
+            async def form_after(pause_s: float) -> None:
+                """Wait for the next group, which the server is to form after this pause."""
+                began = asyncio.get_running_loop().time()
+                while at.links[0].tower.forming is None:
+                    await asyncio.sleep(pause_s / 20)
+                assert asyncio.get_running_loop().time() - began == pytest.approx(pause_s, rel=0.2)
+
+            for failures in range(10):
+                number = await first.forms_group(failed=True)
+                await second.next(messages.FormGroup)
+                second.tell(messages.LeftGroup(number, failed=True))
+                await at.engine.formed()
+                await form_after(
+                    min(dispatcher.FIRST_GROUP_PAUSE_S * 2**failures, dispatcher.LAST_GROUP_PAUSE_S)
+                )
+            await first.forms_group()
+            await second.forms_group()
+            await at.engine.formed()
+            for name in (b"encoded", b"failed"):
+                large = at.submit(name, demanded(name.decode()), grid=LARGE)
+                await at.prepare(large)
+                batch = await first.next(messages.Encode)
+                assert batch.group is not None
+                await second.next(messages.JoinGroup)
+                second.tell(messages.LeftGroup(batch.group.number, failed=name == b"failed"))
+                if name == b"encoded":
+                    first.encoded(batch)
+                    await soon(lambda: len(at.ended) == 1)
+            await soon(lambda: at.engine._group is None)
+            first.encoded(replace(batch, group=None))  # alone
+            await form_after(dispatcher.FIRST_GROUP_PAUSE_S)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(fail_again_and_again())
 
 
 @pytest.mark.parametrize("is_stuck", [True, False])

@@ -79,6 +79,7 @@ BENCHMARK = Benchmark(
     ),
     limit_s=520,
     dry_run=("--attacks", "messages"),
+    parts="by_attack",
 )
 
 BUDGET_S = 480.0

@@ -27,9 +27,8 @@ def section(benchmark: Benchmark, results: Sequence[Result]) -> str:
     """
     if not results:
         return "Not measured yet."
-    return (
-        f"{_table(benchmark, results)}\n\n`python -m {benchmark.typed}`: {'; '.join(map(caption, results))}."
-    )
+    captions = "; ".join(caption(benchmark, result) for result in results)
+    return f"{_table(benchmark, results)}\n\n`python -m {benchmark.typed}`: {captions}."
 
 
 def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:
@@ -57,20 +56,32 @@ def machines(results: Sequence[Result]) -> str:
     return f"Machines: {'; '.join(found)}."
 
 
-def caption(result: Result) -> str:
+def caption(benchmark: Benchmark, result: Result) -> str:
     """Return how a column was measured: day, commit, and what makes it less comparable."""
-    parts = [when(result), *([result.status] if result.status != OK else [])]
+    parts = [when(measurements(benchmark, result)), *([result.status] if result.status != OK else [])]
     parts += [f"load {result.load:.1f} a core"] if result.load > BUSY else []
     if left_out := result.figures.get("left_out"):
         parts.append(f"no time for {' and '.join(left_out)}")
     return ", ".join(parts)
 
 
-def when(result: Result) -> str:
-    """Return the day and the commit of a result."""
-    commit = result.versions.get("commit", "unknown")
-    dirty = " and changes" if commit.endswith(DIRTY) else ""
-    return f"{result.measured_at[:10]}, commit {commit.removesuffix(DIRTY)}{dirty}"
+def measurements(benchmark: Benchmark, result: Result, part: str = "") -> list[tuple[str, str]]:
+    """Return the time and the commit of a part of a result, or of all its parts, the oldest first."""
+    parts = result.figures.get(benchmark.parts) or {
+        part: {"measured_at": result.measured_at, "commit": result.versions.get("commit", "unknown")}
+    }
+    return sorted(
+        (each["measured_at"], each["commit"]) for each in ([parts[part]] if part else parts.values())
+    )
+
+
+def when(measured: Sequence[tuple[str, str]]) -> str:
+    """Return the day and the commit of the first measurement, and of the last one if that differs."""
+    days = [
+        f"{at[:10]}, commit {commit.removesuffix(DIRTY)}{' and changes' if commit.endswith(DIRTY) else ''}"
+        for at, commit in measured
+    ]
+    return " to ".join(dict.fromkeys([days[0], days[-1]]))
 
 
 def target(figure: Figure) -> str:
@@ -105,13 +116,13 @@ def summary(declared: Sequence[Benchmark], results: Sequence[Result]) -> str:
     for benchmark in declared:
         for figure in (each for each in benchmark.figures if each.summary):
             found = [
-                result
+                (measurements(benchmark, result, figure.part), result)
                 for result in results
                 if result.benchmark == benchmark.name and looked_up(figure.key, result.figures) is not None
             ]
             if found:
-                newest = max(found, key=lambda each: each.measured_at)
-                where = f"{newest.hardware}; {when(newest)}; `python -m {benchmark.typed}`"
+                measured, newest = max(found, key=lambda each: each[0][-1])
+                where = f"{newest.hardware}; {when(measured)}; `python -m {benchmark.typed}`"
                 rows.append((figure.summary, value(figure, newest.figures), target(figure), where))
     if len(rows) > SUMMARY_ROWS:
         raise ValueError(f"{len(rows)} figures have a summary; README.md quotes at most {SUMMARY_ROWS}")

@@ -44,7 +44,8 @@ class Figure:
     """A measured number that the page's table has: `key` is its name in the JSON line, dotted if it is nested.
 
     `target` is a bound such as "<= 2". `compare` is a figure that others have published, and its source. `summary` is
-    the row's text in the README's table; a figure without one is not in that table. The result file also has what was
+    the row's text in the README's table; a figure without one is not in that table. `part` is the only part of the
+    result that the figure depends on, a key of the figures' `Benchmark.parts`. The result file also has what was
     measured beside the figures.
     """
 
@@ -55,6 +56,7 @@ class Figure:
     scale: float = 1.0
     compare: str = ""
     summary: str = ""
+    part: str = ""
 
     def met(self, value: float) -> bool:
         """Return whether a value meets the target; there must be one."""
@@ -71,6 +73,8 @@ class Benchmark:
 
     A benchmark `in_steps` takes `--budget-s`, after which no measurement begins, and prints each measurement at once as
     a JSON object. What it measured is stored even if it fails or is stopped.
+
+    `parts` is the key of what a run may measure anew and leave as it is, by name, each with `measured_at` and `commit`.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Benchmark:
     why_not: Callable[[], str] = lambda: ""
     program: str = ""
     in_steps: bool = False
+    parts: str = ""
 
     @property
     def typed(self) -> str:

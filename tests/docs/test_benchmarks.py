@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmarks
+from bench.engines import RATIOS
+from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmark, benchmarks
 from bench.harness.results import DIRTY, ROOT, Result, stored
 from docs import benchmarks as program
 from docs.benchmarks import (
@@ -72,10 +73,10 @@ def test_a_question_has_one_table_with_a_column_for_each_machine() -> None:
         "| a hit | 1.25 ms | 2.50 ms, **missed** | ≤ 2 |",
         "| a copy | 2 GB/s | – |  |",
         "",
-        f"`python -m bench.store`: {caption(GOOD)}; {caption(dirty)}.",
+        f"`python -m bench.store`: {caption(STORE, GOOD)}; {caption(STORE, dirty)}.",
     ]
-    assert caption(GOOD) == "2026-01-02, commit 0123abc"
-    assert caption(dirty) == (
+    assert caption(STORE, GOOD) == "2026-01-02, commit 0123abc"
+    assert caption(STORE, dirty) == (
         "2026-01-02, commit 0123abd and changes, timed out, load 0.7 a core, no time for case 720p"
     )
     assert section(STORE, []) == "Not measured yet."
@@ -122,6 +123,42 @@ def test_the_summary_has_the_newest_figures_and_at_most_seven() -> None:
     assert summary([STORE], []) == "Not measured yet."
     with pytest.raises(ValueError, match=r"README\.md quotes at most 7"):
         summary([replace(STORE, figures=STORE.figures * (SUMMARY_ROWS + 1))], [GOOD])
+
+
+def test_a_figure_of_one_part_is_as_old_as_the_part() -> None:
+    parts = {
+        "first": {"measured_at": "2026-01-01T23:00:00+00:00", "commit": f"0123ab0{DIRTY}"},
+        "last": {"measured_at": "2026-01-02T01:00:00+00:00", "commit": "0123abc"},
+    }
+    of_one = Figure("hit_ms", "a hit", "ms", summary="of one part", part="first")
+    of_all = replace(of_one, summary="of all parts", part="")
+    in_parts = replace(STORE, figures=(of_one, of_all), parts="parts")
+    measured = replace(GOOD, figures={"hit_ms": 1.25, "parts": parts})
+    ended_first = replace(measured, hardware="another", measured_at="2026-01-01", figures={"hit_ms": 2.5})
+    rows = summary([in_parts], [measured, ended_first]).splitlines()[2:]
+    first, last = "2026-01-01, commit 0123ab0 and changes", "2026-01-02, commit 0123abc"
+    assert rows == [
+        f"| of one part | 1.25 ms |  | a machine; {first}; `python -m bench.store` |",
+        f"| of all parts | 1.25 ms |  | a machine; {first} to {last}; `python -m bench.store` |",
+    ]
+    assert caption(in_parts, measured) == f"{first} to {last}"
+
+
+def test_a_quoted_figure_of_engines_names_its_cell() -> None:
+    cells = {figure.key: figure.part for figure in benchmark("engines").figures if figure.summary}
+    assert cells == {key: RATIOS[key].cell for key in cells}
+
+
+def test_results_with_times_of_their_own_are_declared_as_parts() -> None:
+    with_parts = {each.name for each in benchmarks() if each.parts}
+    measured_apart = {
+        result.benchmark
+        for result in stored()
+        for part in result.figures.values()
+        if isinstance(part, dict)
+        and any(isinstance(each, dict) and "measured_at" in each for each in part.values())
+    }
+    assert measured_apart <= with_parts
 
 
 def test_every_benchmark_has_its_table_on_the_page() -> None:

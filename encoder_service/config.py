@@ -121,7 +121,8 @@ class Config(Settings):
     )
     attention: Literal["auto", "flash3", "varlen", "flash2", "sdpa"] = knob(
         "auto",
-        help="attention backend; auto: the first of flash3, varlen, flash2 and sdpa that passes a trial at start",
+        help="attention backend; auto: the first of flash3, varlen, flash2 and sdpa that passes a trial at start; "
+        "the server does not start with another one that cannot run",
     )
     batch_invariant: Literal["no", "yes"] = knob(
         "no",

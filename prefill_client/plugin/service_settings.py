@@ -25,7 +25,8 @@ class ServiceSettings(AccessSettings):
     endpoints: tuple[str, ...]
     """host:port or unix:/path of each server; a string for a single one."""
     submit_timeout_s: float = 10.0
-    """How long the service may take to answer for the images of a request before it counts as down."""
+    """How long the service may take to answer for the images of a request before it counts as down, and the hosts of
+    image URLs to send them."""
     start_timeout_s: float = 300.0
     """How long a starting engine waits for the service."""
     shared_memory: bool = True

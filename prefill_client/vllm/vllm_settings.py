@@ -17,7 +17,8 @@ class VllmSettings(ServiceSettings):
     may_be_zero: ClassVar[tuple[str, ...]] = ("device_gib",)
 
     timeout_s: float = 60.0
-    """How long the rows of one image may take. After that, its request ends with an error."""
+    """How long the rows of one image may take. After that, its request ends with an error. If a replica dies, a running
+    request waits half of this for another one, or `submit_timeout_s` with `own_tower`."""
     grace_s: float = 1.0
     """How long an image may be unknown to the service before it counts as lost. The middleware submits an image before
     the engine sees it, but another replica may learn of it later."""
@@ -27,8 +28,8 @@ class VllmSettings(ServiceSettings):
     It is allocated as it is used, but all at once if the engine runs on a GPU: workers register it with CUDA.
     """
     device_gib: float = 0.5
-    """Limit of a worker's GPU memory for rows that it copies from the GPU of a service on this host. Rows that do not
-    fit come through host memory. 0: all rows do.
+    """Limit of a worker's GPU memory for rows that it copies from the GPU of a service on this host, besides vLLM's own
+    share of the GPU. Rows that do not fit come through host memory. 0, or no `shared_memory`: all rows do.
     """
     gating: Gating = "window"
     """Which images a request waits for: those of its next prefill step, or all of them."""
@@ -39,7 +40,8 @@ class VllmSettings(ServiceSettings):
     """On a render server: name images without submitting them, for a router that renders requests only to score them.
     """
     without_service: WithoutService = "refuse"
-    """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded."""
+    """While the service is down: answer 503, or let the engine's own tower encode, if it is loaded. The engine then
+    also starts without the service, but not beside one with another model."""
 
     @property
     def has_own_tower(self) -> bool:

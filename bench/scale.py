@@ -42,7 +42,7 @@ RATES = {"1280×720": 84.7, "256×256": 1669.0}
 
 BENCHMARK = Benchmark(
     "scale",
-    "Does a fleet of a hundred replicas and a thousand engines work?",
+    "Do a hundred replicas and a thousand engines work?",
     (
         Figure("failed_images", "20 replicas, 200 clients; kills, drains, rolls: failed", "images", "<= 0"),
         Figure("encodes_per_image", "the same, before the faults: encodes per distinct image", target="<= 1"),

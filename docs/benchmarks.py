@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.harness.benchmark import BENCHMARKS_PAGE, Benchmark, Figure, benchmarks, markdown
 from bench.harness.results import BUSY, DIRTY, OK, ROOT, Result, stored
+from docs.parts import first_line
 
 PAGES = (BENCHMARKS_PAGE, ROOT / "README.md", ROOT / "docs" / "gain.md", ROOT / "docs" / "scheduling.md")
 SUMMARY_ROWS = 7  # the README quotes at most this many
@@ -21,14 +22,15 @@ _MARKED = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def section(benchmark: Benchmark, results: Sequence[Result]) -> str:
-    """Return the table of a question, with a column for each kind of machine, and how each column was measured.
+    """Return a question, what its benchmark does, and its table: a column for each machine, and how it was measured.
 
     A benchmark without figures has the first table that it printed.
     """
+    head = f"## {benchmark.asks}\n\n{first_line(ROOT / benchmark.file)}"
     if not results:
-        return "Not measured yet."
+        return f"{head}\n\nNot measured yet."
     captions = "; ".join(caption(benchmark, result) for result in results)
-    return f"{_table(benchmark, results)}\n\n`python -m {benchmark.typed}`: {captions}."
+    return f"{head}\n\n{_table(benchmark, results)}\n\n`python -m {benchmark.typed}`: {captions}."
 
 
 def _table(benchmark: Benchmark, results: Sequence[Result]) -> str:

@@ -93,6 +93,11 @@ class Benchmark:
         """What a reader types after `python -m`."""
         return f"{self.program} {self.name}" if self.program else f"bench.{self.name}"
 
+    @property
+    def file(self) -> str:
+        """The source of what it measures."""
+        return f"bench/gpu_parts/{self.name}.py" if self.program else f"bench/{self.name}.py"
+
     def command(self, *, dry_run: bool, budget_s: float = 0.0) -> list[str]:
         """Return the arguments of the interpreter; `budget_s` is for a benchmark in steps."""
         budget = ["--budget-s", str(round(budget_s, 1))] if self.in_steps else []

@@ -1,10 +1,10 @@
-"""Generates the parts of pages that repeat something: errors, alerts, attacks, stories, decisions, printed tables."""
+"""Generates the parts of pages that repeat something: errors, alerts, tests, decisions, folders, printed tables."""
 
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import getdoc
 from pathlib import Path
@@ -19,6 +19,7 @@ from encoder_contract import errors
 DOCS = ROOT / "docs"
 SERVICE = ROOT / "encoder_service"
 PROMETHEUS = ROOT / "deploy" / "prometheus"
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 GENERATED = re.compile(r"(<!-- (\w+)(?::(\w+))? -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 """A generated part of a page between its markers, of this or another program."""
 
@@ -58,6 +59,22 @@ PATH = {
     "test_describe_tells_model_geometry_and_limits": "app serving",
 }
 """The modules of encoder_service that an image passes, in order, by the test that fails if they decide otherwise."""
+
+TREE = (
+    *("proto/encoder_contract", "encoder_service", "encoder_service/*", "prefill_client", "prefill_client/*"),
+    *("prefill_reference", "bench", "demo", "testing"),
+)
+"""The packages of the tree, as patterns."""
+
+KERNEL = (
+    *(
+        "proto/encoder_contract/turns",
+        "proto/encoder_contract/backoff",
+        "proto/encoder_contract/certificates",
+    ),
+    *("encoder_service/child", "encoder_service/scheduler/policy", "encoder_service/store/eviction"),
+)
+"""The modules that keep promises."""
 
 EXPORTS = {
     "clients": "EncoderClient FetchStream KeptImages BlockingClient BlockingFetch BlockingKept Description",
@@ -128,10 +145,25 @@ def attacks() -> str:
     """Return a row for each attack: the text of its marker, and a link to the test that has it."""
     rows = [
         (text, f"[{name}](../{path.relative_to(ROOT)})")
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for path in TEST_FILES
         for name, text in marked(path, "attack")
     ]
     return markdown(("attack", "test"), rows)
+
+
+def cuda() -> str:
+    """Return a row for each file with tests of what must hold on CUDA: what it is about, and links to these tests."""
+    rows = []
+    for path in TEST_FILES:
+        needs_gpu = {test for test, _ in marked(path, "gpu")}
+        every = "\npytestmark = [pytest.mark.gpu" in path.read_text()
+        links = [
+            f"[{test}](../../{path.relative_to(ROOT)}){'†' if every or test in needs_gpu else ''}"
+            for test, _ in marked(path, "cuda")
+        ]
+        if links:
+            rows.append((first_line(path), ", ".join(links)))
+    return markdown(("file", "tests"), rows)
 
 
 def decisions() -> str:
@@ -150,18 +182,51 @@ def path() -> str:
     for test, modules in PATH.items():
         (file,) = (file for file, source in tests.items() if f"def {test}(" in source)
         link = f"[{test}](../{file.relative_to(ROOT)})"
-        rows += [(f"`{each}.py`", _what(SERVICE / f"{each}.py"), link) for each in modules.split()]
+        rows += [(f"`{each}.py`", first_line(SERVICE / f"{each}.py"), link) for each in modules.split()]
     return markdown(("file", "what it is", "test"), rows)
+
+
+def tree() -> str:
+    """Return a line for each package: its folder, and the first line of its docstring."""
+    lines = []
+    for pattern in TREE:
+        for file in sorted(ROOT.glob(f"{pattern}/__init__.py")):
+            folder = file.parent
+            name = f"  {folder.name}/" if pattern.endswith("*") else f"{folder.relative_to(ROOT)}/"
+            lines.append(f"{name:<24} {first_line(file)}")
+    return _fenced(lines)
+
+
+def layers() -> str:
+    """Return a line for each layer of encoder_service, from top to bottom, as tests/test_architecture.py has them."""
+    source = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
+    (found,) = (
+        node.value
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
+    )
+    return _fenced(map("  ".join, ast.literal_eval(found)))
+
+
+def _fenced(lines: Iterable[str]) -> str:
+    return "\n".join(["```", *lines, "```"])
+
+
+def kernel() -> str:
+    """Return a row for each module that keeps promises: its file, and the first line of its docstring."""
+    return markdown(
+        ("module", "what it is"), [(f"`{name}.py`", first_line(ROOT / f"{name}.py")) for name in KERNEL]
+    )
 
 
 def modules(folder: str) -> str:
     """Return a row for each module of a folder of encoder_service."""
     files = sorted((SERVICE / folder).glob("[!_]*.py"))
-    return markdown(("file", "what it is"), [(f"`{file.name}`", _what(file)) for file in files])
+    return markdown(("file", "what it is"), [(f"`{file.name}`", first_line(file)) for file in files])
 
 
-def _what(file: Path) -> str:
-    """Return the first line of a module's docstring."""
+def first_line(file: Path) -> str:
+    """Return the first line of the docstring of a module."""
     return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
@@ -178,6 +243,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "alerts": alerts,
     "attacks": attacks,
     "stories": stories,
+    "cuda": cuda,
+    "tree": tree,
+    "kernel": kernel,
+    "layers": layers,
     "decisions": decisions,
     "path": path,
     "exports": exports,

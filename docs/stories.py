@@ -122,16 +122,17 @@ Told = dict[tuple[str, str], list[str]]
 
 
 def marked(path: Path, marker: str) -> Iterator[tuple[str, str]]:
-    """Yield each test of a file that has `pytest.mark.<marker>(text)`, and the text; a test may have several."""
-    if f"mark.{marker}(" not in (source := path.read_text()):
+    """Yield each test of a file that has a marker of pytest, and the marker's text; a test may have several."""
+    if f"mark.{marker}" not in (source := path.read_text()):
         return
     functions = [
         node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     for node in functions:
         for each in node.decorator_list:
-            if isinstance(each, ast.Call) and ast.unparse(each.func) == f"pytest.mark.{marker}":
-                yield node.name, ast.literal_eval(each.args[0])
+            called, texts = (each.func, each.args) if isinstance(each, ast.Call) else (each, [])
+            if ast.unparse(called) == f"pytest.mark.{marker}":
+                yield node.name, ast.literal_eval(texts[0]) if texts else ""
 
 
 def told() -> Told:

@@ -1,1 +1,1 @@
-"""The server. Modules import only from lower layers; docs/architecture.md shows them."""
+"""The server: its folders are the path of an image, and a module imports only from lower layers."""

@@ -135,6 +135,7 @@ class KilledError(Exception):
     """The end of the process that runs benchmarks."""
 
 
+@pytest.mark.cuda
 def test_a_call_that_is_killed_has_stored_what_was_measured(tmp_path: Path) -> None:
     def store_until_killed(result: Result) -> None:
         store(result, tmp_path)

@@ -71,6 +71,7 @@ for parts, missing in json.loads(sys.argv[1]):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.cuda
 def test_a_dry_run_runs_every_benchmark_and_stores_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "--device", "cuda", "--dry-run", "--out", tmp_path]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=890, check=False)
@@ -114,6 +115,7 @@ def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.cuda
 def test_parts_import_without_the_modules_that_they_do_not_need() -> None:
     # Parts that need the same modules share a process: importing transformers takes seconds.
     by_missing: dict[tuple[str, ...], list[str]] = {}
@@ -129,6 +131,7 @@ def probe(folder: Path, budget_s: float = 60.0) -> Probe:
     return Probe(TimeBudget(budget_s), folder, dry=True)
 
 
+@pytest.mark.cuda
 def test_each_measurement_and_each_failure_is_printed_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

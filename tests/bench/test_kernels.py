@@ -28,6 +28,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return found
 
 
+@pytest.mark.cuda
 def test_kernels_compile_for_hopper_without_spills_and_access_whole_words(compiled: Kernels) -> None:
     names = [kernel["kernel"] for kernel in compiled]
     assert len(names) == len({*names}) >= 8

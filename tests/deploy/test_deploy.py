@@ -152,6 +152,7 @@ def test_metadata_built_without_sources_has_our_version_and_extras(tmp_path: Pat
     ("torch", "extras"),
     [("cpu", "server,video"), ("cu128", "server,video,dali-cuda12"), ("cu130", "gpu,video")],
 )
+@pytest.mark.cuda
 def test_each_variant_of_the_encoder_has_its_decoder_and_attention(torch: str, extras: str) -> None:
     """Runs the step of the Dockerfile with a pip that only prints its arguments."""
     (step,) = re.findall(r"^RUN (case .*)", stages()["encoder-dependencies"], re.M | re.S)
@@ -170,6 +171,7 @@ def test_a_misspelt_setting_in_the_environment_is_refused() -> None:
         Config.read({}, {**MAIN.environment("encoder-cpu"), "ENCSVC_STORE_GIB": "2"})
 
 
+@pytest.mark.cuda
 def test_every_gpu_deployment_may_use_the_hardware_jpeg_decoder() -> None:
     wanted = "compute,utility,video"
     assert f"NVIDIA_DRIVER_CAPABILITIES={wanted}\n" in (DEPLOY / "Dockerfile").read_text()

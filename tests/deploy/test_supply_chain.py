@@ -95,6 +95,7 @@ def test_every_downloaded_image_is_pinned() -> None:
         ("docker-compose.yml", "mode=1777,exec", "mode=1777"),
     ],
 )
+@pytest.mark.cuda
 def test_triton_can_compile_and_load_in_the_image_for_cuda(
     file: str, there: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

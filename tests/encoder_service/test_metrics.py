@@ -71,6 +71,7 @@ async def device_has_reported(server: Server) -> bool:
     return "device_memory_bytes" in (await numbers(server)).samples
 
 
+@pytest.mark.cuda
 async def test_every_metric_that_is_read_at_a_scrape_has_a_value(server: Server) -> None:
     await soon(lambda: device_has_reported(server))
     now = await numbers(server)

@@ -47,6 +47,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.cuda
 async def test_a_step_after_a_refused_registration_does_not_fail(caplog: pytest.LogCaptureFixture) -> None:
     memory = HostMemory(1 << 16)
     extents = memory.allocate(64) or ()

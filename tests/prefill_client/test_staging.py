@@ -157,6 +157,7 @@ async def test_rows_that_one_worker_cannot_copy_come_through_host_memory(server:
         assert engine.staging.free_bytes == LIMIT * TOKENS * engine.client.description.row_bytes
 
 
+@pytest.mark.cuda
 async def test_staged_copies_are_bounded(server: Server) -> None:
     async with engine_of(server) as engine:
         images = await engine.submit(*range(LIMIT + 1))
@@ -207,6 +208,7 @@ async def test_an_image_in_memory_that_cannot_be_opened_comes_through_host_memor
         assert await engine.transport(image) == "device"
 
 
+@pytest.mark.cuda
 async def test_overwritten_rows_come_through_host_memory(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

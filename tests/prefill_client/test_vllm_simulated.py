@@ -97,6 +97,7 @@ def memory() -> Iterator[HostMemory]:
     memory.close()
 
 
+@pytest.mark.cuda
 async def test_no_step_waits_for_a_slow_registration(
     gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, memory: HostMemory
 ) -> None:

@@ -42,6 +42,7 @@ def test_every_image_of_a_plan_is_copied_completely(memory: HostMemory, device: 
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 def test_cuda_registers_the_memory_of_another_process(memory: HostMemory) -> None:
     mapped = torch.from_numpy(MappedMemory(memory.path, writable=True).whole)
     assert register(mapped, torch.device("cuda"))

@@ -117,6 +117,7 @@ def wait_until_it_serves(engine: VllmEngine, *, serves: bool = True) -> None:
 
 
 @pytest.mark.story("rows from GPU to GPU")
+@pytest.mark.cuda
 def test_device_rows_equal_host_rows(
     engine: VllmEngine, stage: StagingWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,7 @@ def test_device_rows_equal_host_rows(
 
 
 @pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.cuda
 def test_a_server_killed_between_handle_and_copy_costs_no_request(
     engine: VllmEngine,
     stage: StagingWorker,

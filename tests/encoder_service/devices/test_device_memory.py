@@ -53,6 +53,7 @@ class SmallDevice(Device):
         self.emptied += 1
 
 
+@pytest.mark.cuda
 async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(model: Model) -> None:
     """Every batch of more than two images fails, and so does every batch with one certain image."""
     gate, device = Gate(model), SmallDevice()
@@ -83,6 +84,7 @@ async def test_a_batch_without_memory_is_halved_until_single_images_are_refused(
         (await bench.rows(photo(256, 352, 50), demanded("later"))).release()
 
 
+@pytest.mark.cuda
 async def test_activations_of_a_failed_batch_are_freed_before_the_retry(model: Model) -> None:
     """An exception keeps the frames of its traceback alive, with all their local tensors."""
     held: list[weakref.ref[Tensor]] = []
@@ -110,6 +112,7 @@ def test_the_cpu_has_no_memory_of_its_own_to_plan(config: Config, model: Model) 
     assert plan.total == 0
 
 
+@pytest.mark.cuda
 async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
     config: Config, model: Model
 ) -> None:
@@ -123,6 +126,7 @@ async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
         MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits + 0.02)).check()
 
 
+@pytest.mark.cuda
 def test_the_plan_counts_what_grows_after_the_start(config: Config, model: Model) -> None:
     memory = MemoryUse(total=80 * GIB, free=78 * GIB)
     plan = MemoryPlan.of(model, memory, config)
@@ -136,6 +140,7 @@ def test_the_plan_counts_what_grows_after_the_start(config: Config, model: Model
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.cuda
 def test_tables_fit_their_plan(
     kind: str, kept_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +152,7 @@ def test_tables_fit_their_plan(
     assert 0.8 * tower.table_bytes < held <= tower.table_bytes
 
 
+@pytest.mark.cuda
 async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch is not copied out: the device runs ahead until it has to wait."""
     stored, rows = threading.Event(), []
@@ -177,6 +183,7 @@ async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch:
             pin.release()
 
 
+@pytest.mark.cuda
 async def test_a_too_small_device_is_warned_about(
     config: Config, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,6 +194,7 @@ async def test_a_too_small_device_is_warned_about(
         assert ("memory may run out" in caplog.text) == warned
 
 
+@pytest.mark.cuda
 async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
     config: Config, model: Model
 ) -> None:
@@ -199,6 +207,7 @@ async def test_the_plan_is_printed_at_start_and_the_state_is_in_the_metrics(
         assert found["allocated"] == GIB // 2
 
 
+@pytest.mark.cuda
 def test_the_plan_matches_the_estimate_for_the_largest_forward(model: Model) -> None:
     """An image of 65 536 patches through Qwen3-VL's tower in bfloat16: about 2 GB."""
     real = replace(
@@ -213,6 +222,7 @@ def test_the_plan_matches_the_estimate_for_the_largest_forward(model: Model) -> 
     assert 1.8e9 < 65536 * activation_values(real) * 2 < 3e9
 
 
+@pytest.mark.cuda
 def test_decode_threads_follow_the_setting_or_the_device(config: Config) -> None:
     assert decode_threads(config, Device("cpu")) == 2
     assert decode_threads(config, Device("cuda:1")) == 8

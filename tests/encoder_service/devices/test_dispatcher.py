@@ -369,6 +369,7 @@ async def test_a_tower_that_cannot_be_interrupted_gets_demanded_images_before_lo
         await soon(lambda: len(at.ended) == 4)
 
 
+@pytest.mark.cuda
 async def test_short_waiting_batches_of_a_tower_that_cannot_be_interrupted_are_not_overtaken(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +417,7 @@ async def test_an_image_waits_until_the_devices_have_formed_their_group(
         assert "the devices formed a group in" in caplog.text
 
 
+@pytest.mark.cuda
 async def test_a_group_that_does_not_form_is_formed_later_and_no_image_waits_for_it(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +511,7 @@ def test_pauses_before_another_group_begin_again_once_one_has_encoded_an_image(
 
 
 @pytest.mark.parametrize("is_stuck", [True, False])
+@pytest.mark.cuda
 async def test_devices_form_no_other_group_once_forming_one_has_ended_a_process(
     model: Model, caplog: pytest.LogCaptureFixture, is_stuck: bool
 ) -> None:
@@ -578,6 +581,7 @@ async def test_a_large_image_has_a_group_only_while_all_devices_are_idle(model: 
 
 
 @pytest.mark.parametrize(("kind", "least"), [("cuda:0", 4096), ("cpu", 3072)])
+@pytest.mark.cuda
 async def test_the_least_image_of_a_group_depends_on_the_kind_of_device(
     model: Model, config: Config, kind: str, least: int
 ) -> None:

@@ -303,6 +303,7 @@ async def test_a_batch_larger_than_the_store_is_encoded_in_smaller_batches(model
     assert max(map(len, gate.batches)) < 15
 
 
+@pytest.mark.cuda
 async def test_grid_tables_are_made_during_preparation_not_by_the_vit(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

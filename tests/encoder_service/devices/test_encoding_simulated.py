@@ -112,6 +112,7 @@ async def encode(bench: Bench, images: Sequence[bytes] = IMAGES) -> list[Tensor]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.cuda
 async def test_images_pass_four_streams_without_a_finding(
     gpu: SimulatedGpu, checkpoint: Path, graphs: bool
 ) -> None:

@@ -117,6 +117,7 @@ PAIRS = list(zip_longest(LOSSES[::2], LOSSES[1::2]))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=[" and ".join(filter(None, pair)) for pair in PAIRS])
+@pytest.mark.cuda
 async def test_a_lost_device_costs_no_image(
     pair: Sequence[str | None], checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ async def test_a_lost_device_tier_ends_calls_health_and_the_process(
             assert await outcomes(endpoint) == [UnavailableError.status.value] * len(IMAGES)
 
 
+@pytest.mark.cuda
 def test_slow_work_is_not_a_hang_before_its_limit() -> None:
     dog = Watchdog(lambda _: None)
     with dog.watching("unpredicted"), dog.watching("long", predicted_s=2.0):
@@ -181,6 +183,7 @@ def test_slow_work_is_not_a_hang_before_its_limit() -> None:
     assert dog.check() is None
 
 
+@pytest.mark.cuda
 def test_forming_a_group_is_no_hang_before_a_minute(model: Model) -> None:
     """NCCL may take longer than the 30 s of unpredicted work, and the devices form no other group after a hang."""
     dog, ticks = Watchdog(lambda _: None), list[int]()
@@ -235,6 +238,7 @@ async def test_an_error_on_a_working_device_fails_only_the_image(model: Model) -
         assert len(bench.jobs) == 0
 
 
+@pytest.mark.cuda
 async def test_exhausted_memory_is_not_a_lost_device_and_has_a_retry_hint(model: Model) -> None:
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -275,6 +279,7 @@ def refusing_jpegs(monkeypatch: pytest.MonkeyPatch, *, lost: bool) -> DaliJpegs:
 
 
 @pytest.mark.dali
+@pytest.mark.cuda
 def test_images_that_dali_refuses_on_a_lost_gpu_are_not_called_invalid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -291,6 +296,7 @@ def test_an_image_is_not_called_invalid_if_the_gpu_cannot_take_its_pixels() -> N
         decoder.decode(source)
 
 
+@pytest.mark.cuda
 def test_the_store_is_registered_with_the_gpu_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     current, told = ["cuda:0"], []
 
@@ -314,6 +320,7 @@ def test_the_store_is_registered_with_the_gpu_in_use(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 def test_waiting_for_a_batch_or_a_copy_uses_no_core() -> None:
     stream = Device("cuda").stream()
     square = torch.randn(8192, 8192, device="cuda")

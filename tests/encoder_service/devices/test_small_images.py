@@ -205,6 +205,7 @@ def test_small_images_keep_the_tower_busy_at_the_pace_of_an_h200(
 
 
 @pytest.mark.parametrize("callers", [48, 96, 192])
+@pytest.mark.cuda
 def test_batches_are_full_when_many_callers_wait(model: Model, in_virtual_time: Any, callers: int) -> None:
     """A forward of one image takes as long as four images in a full batch: none overtakes, and few batches wait."""
     outcome = in_virtual_time(_closed_loop(model, callers, H200))
@@ -212,6 +213,7 @@ def test_batches_are_full_when_many_callers_wait(model: Model, in_virtual_time: 
 
 
 @pytest.mark.parametrize(("load", "full_batches"), [(0.25, 1), (0.5, 1.5), (0.75, 2.5)])
+@pytest.mark.cuda
 def test_an_image_waits_for_few_full_batches_below_the_capacity(
     model: Model, in_virtual_time: Any, load: float, full_batches: float
 ) -> None:

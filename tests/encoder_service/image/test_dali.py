@@ -36,6 +36,7 @@ def test_dali_buffers_are_freed_with_the_call_without_a_collection():
     assert not [kind for kind in left if "nvidia.dali" in str(kind) and kind.__name__ in ("Batch", "Tensor")]
 
 
+@pytest.mark.cuda
 def test_dali_binds_no_threads_and_uses_the_full_hardware_load():
     import nvidia.dali.experimental.dynamic as dali
 
@@ -57,6 +58,7 @@ def test_dali_binds_no_threads_and_uses_the_full_hardware_load():
         expected_options = {"affine": False, "hw_decoder_load": 1.0}
 
 
+@pytest.mark.cuda
 def test_start_makes_a_decoder_for_every_batch_size():
     jpegs = DaliJpegs(CPU, 1)
     Decoder(CPU, PillowDecoder(), jpegs).start()
@@ -67,6 +69,7 @@ def test_start_makes_a_decoder_for_every_batch_size():
     assert len(jpegs._context._instance_cache) == made
 
 
+@pytest.mark.cuda
 def test_start_warns_if_dali_decodes_nothing(monkeypatch, caplog):
     def refuse(_files):
         raise RuntimeError("nvJPEG: not supported")

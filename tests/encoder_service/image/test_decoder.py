@@ -100,6 +100,7 @@ def test_every_kind_of_jpeg_is_within_two_levels_of_pillow(decoder, options):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.cuda
 def test_each_orientation_is_applied_once_as_exif_transpose_does(decoder, kind, orientation):
     image = photo(65, 48, 3, kind, orientation)
     (pixels,) = decode_files(decoder, [image])
@@ -272,6 +273,7 @@ def test_a_missing_device_is_an_error_at_start(config):
         load_model(replace(config, devices="cuda:3"))
 
 
+@pytest.mark.cuda
 def test_missing_jpeg_engines_cause_a_warning():
     """A machine without a GPU driver lacks the library; the C library stands for one that exists."""
     assert "video" in no_hardware_jpeg((9, 0), "libnvcuvid.so.none")

@@ -202,6 +202,7 @@ def test_gpu_patches_are_within_one_level_and_equal_in_any_batch():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("size", [(4000, 4000, 1), (2000, 2000, 4), (9000, 9000, 1)])
+@pytest.mark.cuda
 def test_a_pixel_takes_no_more_device_memory_than_is_planned_for_it(size, kernels):
     width, height, count = size
     resize = make_resize(QWEN3_VL, torch.device("cuda:0")) if kernels else RESIZE

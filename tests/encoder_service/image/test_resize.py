@@ -71,6 +71,7 @@ def test_a_resize_has_the_bits_of_pillow(width, height, new_width, new_height):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.cuda
 def test_patches_of_the_kernels_have_the_bits_of_the_plain_form(geometry, size, whole_rows):
     grid, pixels = geometry.grid(*size), images(*size)
     made = TritonResize(geometry).to_patches(pixels, grid)
@@ -143,6 +144,7 @@ PHOTOS = [(1280, 720)] * 3 + [(960, 1280)] * 2 + [(4000, 3000), (999, 333), (20,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("patch", [14, 16])
+@pytest.mark.cuda
 def test_a_gpu_gives_the_bits_of_pillow_with_kernels_and_without(patch):
     geometry = Geometry(patch_size=patch, merge_size=2, min_pixels=65536, max_pixels=16777216)
     chosen = make_resize(geometry, DEVICE)

@@ -82,6 +82,7 @@ async def test_single_decodes_are_bounded_in_pixels_beside_one_larger_image(mode
             assert max(most) <= (25_000 if images is small else 25_000 + 300 * 302)
 
 
+@pytest.mark.cuda
 async def test_an_image_whose_patches_cannot_be_cut_fails_alone_in_its_batch(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

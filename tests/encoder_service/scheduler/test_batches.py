@@ -20,6 +20,7 @@ def test_a_batch_is_the_longest_prefix_of_the_order_that_fits_the_budget():
     assert scheduler.next_batch(0.0, 1000) == []
 
 
+@pytest.mark.cuda
 def test_gpu_batches_hold_one_large_image_or_many_small_ones():
     budget, scheduler = BATCH_PATCHES["cuda"], make()
     for number in range(3):
@@ -35,6 +36,7 @@ def test_gpu_batches_hold_one_large_image_or_many_small_ones():
     assert sorted(batches) == [1, 1, 1, 1, 1, 1, 22, 22]
 
 
+@pytest.mark.cuda
 def test_decoding_is_bounded_by_pixels():
     scheduler = make()
     for number in range(40):

@@ -95,10 +95,12 @@ def test_a_correct_backend_passes_its_trial(head_size, dtype):
 
 
 @pytest.mark.parametrize("wrong", [MixesSegments, IgnoresStrides, IgnoresScale, NanInShortSegments])
+@pytest.mark.cuda
 def test_a_backend_wrong_on_odd_strided_segments_is_refused(wrong):
     assert "the relative error of its rows is" in attention.trial_failure(wrong(), CPU, torch.bfloat16, 72)
 
 
+@pytest.mark.cuda
 def test_a_backend_that_raises_is_refused_with_its_message():
     assert attention.trial_failure(Raises(), CPU, torch.bfloat16, 72) == "KeyError: 'sm_90'"
 
@@ -134,6 +136,7 @@ def test_auto_takes_the_first_backend_that_runs(monkeypatch):
         on_hopper(monkeypatch, dict.fromkeys(BACKENDS, "no"))
 
 
+@pytest.mark.cuda
 def test_hopper_without_flash_attention_3_causes_a_warning(monkeypatch, caplog):
     missing = {"flash3": "ImportError: none of fa3_fwd_interface is installed"}
     assert on_hopper(monkeypatch, missing).name == "varlen"
@@ -147,6 +150,7 @@ def test_hopper_without_flash_attention_3_causes_a_warning(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("installed", "operators"), [("fa3_fwd_interface", "fa3_fwd"), ("flash_attn_interface", "flash_attn_3")]
 )
+@pytest.mark.cuda
 def test_flash_attention_3_has_two_builds_and_never_splits_keys(monkeypatch, installed, operators):
     for name in ("fa3_fwd_interface", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -178,6 +182,7 @@ def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
     assert "import of flash_attn halted" in why_not("flash2", torch.device("cuda"), torch.bfloat16)
 
 
+@pytest.mark.cuda
 def test_an_unknown_backend_is_refused_and_auto_logs_its_choice(caplog):
     with pytest.raises(ValueError, match=r"known: auto, flash3, .*sdpa"):
         make_attention("flash9", CPU, torch.float32, 72)

@@ -73,6 +73,7 @@ def test_graph_budgets_are_few_and_hold_the_common_resolutions(persistent):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.cuda
 def test_graphs_cover_large_single_images_and_small_batches(persistent):
     chosen = budgets(PATCH_BUDGETS[-1], BATCH_PATCHES["cuda"], persistent=persistent)
     for patches in (8160, 14400):  # 1080p, 2560×1440
@@ -82,6 +83,7 @@ def test_graphs_cover_large_single_images_and_small_batches(persistent):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.cuda
 def test_any_number_of_small_images_fits_a_graph_almost_without_padding(persistent):
     most = BATCH_PATCHES["cuda"]
     chosen = budgets(PATCH_BUDGETS[-1], most, persistent=persistent)
@@ -131,6 +133,7 @@ def test_a_single_image_has_one_graph_of_its_size(persistent):
         (3520, 3524, False),
     ],
 )
+@pytest.mark.cuda
 def test_a_large_graph_takes_little_padding_and_a_small_one_any(budget, patches, taken):
     assert GraphShape(budget, 2, budget).fits([patches]) is taken
 
@@ -159,6 +162,7 @@ def test_a_batch_that_does_not_fit_a_budget_is_not_taken():
         (1280, 720, 3520),
     ],
 )
+@pytest.mark.cuda
 def test_photos_of_common_sizes_fit_a_graph(width, height, patches):
     chosen = budgets(PATCH_BUDGETS[-1], BATCH_PATCHES["cuda"], persistent=False)
     one = [4 * round(height / 32) * round(width / 32)]
@@ -166,6 +170,7 @@ def test_photos_of_common_sizes_fit_a_graph(width, height, patches):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.cuda
 def test_graphs_share_one_set_of_inputs_and_give_their_batches_rows(towers, model_type):
     """Run batches through graphs of several sizes: no image sees padding or leftovers of an earlier batch."""
     tower, written = towers[model_type], set()
@@ -210,6 +215,7 @@ def test_rows_of_a_graph_survive_the_next_replays(towers):
         assert torch.equal(rows, kept)
 
 
+@pytest.mark.cuda
 def test_a_failed_capture_is_logged_and_runs_eagerly(towers, caplog):
     tower, grid = towers["qwen3_vl"], Grid(1, 16, 16)
 
@@ -264,6 +270,7 @@ class CapturingCuda:
 
 
 @pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.cuda
 def test_graphs_of_failed_captures_are_kept(monkeypatch, fails):
     made = []
 

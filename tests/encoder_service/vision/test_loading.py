@@ -129,6 +129,7 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda"])
+@pytest.mark.cuda
 def test_the_chosen_gpu_is_current_before_anything_runs_there(folder, monkeypatch, device):
     """Triton's kernels run on the current device, wherever their tensors are."""
     current = []

@@ -80,6 +80,7 @@ def test_the_gelu_equals_torch_in_a_partial_last_block_too(spec, dtype):
     assert_equal(TritonPointwise(spec, DEVICE).gelu_erf(x.clone()), PlainPointwise().gelu_erf(x))
 
 
+@pytest.mark.cuda
 def test_kernel_parity_in_bfloat16_is_a_unit_in_the_last_place_in_the_mean(spec):
     assert difference(spec, DEVICE, torch.bfloat16) == ""
 
@@ -121,6 +122,7 @@ def test_a_tower_with_kernels_has_the_rows_of_the_plain_one(folders, model_type,
     assert row_errors(rows, plain).max() <= 1e-5
 
 
+@pytest.mark.cuda
 def test_a_start_without_a_compiler_falls_back_to_torch_and_says_so(spec, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "encoder_service.vision.pointwise_triton", None)
     assert make_pointwise(spec, torch.device("cuda:0"), torch.bfloat16).name == "torch"

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import pytest
 import torch
 
 from encoder_contract.geometry import Grid
@@ -69,5 +70,6 @@ def test_cached_tables_are_available_while_others_are_made():
     assert len(tables.cache) == 2
 
 
+@pytest.mark.cuda
 def test_a_gpu_keeps_a_hundred_and_eighty_grids_of_720p():
     assert MAX_TABLE_PATCHES["cuda"] // (44 * 80) >= 180

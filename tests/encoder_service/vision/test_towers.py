@@ -165,6 +165,7 @@ def test_images_packed_into_one_layout_as_on_cuda_equal_images_alone(folders, mo
     assert row_errors(packed, torch.cat(tower.encode(patches, GRIDS))).max() <= 1e-5
 
 
+@pytest.mark.cuda
 def test_widened_mlps_change_nothing_but_rounding(folders, monkeypatch):
     """As on CUDA, where rows must be multiples of 16 bytes: 428 columns become 432. CUDA does not pack weights."""
     patches = random_patches(GRIDS, 588)

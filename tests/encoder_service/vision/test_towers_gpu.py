@@ -45,6 +45,7 @@ def truth_and_errors(folder, patches):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.cuda
 def test_float32_rows_on_the_device_equal_those_of_the_cpu(folders, model_type):
     tower = load(folders[model_type], "float32")
     patches = random_patches(GRIDS, tower.spec.patch_values)
@@ -89,6 +90,7 @@ def test_pointwise_kernels_equal_torch_at_the_published_widths(model_type):
 
 
 @pytest.mark.parametrize("head_size", [72, 80])
+@pytest.mark.cuda
 def test_a_backend_that_is_slow_or_wrong_in_a_replay_is_refused(head_size):
     class ReadsLengths(SegmentAttention):
         graphs = True
@@ -109,6 +111,7 @@ def memory_in_use():
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
+@pytest.mark.cuda
 def test_an_aborted_capture_does_not_harm_the_next_one():
     device = torch.device("cuda:0")
     capture = CudaCapture(device)
@@ -135,6 +138,7 @@ def test_an_aborted_capture_does_not_harm_the_next_one():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+@pytest.mark.cuda
 def test_a_tower_on_another_gpu_than_the_first_has_the_same_rows(folders):
     folder = folders["qwen3_vl"]
     patches = random_patches(GRIDS, 768)
@@ -149,6 +153,7 @@ def test_a_tower_on_another_gpu_than_the_first_has_the_same_rows(folders):
         torch.cuda.set_device(0)
 
 
+@pytest.mark.cuda
 def test_a_full_graph_has_the_rows_of_an_eager_forward(folders):
     grid = Grid(1, 44, 80)
     patches = random_patches([grid], 768)
@@ -175,6 +180,7 @@ def test_batch_invariant_rows_do_not_depend_on_their_neighbours_to_the_bit(folde
         assert torch.equal(rows, expected)
 
 
+@pytest.mark.cuda
 def test_a_forward_never_waits_for_the_device(folders):
     tower = load(folders["qwen3_vl"])
     patches = [image.cuda() for image in random_patches(GRIDS, 768)]

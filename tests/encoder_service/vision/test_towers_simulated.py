@@ -64,6 +64,7 @@ def loaded(folder, **options):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.cuda
 def test_graphs_replay_the_bits_of_eager_forwards_without_a_finding(folders, gpu, model_type):
     _, eager = loaded(folders[model_type], graphs=False)
     tower, graphs = loaded(folders[model_type], batch_patches=512)
@@ -91,6 +92,7 @@ def test_graphs_replay_the_bits_of_eager_forwards_without_a_finding(folders, gpu
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.cuda
 def test_several_images_run_in_one_graph_however_long_they_are(folders, gpu, model_type):
     """The first is longer than a graph may take whose attention launches work for the longest image in each slot."""
     _, eager = loaded(folders[model_type], graphs=False)
@@ -163,6 +165,7 @@ def test_a_group_that_has_formed_connects_no_more_for_an_image(folders, gpu):
     assert not gpu.findings
 
 
+@pytest.mark.cuda
 def test_an_aborted_group_gives_no_rows(folders, gpu):
     """NCCL's waits do not block, and after an abort the device goes on: only a flag says that the rows are garbage."""
     tower, _ = loaded(folders["qwen3_vl"], graphs=False)

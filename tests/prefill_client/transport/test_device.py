@@ -82,6 +82,7 @@ async def test_a_server_without_a_device_tier_offers_none(client: EncoderClient)
     assert outcome.transport == "shm"
 
 
+@pytest.mark.cuda
 async def test_a_tier_without_an_ipc_handle_is_not_offered_and_rows_go_to_the_host(
     config: Config, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +109,7 @@ async def test_a_tier_without_an_ipc_handle_is_not_offered_and_rows_go_to_the_ho
 UNREACHABLE = b"file:4194305:3:1"  # of a process that does not exist, as of one in another namespace
 
 
+@pytest.mark.cuda
 async def test_the_probe_is_opened_on_demand_and_has_no_rows(
     device: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +132,7 @@ async def test_the_probe_is_opened_on_demand_and_has_no_rows(
         assert opened == [probe]
 
 
+@pytest.mark.cuda
 async def test_a_client_that_cannot_open_the_probe_uses_shared_memory(
     device: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +150,7 @@ async def test_a_client_that_cannot_open_the_probe_uses_shared_memory(
     assert "PID and IPC namespaces" in warning
 
 
+@pytest.mark.cuda
 async def test_an_image_falls_back_to_shared_memory(
     reader: EncoderClient, device: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

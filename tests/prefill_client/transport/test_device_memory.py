@@ -97,6 +97,7 @@ class Runtime:
 
 
 @pytest.mark.parametrize(("current", "used", "made_current"), [(1, 1, []), (0, 1, [1, 0, 1, 0]), (0, 0, [1])])
+@pytest.mark.cuda
 def test_device_memory_makes_no_context_on_other_gpus(
     monkeypatch: pytest.MonkeyPatch, current: int, used: int, made_current: list[int]
 ) -> None:
@@ -119,6 +120,7 @@ class Refused(IntEnum):
 @pytest.mark.parametrize(
     ("size_bytes", "whole_bytes"), [(1, 2 << 20), (2 << 20, 2 << 20), (5 << 20, 6 << 20)]
 )
+@pytest.mark.cuda
 def test_shared_memory_takes_whole_blocks(
     monkeypatch: pytest.MonkeyPatch, size_bytes: int, whole_bytes: int
 ) -> None:
@@ -132,6 +134,7 @@ def test_shared_memory_takes_whole_blocks(
     assert (len(memory.name), memory.private_because) == (64, "")
 
 
+@pytest.mark.cuda
 def test_memory_without_an_ipc_handle_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings")
     runtime = Runtime(0, Refused.cudaErrorNotSupported)
@@ -141,6 +144,7 @@ def test_memory_without_an_ipc_handle_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert len(runtime.done) == 1, "it is not freed"
 
 
+@pytest.mark.cuda
 def test_a_copied_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behaves like torch for memory that is on another GPU than requested."""
     memory = torch.zeros(8, dtype=torch.uint8)

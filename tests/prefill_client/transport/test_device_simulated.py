@@ -16,6 +16,7 @@ from tests.simulated_gpu.tensors import DeviceTensor
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.cuda
 def test_a_copy_of_rows_names_its_gpu_and_is_complete():
     """Asked for no device, torch would look up which GPU has the memory, and refuse one that is masked."""
     stored = torch.arange(64, dtype=torch.uint8)

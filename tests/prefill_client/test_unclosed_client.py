@@ -14,7 +14,7 @@ from tests.waiting import PATIENCE_S
 
 # Functions of atexit run when the interpreter has ended all executors, while daemon threads run on.
 WATCHES_WHILE_IT_EXITS = """
-    import atexit, sys
+    import atexit, sys, time
     from prefill_client import BlockingClient
     from prefill_client.fleet import pool
 
@@ -24,7 +24,7 @@ WATCHES_WHILE_IT_EXITS = """
     def exits():
         for line in sys.stdin:
             while client._client.any_serves != (line.strip() == "up"):
-                pass
+                time.sleep(0.01)
             print(line, end="", flush=True)
 
     atexit.register(exits)
@@ -70,7 +70,7 @@ async def test_an_unclosed_client_watches_silently_while_the_interpreter_exits(s
                 program.stdin.write(f"{state}\n".encode())
                 assert await program.stdout.readline() == f"{state}\n".encode(), await program.stderr.read()
                 then()
-            assert await program.communicate() == (b"", b"")
+            assert await program.communicate(b"") == (b"", b"")  # which ends its input
         assert program.returncode == 0
     finally:
         await proxy.stop()

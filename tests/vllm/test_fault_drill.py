@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from testing.processes import free_port
 from tests.engines.answers import prompt
 from tests.vllm.http_engine import HttpEngine
 from tests.vllm.redis_process import redis_url
@@ -128,8 +129,8 @@ class Calm:
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=["one_replica", "two_replicas", "three_replicas"])
 def calm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Calm]:
     """An engine for this many replicas, none of which runs yet."""
-    with fleet(checkpoint, ["127.0.0.1:0"] * request.param) as replicas:
-        endpoints = [replica.endpoint for replica in replicas]
+    endpoints = [f"127.0.0.1:{free_port()}" for _ in range(request.param)]
+    with fleet(checkpoint, endpoints) as replicas:
         http = HttpEngine(checkpoint, endpoints, timeout_s=300.0, submit_timeout_s=60.0, grace_s=1.0)
         try:
             http.wait_until_it_answers()

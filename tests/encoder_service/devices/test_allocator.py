@@ -25,31 +25,35 @@ print(found[0])
 """
 
 
+def printed(program: str) -> list[int]:
+    """Return the numbers that a program prints, and nothing else: native modules report no leaks at exit."""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert ran.stderr == ""
+    return [int(number) for number in ran.stdout.split()]
+
+
 def test_a_thread_fills_large_blocks_again_without_page_faults() -> None:
-    result = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
-    assert int(result.stdout) < 1000, "three blocks mapped afresh would be 61 440 faults of 4 KiB"
+    [faults] = printed(PROGRAM)
+    assert faults < 1000, "three blocks mapped afresh would be 61 440 faults of 4 KiB"
 
 
 def test_loaded_objects_are_excluded_from_garbage_collection() -> None:
-    program = """
+    loaded, left = printed("""
 import gc, encoder_service.app, triton
 from encoder_service.devices.allocator import out_of_collections
 loaded = len(gc.get_objects())
 with out_of_collections():
     print(loaded, len(gc.get_objects()))
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
-    )
-    loaded, left = map(int, ran.stdout.split())
+""")
     assert loaded > 50_000
     assert left < 1000
-    assert ran.stderr == ""  # nothing that native modules hold is reported as leaked at exit
 
 
 def test_full_collections_happen_while_a_server_runs() -> None:
     """A full collection waits for a quarter as many new objects as the last one left, including frozen ones."""
-    program = """
+    [collections] = printed("""
 import gc
 from encoder_service.devices.allocator import out_of_collections
 loaded = [[] for _ in range(1_000_000)]
@@ -57,8 +61,5 @@ with out_of_collections():
     before = gc.get_stats()[2]["collections"]
     kept = [[] for _ in range(150_000)]
     print(gc.get_stats()[2]["collections"] - before)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert int(ran.stdout) > 0
+""")
+    assert collections > 0

@@ -26,7 +26,7 @@ from testing.clips import clip
 from testing.device_thread import DeviceThread
 from testing.photos import photo
 from tests.calls import all_encoded, collect
-from tests.servers import server_of
+from tests.servers import server_and_client
 from tests.waiting import START_S, soon
 
 
@@ -53,11 +53,9 @@ async def fetched(client: EncoderClient, images: Sequence[bytes]) -> list[bytes]
     return [rows.array.tobytes() for rows in await all_encoded(client, images, transports=["inline"])]
 
 
-async def test_processes_share_one_queue_and_one_store_and_give_the_same_rows(
-    config: Config, model: Model
-) -> None:
+async def test_processes_share_a_queue_and_a_store_and_give_equal_rows(config: Config, model: Model) -> None:
     images = [photo(256, 256 + 32 * (n % 4), n) for n in range(24)]
-    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, model) as (server, client):
         expected = await fetched(client, images)
     async with serving(config, "cpu,cpu") as (server, client, devices):
         assert await fetched(client, images) == expected
@@ -87,7 +85,7 @@ async def test_a_killed_process_costs_no_image_and_no_row(config: Config) -> Non
 
 async def test_one_of_two_processes_continues_when_the_other_is_killed(config: Config, model: Model) -> None:
     images = [photo(192, 192, n) for n in range(4)]
-    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, model) as (_, client):
         expected = await fetched(client, images)
     async with serving(config, "cpu,cpu") as (_, client, [first, second]):
         continues = second.process.pid
@@ -126,7 +124,7 @@ async def test_a_process_encodes_frames_of_a_video(config: Config, model: Model)
         assert not any(rows.error for rows in outcomes.values())
         return [outcomes[index].array.tobytes() for index in sorted(outcomes)]
 
-    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, model) as (_, client):
         expected = await rows_by(client)
     async with serving(config, "cpu") as (_, client, _):
         assert await rows_by(client) == expected
@@ -143,7 +141,7 @@ def test_an_error_at_load_in_a_process_is_one_line_of_the_server(config: Config,
     assert "\n" not in str(refused.value)
 
 
-def test_too_little_memory_is_reported_before_weights_are_read(
+def test_too_little_memory_is_reported_before_weights_load(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "unused_memory_bytes", lambda: 1000)

@@ -43,6 +43,15 @@ async def a_batch(
     return job, await at.devices[device].next(messages.Encode)
 
 
+async def held_back(at: Floor, name: bytes, grid: Grid = GRID, claim: Claim | None = None) -> Job:
+    """Queue an image; return its job once it is decoded, while the device gets nothing."""
+    job = at.submit(name, claim or demanded(name.decode()), grid=grid)
+    await at.prepare(job)
+    await at.waits(job)
+    assert nothing_sent(at)()
+    return job
+
+
 async def measured(at: Floor, seconds: float, grid: Grid = GRID) -> None:
     """Let the server measure that an image of this grid takes so long."""
     job, batch = await a_batch(at, b"measured", grid)
@@ -66,7 +75,8 @@ async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_
     async with floor(model, batch_patches=GRID.patches) as at:
         [device], [link] = at.devices, at.links
         await measured(at, 0.010)
-        jobs = [at.submit(bytes([n]), demanded(str(n))) for n in range(6)]
+        for n in range(6):
+            at.submit(bytes([n]), demanded(str(n)))
         batches: list[messages.Encode] = []
         while len(batches) < 3:  # of 10 ms each
             _, message = await asyncio.to_thread(device.sent.get, timeout=PATIENCE_S)
@@ -75,14 +85,10 @@ async def test_a_device_gets_one_batch_while_the_rate_is_unknown_and_then_a_few_
             else:
                 batches.append(message)
         assert len(link.tower.batches) == 3
-        device.encoded(batches[0], 1000.0)  # now a batch takes long
-        [_, *more] = [await device.next(messages.Decode)] if not device.sent.empty() else [None]
-        assert not more
-        device.encoded(batches[1], 1000.0)
-        device.encoded(batches[2], 1000.0)
+        for batch in batches:
+            device.encoded(batch, 1000.0)  # now a batch takes long
         await soon(lambda: len(at.ended) == 4)
         assert all(isinstance(outcome, bytes) for _, outcome in at.ended)
-        assert len(jobs) == 6
 
 
 @pytest.mark.attack("an image with more pixels than the server decodes at a time, beside other images")
@@ -153,15 +159,10 @@ async def test_an_image_that_the_batch_decoder_refuses_is_decoded_by_itself(mode
         assert again.images[0].number == jobs[0].number
 
 
-async def test_an_idle_device_first_gets_half_of_at_most_two_megapixels_and_a_large_image_alone(
-    model: Model,
-) -> None:
+async def test_an_idle_device_first_gets_half_up_to_two_megapixels_or_a_large_image(model: Model) -> None:
     async with floor(model) as at:
         [device] = at.devices
-        sizes = [256] * 40  # images of 256 x 64
-        jobs = [
-            at.submit(bytes([n]), demanded(str(n)), width=width, batch=True) for n, width in enumerate(sizes)
-        ]
+        jobs = [at.submit(bytes([n]), demanded(str(n)), width=256, batch=True) for n in range(40)]  # 256 x 64
         first = await device.next(messages.Decode)
         assert len(first.images) == 20, "half of what waits: together below two megapixels"
         second = await device.next(messages.Decode)
@@ -191,7 +192,6 @@ async def test_a_device_that_reads_nothing_blocks_neither_the_loop_nor_memory(mo
         for n in range(50):
             job = at.submit(bytes([n]), demanded(str(n)))
             job.source = replace(job.source, data=data)
-        turns = 0
 
         def is_behind() -> bool:
             at.jobs.poke()  # the device may have been reading one more message
@@ -201,8 +201,6 @@ async def test_a_device_that_reads_nothing_blocks_neither_the_loop_nor_memory(mo
         for _ in range(100):
             at.jobs.poke()
             await asyncio.sleep(0)
-            turns += 1
-        assert turns == 100
         held = link._transport.get_write_buffer_size()
         assert held < linking.UNSENT_BYTES + 2 * len(data)
 
@@ -215,10 +213,7 @@ async def test_a_device_forgets_the_patches_of_withdrawn_images(model: Model) ->
         [device] = at.devices
         _, batch = await a_batch(at, b"a")
         claim = Claim("b", "b")
-        waiting = at.submit(b"b", claim)
-        await at.devices[0].next(messages.Decode)
-        device.prepared(waiting.number)
-        await at.waits(waiting)
+        waiting = await held_back(at, b"b", claim=claim)
         at.jobs.withdraw(claim)
         assert (await device.next(messages.Gone)).images == [waiting.number]
         device.encoded(batch)
@@ -237,10 +232,7 @@ async def test_a_demanded_image_overtakes_all_batches_that_it_is_smaller_than(mo
         assert not first.urgent
         small, urgent = await a_batch(at, b"small", Grid(1, 16, 16))
         assert urgent.urgent
-        guess = at.submit(b"guess", Claim("guess", "test"))
-        await device.next(messages.Decode)
-        device.prepared(guess.number)
-        await at.waits(guess)
+        guess = await held_back(at, b"guess", claim=Claim("guess", "test"))
         device.encoded(urgent)
         await soon(lambda: [job for job, _ in at.ended][-1] is small)
         assert nothing_sent(at)(), "a speculative image overtakes nothing"
@@ -262,18 +254,12 @@ async def test_overtakers_are_together_less_work_than_the_batch(model: Model) ->
             grid = quarter if name != b"3" else Grid(1, 16, 32)
             _, batch = await a_batch(at, name, grid, claim=of_one(name))
             assert batch.urgent
-        fourth = at.submit(b"4", of_one(b"4"), grid=quarter)
-        await device.next(messages.Decode)
-        device.prepared(fourth.number)
-        await at.waits(fourth)
-        assert nothing_sent(at)(), "half of the room that is left is too small"
+        fourth = await held_back(at, b"4", quarter, of_one(b"4"))  # half of the room left is too small
         device.encoded(first)
         assert (await device.next(messages.Encode)).images == [fourth.number]
 
 
-async def test_a_later_image_of_a_request_does_not_overtake_the_one_that_its_first_chunk_needs(
-    model: Model,
-) -> None:
+async def test_a_later_image_of_a_request_does_not_overtake_that_of_its_first_chunk(model: Model) -> None:
     async with floor(model) as at:
         [device] = at.devices
 
@@ -283,10 +269,7 @@ async def test_a_later_image_of_a_request_does_not_overtake_the_one_that_its_fir
         _, first = await a_batch(at, b"large", LARGE, claim=of("r", 1))
         _, earlier = await a_batch(at, b"earlier", claim=of("r", 0))
         assert earlier.urgent
-        later = at.submit(b"later", of("r", 2))
-        await at.prepare(later)
-        await at.waits(later)
-        assert nothing_sent(at)()
+        later = await held_back(at, b"later", claim=of("r", 2))
         _, other = await a_batch(at, b"other", claim=of("s", 2))
         assert other.urgent, "an image of another request"
         device.encoded(first)
@@ -338,10 +321,7 @@ async def test_nothing_is_sent_behind_a_long_batch_that_can_be_overtaken(
         await measured(at, predicted_s, LARGE)
         _, first = await a_batch(at, b"large", LARGE)
         now[0] += max(predicted_s, tower_credit.LONG_S) + tower_credit.CREDIT_S  # it should have ended
-        job = at.submit(b"another", demanded("another"), grid=LARGE)
-        await at.prepare(job)
-        await at.waits(job)
-        assert nothing_sent(at)()
+        job = await held_back(at, b"another", LARGE)
         _, small = await a_batch(at, b"small")
         assert small.urgent
         device.encoded(small, 0.01)
@@ -442,9 +422,7 @@ async def test_a_group_that_does_not_form_is_formed_later_and_no_image_waits_for
             assert (await second.next(messages.LeaveGroup)).number == number
             second.tell(messages.LeftGroup(number, failed=True))
             await at.engine.formed()
-            large = at.submit(b"large %d" % number, demanded("large"), grid=LARGE)
-            await at.prepare(large)
-            batch = await first.next(messages.Encode)
+            _, batch = await a_batch(at, b"large %d" % number, LARGE)
             assert batch.group is None
             first.encoded(batch)
             await soon(lambda count=number: len(at.ended) > count)  # type: ignore[misc]
@@ -452,9 +430,7 @@ async def test_a_group_that_does_not_form_is_formed_later_and_no_image_waits_for
         assert pauses == [dispatcher.FIRST_GROUP_PAUSE_S, 2 * dispatcher.FIRST_GROUP_PAUSE_S]
         assert await first.forms_group() == await second.forms_group() == 2
         await at.engine.formed()
-        large = at.submit(b"large", demanded("large"), grid=LARGE)
-        await at.prepare(large)
-        batch = await first.next(messages.Encode)
+        _, batch = await a_batch(at, b"large", LARGE)
         assert batch.group == messages.Group(2, 0, 2, LARGE)
         await second.next(messages.JoinGroup)
         second.tell(messages.LeftGroup(2, failed=False))
@@ -555,24 +531,16 @@ async def test_a_device_that_was_restarted_works_until_the_others_are_idle_too(m
 async def test_a_large_image_has_a_group_only_while_all_devices_are_idle(model: Model) -> None:
     async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
-        small = at.submit(b"small", demanded("small"))
-        await at.prepare(small)
-        busy = await first.next(messages.Encode)
-        alone = at.submit(b"alone", demanded("alone"), grid=LARGE)
-        await at.prepare(alone, 1)
-        batch = await second.next(messages.Encode)
+        _, busy = await a_batch(at, b"small")
+        _, batch = await a_batch(at, b"alone", LARGE, 1)
         assert batch.group is None, "device 0 is busy"
         first.encoded(busy)
         second.encoded(batch)
         await soon(lambda: len(at.ended) == 2)
-        together = at.submit(b"together", demanded("together"), grid=LARGE)
-        await at.prepare(together)
-        batch = await first.next(messages.Encode)
+        _, batch = await a_batch(at, b"together", LARGE)
         assert batch.group == messages.Group(0, 0, 2, LARGE)
         assert (await second.next(messages.JoinGroup)).group == batch.group
-        own = at.submit(b"own", demanded("own"))
-        await at.prepare(own, 1)
-        between = await second.next(messages.Encode)
+        _, between = await a_batch(at, b"own", device=1)
         assert between.urgent, "a device in a group may encode its own images in between"
         second.encoded(between)
         second.tell(messages.LeftGroup(0, failed=False))
@@ -592,9 +560,7 @@ async def test_the_least_image_of_a_group_depends_on_the_kind_of_device(
     below, enough = (Grid(1, 2, patches // 2) for patches in (least - 4, least))
     async with floor(model, devices=2, group_patches=facts.group_patches) as at:
         for name, grid in {b"below": below, b"enough": enough}.items():
-            job = at.submit(name, demanded(name.decode()), grid=grid)
-            await at.prepare(job)
-            batch = await at.devices[0].next(messages.Encode)
+            job, batch = await a_batch(at, name, grid)
             assert (batch.group is not None) == (grid is enough)
             at.devices[0].encoded(batch)
             await soon(lambda job=job: (job, job.key.address) in at.ended)  # type: ignore[misc]
@@ -607,9 +573,7 @@ async def test_all_devices_leave_a_group_that_one_of_them_has_left(
     monkeypatch.setattr(dispatcher, "FIRST_GROUP_PAUSE_S", 0.0)
     async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
-        large = at.submit(b"large", demanded("large"), grid=LARGE)
-        await at.prepare(large)
-        batch = await first.next(messages.Encode)
+        _, batch = await a_batch(at, b"large", LARGE)
         await second.next(messages.JoinGroup)
         if how == "fails":
             second.tell(messages.LeftGroup(0, failed=True))
@@ -624,17 +588,15 @@ async def test_all_devices_leave_a_group_that_one_of_them_has_left(
         await soon(lambda: len(at.ended) == 1 and all(link.is_up and link.tower.is_idle for link in at.links))
         number = at.engine._group_number
         assert number > 0
-        another = at.submit(b"another", demanded("another"), grid=LARGE)
-        await at.prepare(another)
-        assert (await first.next(messages.Encode)).group == messages.Group(number, 0, 2, LARGE)
+        _, batch = await a_batch(at, b"another", LARGE)
+        assert batch.group == messages.Group(number, 0, 2, LARGE)
 
 
 async def test_an_interrupted_image_forms_no_group(model: Model) -> None:
     async with floor(model, devices=2, group_patches=3072) as at:
         first, second = at.devices
-        large = at.submit(b"large", demanded("large"), grid=LARGE)
-        await at.prepare(large)
-        assert (await first.next(messages.Encode)).group is not None
+        large, batch = await a_batch(at, b"large", LARGE)
+        assert batch.group is not None
         await second.next(messages.JoinGroup)
         first.kill()
         second.tell(messages.LeftGroup(0, failed=True))
@@ -784,9 +746,7 @@ async def test_an_image_fails_when_three_processes_have_ended_on_it(model: Model
         assert at.jobs._failures.interruptions(other.key) == 0
 
 
-async def test_the_three_processes_that_end_on_one_image_count_as_two_failures_of_the_device(
-    model: Model,
-) -> None:
+async def test_three_processes_that_end_on_one_image_are_two_failures_of_the_device(model: Model) -> None:
     async with floor(model) as at:
         [device] = at.devices
         for name in (b"one", b"two"):
@@ -795,9 +755,7 @@ async def test_the_three_processes_that_end_on_one_image_count_as_two_failures_o
                 await device.next(messages.Decode)
                 device.kill()
         await soon(lambda: len(at.ended) == 2 and at.links[0].is_up)
-        assert device.failures == 4, (
-            "each counts when it was a suspect first, and when it is found to be the cause"
-        )
+        assert device.failures == 4, "each counts as a suspect, and when it is found to be the cause"
 
 
 async def test_callers_who_leave_do_not_make_a_dangerous_image_new(model: Model) -> None:
@@ -824,11 +782,12 @@ async def test_pages_of_a_lost_process_are_used_again_only_after_its_end(
         at.store.wait_s = PATIENCE_S
         ended = asyncio.Event()
         loop, wait = asyncio.get_running_loop(), first.wait
-        monkeypatch.setattr(
-            first,
-            "wait",
-            lambda *_: (asyncio.run_coroutine_threadsafe(ended.wait(), loop).result(), wait())[1],
-        )
+
+        def wait_for_its_end(*_: object) -> int | None:
+            asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
+            return wait()
+
+        monkeypatch.setattr(first, "wait", wait_for_its_end)
         job, batch = await a_batch(at, b"a")
         first.kill()
         await at.prepare(job, 1)
@@ -839,9 +798,7 @@ async def test_pages_of_a_lost_process_are_used_again_only_after_its_end(
         assert again.places == batch.places
 
 
-async def test_a_silent_device_is_not_ready_and_then_killed(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_device_is_unready_and_killed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_service.devices.dispatcher.TICK_S", 0.02)
     async with floor(model) as at:
         [device], [link] = at.devices, at.links
@@ -855,9 +812,7 @@ async def test_a_silent_device_is_not_ready_and_then_killed(
         assert device.restarts["stuck"] <= 2, "a device that reports is left alone, but for a busy machine"
 
 
-async def test_a_device_that_does_not_return_an_image_is_killed(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_device_that_keeps_an_image_is_killed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linking, "CREDIT_TICKS", 3)
     monkeypatch.setattr(linking, "DECODE_S", 0.0)
     monkeypatch.setattr("encoder_service.devices.dispatcher.TICK_S", 3600.0)  # only this test ticks
@@ -871,9 +826,7 @@ async def test_a_device_that_does_not_return_an_image_is_killed(
         link.silent_ticks = 0
 
 
-async def test_time_with_an_empty_queue_does_not_count_as_starved(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_time_with_an_empty_queue_is_not_starved(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     set_clock(monkeypatch, lambda: now[0])
     async with floor(model) as at:
@@ -893,9 +846,7 @@ async def test_time_with_an_empty_queue_does_not_count_as_starved(
         assert at.metrics._starved._value.get() - before == pytest.approx(0.1)
 
 
-async def test_an_error_of_ours_while_pushing_ends_the_server(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_our_error_while_pushing_ends_the_server(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     async with floor(model) as at:
         monkeypatch.setattr(linking.Link, "push_single", lambda _: 1 / 0)
         job = at.submit(b"a", demanded())

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from encoder_contract.geometry import Grid
 from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import Frames, VideoInfo
-from encoder_service.devices import workers
+from encoder_service.devices import device_main, workers
 from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.messages import Prepared
 from encoder_service.devices.model import Model
@@ -181,9 +181,7 @@ async def test_the_event_loop_stays_free_while_the_tower_works(model: Model) -> 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-async def test_only_rows_with_a_nan_or_an_infinity_are_dropped_from_a_batch(
-    model: Model, value: float
-) -> None:
+async def test_only_rows_with_a_nan_or_infinity_are_dropped_from_a_batch(model: Model, value: float) -> None:
     broken = True
 
     def encode(patches: Sequence[Tensor], grids: Sequence[Grid], *_: object) -> list[Tensor]:
@@ -371,9 +369,7 @@ async def test_unwanted_frames_release_the_decoder(model: Model) -> None:
     assert endless.ended == 2
 
 
-async def test_frames_far_into_a_video_do_not_count_as_a_hang(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_frames_far_into_a_video_are_not_a_hang(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     endless, dogs = EndlessFrames(), list[Watchdog]()
 
     def watchdog(on_hang: Callable[[HungDeviceError], None]) -> Watchdog:
@@ -390,3 +386,23 @@ async def test_frames_far_into_a_video_do_not_count_as_a_hang(
         cpu_s = 20.0 + decoder_child.FRAME_CPU_S * second
         limit_s = int(decoder_child._WALL_S + decoder_child._WALL_PER_CPU * cpu_s)
         assert not any(dogs[0].check() for _ in range(limit_s))
+
+
+async def test_a_device_reports_while_it_maps_the_store(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes 0.3 s per GiB. The server kills a silent device: it would never start."""
+    memory, tell, reported = device_main._memory, Inbox.tell, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        assert reported.wait(PATIENCE_S)
+        return memory(*args)
+
+    def told(inbox: Inbox, report: Any) -> None:
+        tell(inbox, report)
+        reported.set()
+
+    monkeypatch.setattr(device_main, "_memory", slow)
+    monkeypatch.setattr(Inbox, "tell", told)
+    async with running(model) as bench:
+        (await bench.rows(photo(128, 128, 1), demanded())).release()

@@ -157,9 +157,7 @@ async def test_a_device_that_is_lost_every_time_ends_the_server(checkpoint: Path
 
 
 @pytest.mark.parametrize("what", TIERS)
-async def test_a_lost_device_tier_ends_calls_health_and_the_process(
-    what: str, checkpoint: Path, tmp_path: Path
-) -> None:
+async def test_a_lost_device_tier_ends_the_process(what: str, checkpoint: Path, tmp_path: Path) -> None:
     async with ending(what, checkpoint, tmp_path) as endpoint:
         if what == "mover":  # nobody waits for it
             async with await EncoderClient.connect(endpoint) as client:
@@ -199,9 +197,7 @@ def test_forming_a_group_is_no_hang_before_a_minute(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["tier-migrator", "cluster-leases"])
-async def test_a_dead_background_thread_or_task_ends_the_process(
-    name: str, checkpoint: Path, tmp_path: Path
-) -> None:
+async def test_a_dead_thread_or_task_ends_the_process(name: str, checkpoint: Path, tmp_path: Path) -> None:
     with redis_server() if name == "cluster-leases" else nullcontext() as redis:
         index = ["--index", redis.url] if redis else []
         async with (
@@ -324,10 +320,7 @@ def test_the_store_is_registered_with_the_gpu_in_use(monkeypatch: pytest.MonkeyP
 def test_waiting_for_a_batch_or_a_copy_uses_no_core() -> None:
     stream = Device("cuda").stream()
     square = torch.randn(8192, 8192, device="cuda")
-    source, target = (
-        torch.empty(2 << 30, dtype=torch.uint8, device="cuda"),
-        torch.empty(2 << 30, dtype=torch.uint8),
-    )
+    source, target = (torch.empty(2 << 30, dtype=torch.uint8, device=place) for place in ("cuda", "cpu"))
     assert registration.register_memory(target, "cuda")
 
     def work() -> None:

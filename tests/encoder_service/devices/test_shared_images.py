@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 
-from prefill_client import EncoderClient
 from testing.photos import photo
 from tests.encoder_service.devices.test_devices import fetched, serving
-from tests.servers import server_of
+from tests.servers import server_and_client
 from tests.waiting import START_S, soon
 
 LARGE = 1280  # pixels square: 6400 patches
@@ -37,11 +36,9 @@ def on_join(server, patch, call):
         patch.setattr(link, "join", partial(noted, number, link.join))
 
 
-async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_beside_it_by_one(
-    config, model, monkeypatch
-):
+async def test_a_large_image_is_encoded_by_all_devices_and_a_small_one_by_one(config, model, monkeypatch):
     images = [photo(LARGE, LARGE, 0), photo(128, 128, 1)]
-    async with server_of(config, model) as server, await EncoderClient.connect(server.endpoint) as client:
+    async with server_and_client(config, model) as (server, client):
         expected = await fetched(client, images)
     async with serving(config, "cpu,cpu") as (server, client, devices):
         assert server.dispatcher._group is not None, "the server was started"

@@ -72,9 +72,7 @@ async def test_health_follows_the_devices(config: Config, monkeypatch: pytest.Mo
         watch.cancel()
 
 
-def test_a_process_that_hangs_while_it_loads_is_ended(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_hangs_as_it_loads_is_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_process, "START_SILENCE_S", 1.0)
     device = DeviceProcess(config, 0, 1)
     os.kill(device.process.pid, signal.SIGSTOP)
@@ -125,9 +123,7 @@ async def test_a_successor_that_hangs_while_it_loads_is_replaced(
         assert server._not_ready() == ""
 
 
-async def test_images_of_a_stopped_process_go_to_another_device(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_images_of_stopped_processes_continue(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(config, "cpu,cpu") as (server, client, [first, second]):
         stop(server.dispatcher.links[0], monkeypatch)
         await fetched(client, [photo(96, 96, n) for n in range(8)])

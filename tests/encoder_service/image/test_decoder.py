@@ -186,11 +186,8 @@ def test_a_frame_larger_than_its_header_says_is_refused(decoder):
 
 
 def test_damaged_files_end_in_pixels_or_one_error_each(decoder):
-    outcomes = [
-        outcome
-        for n in range(20)
-        for outcome in decode_files(decoder, [damaged(n * 20 + k) for k in range(20)])
-    ]
+    batches = ([damaged(n * 20 + k) for k in range(20)] for n in range(20))
+    outcomes = [outcome for batch in batches for outcome in decode_files(decoder, batch)]
     assert len(outcomes) == 400
     kinds = {type(outcome) for outcome in outcomes}
     assert kinds <= {torch.Tensor, InvalidImageError, ImageLimitError}

@@ -321,9 +321,7 @@ def test_every_format_is_one_that_this_pillow_reads() -> None:
     assert set(RARE_FORMATS) <= set(Image.ID)
 
 
-async def test_the_server_answers_with_the_grid_of_a_rare_image(
-    server: Server, client: EncoderClient
-) -> None:
+async def test_the_server_confirms_the_grid_of_a_rare_image(server: Server, client: EncoderClient) -> None:
     geometry = client.description.geometry
     files = [photo(320, 256, 1, kind) for kind in ("TIFF", "PPM", "JPEG")]
     read = read_images(files, geometry)

@@ -15,6 +15,15 @@ def of(key: bytes, size: int) -> Source:
     return Source(key, bytes(size), Header("JPEG", 1, 1, 1, 3))
 
 
+def put_video(videos: SourceCache, key: bytes, size: int, holder: str = "") -> Source:
+    """Put a video of `size` bytes into the cache; return its source, which alone keeps no file alive."""
+    file = VideoFile()
+    file.add(bytes(size))
+    source = Source.of_video(key, file, VideoInfo(2, 2, 1.0, 8, 8))
+    videos.put(source, holder)
+    return source
+
+
 class Clock:
     """A clock that the test sets."""
 
@@ -141,13 +150,7 @@ def test_a_file_counts_against_the_holder_that_sent_it_first() -> None:
 
 def test_videos_are_kept_up_to_a_number_and_freed_when_dropped() -> None:
     videos = SourceCache(max_bytes=1000, ttl_s=100, max_files=2)
-    sources = []
-    for name in (b"a", b"b", b"c"):
-        file = VideoFile()
-        file.add(bytes(10))
-        sources.append(Source.of_video(name, file, VideoInfo(2, 2, 1.0, 8, 8)))
-        videos.put(sources[-1])
-        del file
+    sources = [put_video(videos, name, 10) for name in (b"a", b"b", b"c")]
     assert [videos.get(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
     assert videos.held_bytes == 20
     alive = [source.file is not None and source.file() is not None for source in sources]
@@ -160,9 +163,6 @@ def test_many_tiny_videos_evict_no_large_ones_of_another_holder() -> None:
     videos = SourceCache(max_bytes=1 << 20, ttl_s=100, max_files=256)
     large, tiny = [(b"large %d" % n, 1000) for n in range(4)], [(b"tiny %d" % n, 1) for n in range(300)]
     for name, size in large + tiny:
-        file = VideoFile()
-        file.add(bytes(size))
-        info = VideoInfo(2, 2, 1.0, 8, 8)
-        videos.put(Source.of_video(name, file, info), "alice" if size > 1 else "mallory")
+        put_video(videos, name, size, "alice" if size > 1 else "mallory")
     assert [videos.get(name) is not None for name, _ in large] == [True] * 4
     assert len(videos) == 256

@@ -271,9 +271,7 @@ TIMES_MS = [0, *accumulate(random.Random(1).choices([33, 34, 50, 100, 200], k=22
 
 
 @pytest.mark.parametrize("container", ["mkv", "webm"])
-def test_a_recording_without_a_frame_rate_is_as_long_as_its_times_say(
-    pool: DecoderPool, container: str
-) -> None:
+def test_a_recording_without_a_rate_is_as_long_as_its_times_say(pool: DecoderPool, container: str) -> None:
     data = recorded(clip(container, frames=len(TIMES_MS), seed=10), TIMES_MS)
     expected = list(true_frames(data))
     assert len(expected) == len(TIMES_MS)

@@ -289,6 +289,18 @@ def test_a_file_crafted_to_be_slow_is_read_quickly(image):
     assert best < 0.5  # fifty times what the slowest of them takes
 
 
+@pytest.mark.attack("a PNG whose text inflates to a thousand times its size")
+def test_a_text_that_inflates_to_much_takes_little_memory():
+    image = PNG_START + png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(bytes(1 << 27)))
+    tracemalloc.start()
+    try:
+        read_header(image)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
 def test_limit_errors_name_the_limit_and_the_value():
     header = read_header(photo(40, 30, 1))
     check_limits(header, 1000, max_image_bytes=1000, max_image_pixels=1200)

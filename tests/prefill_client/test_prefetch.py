@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -250,15 +250,16 @@ async def test_needed_in_ms_follows_the_measured_prefill_speed() -> None:
 
 
 async def test_slow_rows_are_requested_further_ahead() -> None:
-    async def windows(*, slow: bool) -> list[int]:
-        encoder, clock = Encoder(ready=not slow), Clock()
+    async def windows(slow: Collection[int]) -> list[int]:
+        encoder, clock = Encoder(), Clock()
+        encoder.finish(*(image for image in range(30) if image not in slow))
         session = session_of(encoder, images_of([10] * 30, 10), max_held_bytes=500, clock=clock)
         sizes = []
         async with session:
             for image in range(30):
                 ready = asyncio.ensure_future(anext(session))
                 await settled()
-                if slow:
+                if image in slow:
                     clock.now += 0.3
                     encoder.finish(image)
                 await ready
@@ -266,7 +267,8 @@ async def test_slow_rows_are_requested_further_ahead() -> None:
                 clock.now += 0.1
         return sizes
 
-    quick, slow = await windows(slow=False), await windows(slow=True)
+    quick, slow, slow_once = await windows([]), await windows(range(30)), await windows([12])
     assert quick[0] == slow[0] == 4  # nothing measured yet: as far as memory goes
-    assert quick[12] == 1
-    assert slow[12] == 4
+    assert quick[13] == 1
+    assert slow[13] == slow_once[13] == 4, "the slowest rows decide"
+    assert slow_once[25] == 1, "it was too long ago"

@@ -10,7 +10,7 @@ from typing import Any
 import h11
 import pytest
 
-from encoder_contract.errors import EncoderError, InvalidImageError
+from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
 from prefill_client.media.destinations import Destinations
 from prefill_client.media.download import THREADS
 from prefill_client.media.image_loader import ImageLoader
@@ -95,6 +95,11 @@ async def loaded_from(*pieces: bytes) -> bytes:
 async def test_a_host_that_hangs_up_inside_its_headers_is_named() -> None:
     with pytest.raises(InvalidImageError, match="closed the connection before the end of the headers"):
         await loaded_from(b"HTTP/1.1 200 OK\r\nX-")
+
+
+async def test_a_body_without_a_length_is_bounded() -> None:
+    with pytest.raises(ImageLimitError):
+        await loaded_from(b"HTTP/1.1 200 OK\r\n\r\n", bytes(3 << 20))
 
 
 async def test_an_image_in_chunks_of_usual_sizes_is_loaded() -> None:

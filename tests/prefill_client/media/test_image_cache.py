@@ -125,10 +125,8 @@ async def test_a_certificate_is_checked() -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("localhost").configure_cert(context)
     async with image_host(tls=context) as host:
-        url, rules = (
-            f"https://localhost:{host.port}/a",
-            Destinations([f"localhost:{host.port}", "127.0.0.0/8"]),
-        )
+        url = f"https://localhost:{host.port}/a"
+        rules = Destinations([f"localhost:{host.port}", "127.0.0.0/8"])
         trusting = ssl.create_default_context()
         authority.configure_trust(trusting)
 

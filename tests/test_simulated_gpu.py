@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the extra dev brings it")
 
+from encoder_contract.registration import CudaRegistration
 from tests.simulated_gpu import simulated_gpu
+from tests.waiting import PATIENCE_S
 
 GPU = torch.device("cuda:0")
 
@@ -228,3 +230,17 @@ def test_torch_is_as_before_afterwards():
         assert torch.ones(1, device="cuda").is_cuda
     assert before == parts()
     assert not torch.ones(1).is_cuda
+
+
+def test_a_registration_that_begins_late_is_of_its_own_simulation():
+    late = threading.Event()
+
+    def register(memory: torch.Tensor) -> bool:
+        assert late.wait(PATIENCE_S)
+        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)
+        return True
+
+    with simulated_gpu() as gpu:
+        CudaRegistration(torch.empty(64, dtype=torch.uint8), register)
+        threading.Timer(0.2, late.set).start()
+    assert len(gpu.registered) == 1

@@ -35,7 +35,15 @@ def simulated_gpu(devices: int = 2) -> Iterator[SimulatedGpu]:
         torch._C._set_mkldnn_enabled(False)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        patches.callback(_end_registrations)
         yield gpu
+
+
+def _end_registrations() -> None:
+    """Wait for the threads that register memory: one that is still to run would do so with the next simulation."""
+    for thread in threading.enumerate():
+        if thread.name == "cuda-registration":
+            thread.join()
 
 
 @contextmanager

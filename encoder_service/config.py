@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from urllib.parse import unquote, urlsplit
 
 from encoder_contract.certificates import Certificates
-from encoder_contract.endpoint import is_ip, is_local
+from encoder_contract.endpoint import Endpoint, is_ip, is_local
 from encoder_contract.fleet_key import FleetKey
 from encoder_contract.header import FORMATS, RARE_FORMATS
 from encoder_contract.settings import ConfigError, Settings, flag, knob
@@ -240,7 +240,7 @@ class Config(Settings):
         )
         self._require_endpoint("listen")
         if self.advertise and not is_ip(self.advertise):
-            self._require_endpoint("advertise")
+            self._require_endpoint("advertise", parse=Endpoint.of_server)
         if self.metrics_listen:
             self._require_endpoint("metrics_listen", tcp=True)
         self._check_tls()

@@ -44,10 +44,14 @@ class ServiceSettings(AccessSettings):
         if unknown := sorted(values.keys() - {*known}):
             raise ValueError(f"{cls.location}: unknown keys {unknown} (known: {known})")
         endpoints = values.get("endpoints", ())
-        endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
+        endpoints = (endpoints,) if isinstance(endpoints, str) else endpoints
+        if not isinstance(endpoints, list | tuple) or not all(isinstance(each, str) for each in endpoints):
+            raise ValueError(
+                f"{cls.location}: endpoints must be host:port, or a list of those, got {endpoints!r}"
+            )
         if not endpoints:
             raise ValueError(f"{cls.location}: endpoints is missing: host:port of the encoder service")
-        settings = cls(**{**values, "endpoints": endpoints})
+        settings = cls(**{**values, "endpoints": tuple(endpoints)})
         settings._check()
         return settings
 

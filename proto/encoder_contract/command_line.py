@@ -32,14 +32,12 @@ class CommandLine(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the arguments. At an unknown one, end the program with a suggestion."""
         given = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is None:  # else some are a subcommand's
-            # Before the values: the one after an unknown flag would be taken for a positional argument.
-            for argument in given[: given.index("--") if "--" in given else None]:
-                if (
-                    argument.startswith("--")
-                    and argument.partition("=")[0] not in self._option_string_actions
-                ):
-                    self._refuse(argument)
+        # Before the values: the one after an unknown flag would be taken for a positional argument, or for a command.
+        for argument in given:
+            if argument == "--" or (self._subparsers and argument[:1] != "-"):
+                break  # what follows is a value, or a command's
+            if argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions:
+                self._refuse(argument)
         found, left = super().parse_known_args(given, namespace)
         if left:
             self._refuse(left[0])
@@ -55,9 +53,9 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def endpoint(text: str) -> str:
-    """Check that an argument is an endpoint, and return it."""
+    """Check that an argument is the address of a server, and return it."""
     try:
-        Endpoint.parse(text)
+        Endpoint.of_server(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -34,12 +34,20 @@ class Endpoint(NamedTuple):
             )
         return cls(found[1] or found[2], int(found[3]), "")
 
+    @classmethod
+    def of_server(cls, text: str) -> Self:
+        """Parse the address of a server. Raises `ValueError` as `parse` does, and for port 0."""
+        found = cls.parse(text)
+        if not found.path and not found.port:
+            raise ValueError(f"{text} must have the port of a server, from 1 to {MAX_PORT}")
+        return found
+
 
 def check_server(text: str) -> None:
     """Raise `ValueError` unless a client can connect to `text`: an endpoint, or dns:host:port."""
     if not text.startswith(DNS):
-        Endpoint.parse(text)
-    elif Endpoint.parse(text.removeprefix(DNS).lstrip("/")).path:
+        Endpoint.of_server(text)
+    elif Endpoint.of_server(text.removeprefix(DNS).lstrip("/")).path:
         raise ValueError(f"{text} must be dns:host:port")
 
 

@@ -1,7 +1,7 @@
 """Settings: each field of a frozen dataclass is a flag, an environment variable, a default and a help line."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -154,9 +154,11 @@ class Settings:
                 holds = (0 < value <= most and value < inf) or (value == 0 and zero)
                 self._require(holds, each.name, rule)
 
-    def _require_endpoint(self, name: str, *, tcp: bool = False) -> None:
+    def _require_endpoint(
+        self, name: str, *, tcp: bool = False, parse: Callable[[str], Endpoint] = Endpoint.parse
+    ) -> None:
         try:
-            found = Endpoint.parse(getattr(self, name))
+            found = parse(getattr(self, name))
         except ValueError as error:
             raise ConfigError(f"{flag(name)} {error}") from error
         self._require(not (tcp and found.path), name, "must be host:port")

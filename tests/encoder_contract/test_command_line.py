@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 
 import pytest
 
 from encoder_contract.command_line import CommandLine, did_you_mean, endpoint, seconds
-from encoder_contract.endpoint import Endpoint
+from encoder_contract.endpoint import Endpoint, check_server
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,17 @@ from encoder_contract.endpoint import Endpoint
 )
 def test_an_endpoint_is_parsed(text: str, parsed: tuple[str, int, str]) -> None:
     assert Endpoint.parse(text) == parsed
-    assert endpoint(text) == text
+    if not text.endswith(":0"):
+        assert endpoint(text) == text
+
+
+def test_the_address_of_a_server_has_a_port() -> None:
+    check_server("dns:host:1")
+    for text in ("host:0", "[::1]:0"):
+        with pytest.raises(ArgumentTypeError, match="the port of a server"):
+            endpoint(text)
+        with pytest.raises(ValueError, match="the port of a server"):
+            check_server(f"dns:{text}")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +70,8 @@ def parser() -> CommandLine:
         (["serve", "--timeout", "3"], "unknown argument --timeout (did you mean --timeout-s?)"),
         (["serve", "--", "--timeout"], "--timeout must be host:port"),
         (["--quiet", "serve"], "program: unknown argument --quiet;"),
+        (["--quiet", "other"], "program: unknown argument --quiet;"),
+        (["--quiet"], "program: unknown argument --quiet;"),
         (["--hope", "serve"], "program: unknown argument --hope;"),  # like --help in its dashes only
         (["serve", "--metrics-listen", "nowhere"], "nowhere must be host:port"),
         (["serve", "--timeout-s", "0"], "must be positive"),

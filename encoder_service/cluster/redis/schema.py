@@ -114,7 +114,7 @@ def _peer(replica_id: bytes, record: bytes) -> Peer:
     epoch, _, endpoint = record.decode("ascii").split(" ")
     if not _NAME.fullmatch(replica_id) or not endpoint.isprintable():
         raise ValueError("invalid name")
-    Endpoint.parse(endpoint)
+    Endpoint.of_server(endpoint)
     return Peer(replica_id.decode(), int(epoch), endpoint)
 
 

@@ -29,6 +29,8 @@ def test_an_advertised_address_gets_the_port_of_listen(advertise: str, expected:
 def test_a_host_name_needs_a_port() -> None:
     with pytest.raises(ConfigError, match="--advertise"):
         Config.read({"model": "/model", "advertise": "encoder-0.example"}, {})
+    with pytest.raises(ConfigError, match=r"--advertise .* the port of a server"):
+        Config.read({"model": "/model", "advertise": "encoder-0.example:0"}, {})
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")

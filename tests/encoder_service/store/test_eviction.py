@@ -210,6 +210,34 @@ def test_a_holder_whose_items_are_hardly_used_again_has_no_claim() -> None:
     assert cache.held("scans") == 1
 
 
+UNCERTAIN = math.ceil(math.log(CLAIM + SELDOM) / math.log(1 - LEARNING))
+"""Observations after which a chance is below `CLAIM` and above `SELDOM`."""
+
+
+def test_items_that_are_probably_not_used_again_are_not_protected() -> None:
+    cache = Cache(16)
+    learn(cache, "scans", UNCERTAIN, used=False)
+    assert SELDOM < cache.chance("scans", 1) < CLAIM
+    for number in range(8):
+        cache.ask("scans", f"page {number}")
+    for number in range(9):
+        cache.ask("chats", f"chat {number}")
+    assert (cache.held("scans"), cache.held("chats")) == (7, 9)
+
+
+def test_a_holder_whose_items_are_probably_not_used_again_evicts_its_own() -> None:
+    cache = Cache(16)
+    learn(cache, "scans", UNCERTAIN, used=False)
+    for number in range(4):
+        cache.ask("scans", f"index {number}")
+        cache.ask("scans", f"index {number}")
+    for number in range(12):
+        cache.ask("chats", f"chat {number}")
+    assert SELDOM < cache.chance("scans", 1) < CLAIM < cache.chance("scans", 2)
+    cache.ask("scans", "page")
+    assert cache.dropped == ["index 0"], "the last use of any other item was later"
+
+
 def test_a_holder_that_left_does_not_keep_its_share() -> None:
     cache = Cache(16)
     for name in "abcdefgh":

@@ -35,7 +35,8 @@ from testing.engine_flags import add_video_processor
 PYTHONS = {"vllm": VLLM_PYTHON, "sglang": SGLANG_PYTHON}
 REQUESTS = {1: 12, 8: 24, 32: 64, 128: 160}
 """The requests of a load, by its concurrency."""
-RATED_REQUESTS = 48
+RATED_S = 25.0
+"""How long requests of a load with a rate arrive."""
 # Encoding an image takes about as long as prefilling its tokens, as for Qwen3-VL-8B and photos of 1280×720 on one GPU.
 VISION = {
     "depth": 2,
@@ -269,7 +270,7 @@ class MeasuredCell:
         for share in self.cell.shares:
             first = next(iter(self.sides.values()))["loads"][next(iter(self.cell.loads))]
             rate = round(share * first["requests_per_s"], 3)
-            yield f"r{round(100 * share)}", OfferedLoad(RATED_REQUESTS, rate=rate, repeated=0.0)
+            yield f"r{round(100 * share)}", OfferedLoad(round(rate * RATED_S), rate=rate)
 
     def send(self, side: Side, name: str, load: OfferedLoad, seed: int) -> None:
         """Send a load to a side."""

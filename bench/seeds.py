@@ -20,7 +20,7 @@ import transformers
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures, step
 from bench.harness.budget import TimeBudget
 from bench.seeds_parts.memory import IMAGES, LIMIT_GIB, memory
-from bench.seeds_parts.prompts import CHAT_ROUNDS, COUNTS, prompts
+from bench.seeds_parts.prompts import CHAT_ROUNDS, COUNTS, TIMES, prompts
 from bench.seeds_parts.ranks import IMAGES as RANK_IMAGES
 from bench.seeds_parts.ranks import ranks
 from bench.seeds_parts.tables import tables
@@ -52,7 +52,10 @@ BENCHMARK = Benchmark(
     ),
     limit_s=595,
     # However slow the machine, all sections run.
-    dry_run=("--counts", "1", "2", "--rounds", "2", "--images", "2", "--seconds", "0.2", "--budget-s", "3600"),
+    dry_run=(
+        *("--counts", "1", "2", "--rounds", "2", "--times", "1", "--images", "2"),
+        *("--seconds", "0.2", "--budget-s", "3600"),
+    ),
 )  # fmt: skip
 BUDGET_S = 540.0
 # What a section takes on two cores.
@@ -64,6 +67,9 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTION_S, default=[*SECTION_S])
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="images of the prompts")
     parser.add_argument("--rounds", type=int, default=CHAT_ROUNDS, help="of a chat")
+    parser.add_argument(
+        "--times", type=int, default=TIMES, help="that prompts of few images, and chats, are measured"
+    )
     parser.add_argument("--images", type=int, default=IMAGES, help="most images in the other sections")
     parser.add_argument("--limit-gib", type=float, default=LIMIT_GIB, help="what a process may grow by")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each kind of hits")
@@ -74,7 +80,7 @@ def main() -> None:
         folder = Path(name)
         run: dict[str, Callable[[], dict[str, Any]]] = {
             "tables": partial(tables, folder),
-            "prompts": lambda: asyncio.run(prompts(folder, args.counts, args.rounds)),
+            "prompts": lambda: asyncio.run(prompts(folder, args.counts, args.rounds, args.times)),
             "memory": lambda: asyncio.run(memory(folder, args.images, args.limit_gib)),
             "ranks": lambda: asyncio.run(ranks(folder, min(RANK_IMAGES, args.images), args.seconds)),
         }

@@ -19,13 +19,15 @@ from testing.checkpoints import write_checkpoint
 from testing.server_process import HALF_THE_CORES, ServerProcess, running
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-FEW, ROUNDS_OF_FEW = 8, 3  # prompts of few images vary more
-CHAT_ROUNDS, CHATS = 8, 3
+FEW = 8  # prompts of few images vary more
+CHAT_ROUNDS = 8
+TIMES = 3
+"""How often prompts of few images, and chats, are measured."""
 CACHED_TOKENS = 100_000
 Figures = dict[str, Any]
 
 
-async def prompts(folder: Path, counts: Sequence[int], rounds: int) -> Figures:
+async def prompts(folder: Path, counts: Sequence[int], rounds: int, times: int) -> Figures:
     """Measure both on one server and one engine, each with half of the cores."""
     model = write_checkpoint(folder / "prompts", depth=VISION_LAYERS, text_layers=TEXT_LAYERS, text=TEXT)
     torch.set_num_threads(HALF_THE_CORES)
@@ -36,17 +38,17 @@ async def prompts(folder: Path, counts: Sequence[int], rounds: int) -> Figures:
         async with await EncoderClient.connect(server.endpoint) as client:
             bench = Bench(client, language_model, tokenizer)
             await bench.overlap(new_photos(0, 1))  # warm up
-            figures = await first_tokens(bench, counts)
-            return figures | await chats(client, bench.engine, tokenizer, server, rounds)
+            figures = await first_tokens(bench, counts, times)
+            return figures | await chats(client, bench.engine, tokenizer, server, rounds, times)
 
 
-async def first_tokens(bench: Bench, counts: Sequence[int]) -> Figures:
+async def first_tokens(bench: Bench, counts: Sequence[int], times: int) -> Figures:
     """Return the time to first token for each number of new images: encode first, and overlapped."""
     rows: list[tuple[float, ...]] = []
     seed = 1
     for images in counts:
         serial, overlapped = [], []
-        for _ in range(ROUNDS_OF_FEW if images <= FEW else 1):
+        for _ in range(times if images <= FEW else 1):
             overlap_ms, prefilled = await bench.overlap(new_photos(seed, images))
             serial.append(await bench.serial(new_photos(seed + 1, images), prefilled.layout))
             overlapped.append(overlap_ms)
@@ -61,13 +63,13 @@ async def first_tokens(bench: Bench, counts: Sequence[int]) -> Figures:
 
 
 async def chats(
-    client: EncoderClient, engine: Engine, tokenizer: Any, server: ServerProcess, rounds: int
+    client: EncoderClient, engine: Engine, tokenizer: Any, server: ServerProcess, rounds: int, times: int
 ) -> Figures:
     """Return the tower's time, the encodes and the time to first token in each round of a chat, as medians."""
     tower: list[list[float]] = [[] for _ in range(rounds)]
     encodes: list[list[float]] = [[] for _ in range(rounds)]
     first: list[list[float]] = [[] for _ in range(rounds)]
-    for number in range(CHATS):
+    for number in range(times):
         chat = Chat(client, engine, tokenizer, chunk_tokens=CHUNK_TOKENS, prefixes=PrefixCache(CACHED_TOKENS))
         messages: list[dict[str, Any]] = []
         for at in range(rounds):

@@ -28,7 +28,9 @@ _CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, from <linux/posix-timers.h>
 # How long the end of a child is waited for that nobody has ended. One that the kernel cannot end ends with the server.
 _LAST_S = 5.0
 _PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptors!r}, **{settings!r})"
+    "import gc, sys; sys.path[:] = {path!r}; "
+    "gc.disable(); from {module} import main; gc.enable(); "  # as `without_collections` does, without an import
+    "main({descriptors!r}, **{settings!r})"
 )
 
 

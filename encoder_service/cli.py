@@ -31,7 +31,7 @@ from encoder_contract.version import __version__
 from encoder_service.api.tenants import read_tenants
 from encoder_service.config import GIB, Config, ConfigError, flag
 from encoder_service.devices import EXIT_LOST
-from encoder_service.devices.allocator import keep_freed_memory, out_of_collections
+from encoder_service.devices.allocator import keep_freed_memory, out_of_collections, without_collections
 from encoder_service.devices.device_process import start_devices
 from encoder_service.families.choice import check_model
 from encoder_service.logs import set_up_logging
@@ -235,9 +235,9 @@ def _serve_with(config: Config) -> int:
     _announce_loading(config)
     devices = start_devices(config)
     # Importing torch takes seconds, so the flags were checked before, and the devices load in the meantime.
-    from encoder_service.app import Server
-    from encoder_service.devices.served_model import load_devices
-
+    with without_collections():
+        from encoder_service.app import Server
+        from encoder_service.devices.served_model import load_devices
     files = load_devices(config, devices)
 
     async def serve() -> int:

@@ -5,6 +5,7 @@ Every run of pytest imports this file, so fixtures import what takes long to imp
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from dataclasses import replace
@@ -48,6 +49,8 @@ STARTING_MODULES = {
     "tests.servers",
     "tests.ulysses_processes",
 }
+gc.disable()  # until `pytest_collection_finish`
+
 NO_DALI = "DALI is not installed here: `make test-dali` installs it and runs this test"
 STARTING_FIXTURES = {
     "server",
@@ -124,8 +127,11 @@ def limit_no_example() -> None:
 def pytest_collection_finish() -> None:
     """Limit the threads of torch, because the towers are small, and let clients wait for servers of a busy machine.
 
-    Neither is imported here, if no test file has imported it.
+    Neither is imported here, if no test file has imported it. Modules are never garbage: no collection looks for any
+    while test files are imported, nor at them afterwards.
     """
+    gc.freeze()
+    gc.enable()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(TORCH_THREADS)
     if client := sys.modules.get("prefill_client.client"):

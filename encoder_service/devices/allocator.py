@@ -1,4 +1,4 @@
-"""Process memory settings: reuse freed blocks, and exclude startup objects from garbage collection."""
+"""Process memory settings: reuse freed blocks, and spare startup objects garbage collection."""
 
 import ctypes
 import gc
@@ -28,6 +28,16 @@ def keep_freed_memory() -> bool:
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, KEEP_BELOW_BYTES), (_M_TRIM_THRESHOLD, _NEVER))
     done = [mallopt(parameter, value) for parameter, value in settings]
     return all(done)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage in the block, which imports modules. Collections find none, and take a sixth of its time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -138,6 +138,11 @@ def pytest_collection_finish() -> None:
         client.EncoderClient.connect.__func__.__kwdefaults__["timeout_s"] = PATIENCE_S
 
 
+def pytest_unconfigure() -> None:
+    """Let modules be freed: Triton would report its objects as leaked."""
+    gc.unfreeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Skip the hypothesis plugin's report in runs without examples: it would import hypothesis (a second)."""
     if "hypothesis" not in sys.modules:

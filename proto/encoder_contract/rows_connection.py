@@ -169,6 +169,9 @@ class RowsConnections:
                 if is_reusable and not self._closed:
                     self._idle.append(connection)
                 else:
+                    # By a reset. After a shutdown, Linux answers no probe of a sender that waits for room: the server
+                    # would keep the connection, and megabytes that it has sent, until its time for readers ends.
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
                     connection.close()
         return checksum
 

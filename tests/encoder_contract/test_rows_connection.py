@@ -4,15 +4,16 @@ import asyncio
 import gc
 import socket
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 
 import pytest
 
+from encoder_contract import rows_connection
 from encoder_contract.errors import StaleHandleError
-from encoder_contract.framing import checksum
-from encoder_contract.rows_connection import PIECE_BYTES, SIZE, TICKET_BYTES, RowsConnections
+from encoder_contract.framing import Checksum, checksum
+from encoder_contract.rows_connection import SIZE, TICKET_BYTES, RowsConnections
 from tests.waiting import PATIENCE_S, soon
 
 SIZE_BYTES = 16 << 20
@@ -20,16 +21,10 @@ TICKET = bytes(TICKET_BYTES)
 
 
 class Flood(AbstractContextManager["Flood"]):
-    """A rows port that answers each ticket with `size` announced bytes, and sends ones until the client is gone.
+    """A rows port that answers each ticket with `size` announced bytes, and sends ones until the client is gone."""
 
-    With `before`, it sends so many of them, and more once `go_on` is set.
-    """
-
-    def __init__(self, size: int, sent: int = 1 << 40, before: int = 0) -> None:
-        self.size, self.sent, self.before = size, sent, before
-        self.go_on = threading.Event()
-        if not before:
-            self.go_on.set()
+    def __init__(self, size: int, sent: int = 1 << 40) -> None:
+        self.size, self.sent = size, sent
         self.gone = threading.Semaphore(0)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -56,44 +51,48 @@ class Flood(AbstractContextManager["Flood"]):
                 connection.sendall(SIZE.pack(self.size))
                 ones = b"\1" * (1 << 16)
                 for begin in range(0, self.sent, len(ones)):
-                    assert begin < self.before or self.go_on.wait(PATIENCE_S)
                     connection.sendall(ones[: self.sent - begin])
             except OSError:
                 self.gone.release()
 
 
-@pytest.fixture
-def flood() -> Iterator[Flood]:
-    # No transfer is complete before it is cancelled, even if a busy machine delays that.
-    with Flood(SIZE_BYTES, before=SIZE_BYTES - PIECE_BYTES) as flood:
-        yield flood
-
-
-def has_begun(memory: memoryview, at: int = 0) -> Awaitable[None]:
+def has_begun(memory: memoryview) -> Awaitable[None]:
     """Wait until a transfer has written here; the loop leaves the processor to its thread meanwhile."""
-    return soon(lambda: bool(memory[at]))
+    return soon(lambda: bool(memory[0]))
 
 
 @pytest.mark.attack("a peer whose rows arrive after their transfer has failed")
 @pytest.mark.parametrize("cancels", [1, 2])
-async def test_a_cancelled_transfer_has_ended_when_it_raises(flood: Flood, cancels: int) -> None:
-    connections = RowsConnections("127.0.0.1", flood.port)
-    for number in range(4):
-        flood.go_on.clear()
-        memory = memoryview(bytearray(SIZE_BYTES))
-        receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
-        await has_begun(memory, number << 20)  # in its middle
-        receiving.cancel()
-        flood.go_on.set()
-        for _ in range(cancels - 1):
-            await asyncio.sleep(0)
-            receiving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
-        found = checksum([memory])
-        assert await asyncio.to_thread(flood.gone.acquire, timeout=PATIENCE_S)
-        assert checksum([memory]) == found, "it was written to afterwards"
-    connections.close()
+async def test_a_cancelled_transfer_has_ended_when_it_raises(
+    monkeypatch: pytest.MonkeyPatch, cancels: int
+) -> None:
+    go_on = threading.Event()
+
+    class HeldChecksum(Checksum):
+        """Holds the thread of a transfer after a piece: more of them have arrived."""
+
+        def add(self, data: memoryview) -> None:
+            super().add(data)
+            assert go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(rows_connection, "Checksum", HeldChecksum)
+    with Flood(SIZE_BYTES) as flood, closing(RowsConnections("127.0.0.1", flood.port)) as connections:
+        for _ in range(4):
+            go_on.clear()
+            memory = memoryview(bytearray(SIZE_BYTES))
+            receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
+            await has_begun(memory)
+            for _ in range(cancels):
+                receiving.cancel()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            assert not receiving.done(), "its thread may still write"
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            found = checksum([memory])
+            assert await asyncio.to_thread(flood.gone.acquire, timeout=PATIENCE_S)
+            assert checksum([memory]) == found, "it was written to afterwards"
 
 
 async def test_a_cancelled_transfer_leaves_no_error_for_asyncio_to_log() -> None:

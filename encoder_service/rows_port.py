@@ -14,7 +14,6 @@ import secrets
 import select
 import socket
 import ssl
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,7 @@ from typing import NamedTuple
 from encoder_contract.certificates import Certificates
 from encoder_contract.endpoint import Endpoint, host_of
 from encoder_contract.errors import DeadlineError, EncoderError, UnavailableError
-from encoder_contract.rows_connection import SIZE, TICKET_BYTES
+from encoder_contract.rows_connection import AT_ONCE, SIZE, TICKET_BYTES
 from encoder_contract.turns import TurnQueue
 from encoder_service.config import ConfigError, flag
 
@@ -51,8 +50,6 @@ WAIT_MS = 2.0
 TICK_S = 0.25  # how often times are checked
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 16  # before the connections that are ready have their turn
-
-AT_ONCE = struct.pack("@ii", 1, 0)  # how a socket lingers: it discards what is unsent
 
 READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 WRITABLE = select.EPOLLOUT | select.EPOLLONESHOT

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 TICKET_BYTES = 16
 SIZE = struct.Struct("<Q")
 """The answer to a ticket: the number of bytes of rows that follow; 0: the ticket is not valid."""
+AT_ONCE = struct.pack("@ii", 1, 0)
+"""How a socket lingers that discards what is unsent, and is closed by a reset."""
 CONNECTIONS = 4
 """Most connections to a server. One carries what a network of 25 Gbit/s does; several tickets are fetched at once."""
 CONNECT_S = 1.0
@@ -171,7 +173,8 @@ class RowsConnections:
                 else:
                     # By a reset. After a shutdown, Linux answers no probe of a sender that waits for room: the server
                     # would keep the connection, and megabytes that it has sent, until its time for readers ends.
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+                    with suppress(OSError):
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
                     connection.close()
         return checksum
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import select
 import socket
 import threading
 from collections.abc import Awaitable
@@ -93,6 +94,24 @@ async def test_a_cancelled_transfer_has_ended_when_it_raises(
             found = checksum([memory])
             assert await asyncio.to_thread(flood.gone.acquire, timeout=PATIENCE_S)
             assert checksum([memory]) == found, "it was written to afterwards"
+
+
+async def test_a_cancelled_transfer_resets_its_connection() -> None:
+    """A server that waits for room hears of nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        memory = memoryview(bytearray(SIZE_BYTES))
+        with closing(RowsConnections("127.0.0.1", listening.getsockname()[1])) as connections:
+            receiving = asyncio.create_task(connections.receive(TICKET, [memory]))
+            server, _ = await asyncio.to_thread(listening.accept)
+            with server:
+                server.sendall(SIZE.pack(SIZE_BYTES) + b"\1")
+                await has_begun(memory)
+                receiving.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await receiving
+                reset = select.poll()
+                reset.register(server, 0)  # the end of what the client sends is no event
+                assert await asyncio.to_thread(reset.poll, 1000 * PATIENCE_S)
 
 
 async def test_a_cancelled_transfer_leaves_no_error_for_asyncio_to_log() -> None:

@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from bench.harness.benchmark import Benchmark, Figure, command_line, print_figures
 from bench.harness.calls import ms_of
 from bench.harness.timing import seconds
@@ -110,9 +108,7 @@ def restart_figures(folder: Path, entries: int) -> Figures:
         disk.write(name, tokens, Grid(1, 4, 4), page, xxh3)
     disk.close()
     began = time.monotonic()
-    store = Store(
-        width=width, dtype=torch.bfloat16, host_bytes=64 << 20, disk_folder=folder, disk_bytes=1 << 40
-    )
+    store = Store(row_bytes=row, host_bytes=64 << 20, disk_folder=folder, disk_bytes=1 << 40)
     opened_s = time.monotonic() - began
     draw, hits, asked = random.Random(2), 0, 0
     while time.monotonic() - began < RESTART_S and asked < entries:

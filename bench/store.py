@@ -50,7 +50,7 @@ def lookup_figures(entries: int, rounds: int = 20_000) -> Figures:
     addresses = [random.Random(number).randbytes(32) for number in range(entries)]
     # A file is enough: each entry has a page, of which one row is written.
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(host_bytes=(entries + 1) << 16, width=16, dtype=rows.dtype, segment_dir=folder)
+        store = Store(host_bytes=(entries + 1) << 16, row_bytes=2 * 16, segment_dir=folder)
         for address in addresses:
             write(store, address, rows, GRID).release()
         chosen = random.Random(1).choices(addresses, k=rounds)

@@ -42,9 +42,9 @@ PATH = {
     "test_images_are_shared_out_to_the_device_with_least_work": "devices/dispatcher devices/device_link",
     "test_no_credit_page_or_job_is_lost_in_any_order_of_events": "devices/messages devices/device_reports",
     "test_a_device_forgets_the_patches_of_withdrawn_images": "devices/device_inbox",
-    "test_slow_work_is_not_a_hang_before_its_limit": "devices/workers devices/torch_device",
+    "test_slow_work_is_not_a_hang_before_its_limit": "devices/workers devices/watchdog",
     "test_a_bad_image_fails_alone_in_its_batch": (
-        "image/decoder image/decoder_pool image/decoder_child image/shared_buffer"
+        "image/decoder image/device_decoder image/decoder_pool image/decoder_child image/shared_buffer"
     ),
     "test_a_wrong_number_of_rows_is_refused": "families/model",
     "test_a_resize_has_the_bits_of_pillow": "image/resize",

@@ -46,7 +46,6 @@ from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.dispatcher import Dispatcher
 from encoder_service.devices.job_queue import JobQueue
 from encoder_service.devices.served_model import ServedModel
-from encoder_service.devices.torch_device import Device
 from encoder_service.http import Watch
 from encoder_service.image.decoder import FileDecoder
 from encoder_service.image.sources import SOURCE_TTL_S, SourceCache
@@ -320,19 +319,14 @@ class Server:
 
     def _build_store(self, devices: Sequence[DeviceProcess]) -> Store:
         config, facts = self._config, devices[0].facts
-        for device in devices if config.store_device_gib else ():
-            if not Device(device.name).can_access(facts.device):
-                raise ConfigError(
-                    f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {facts.device}: "
-                    "they have no peer access (`nvidia-smi topo -p2p r`). Set it to 0, or start a server on each GPU"
-                )
+        if config.store_device_gib:
+            _require_access(devices, facts.device)
         try:
             return Store(
                 host_bytes=int(config.store_host_gib * GIB),
                 device_bytes=int(config.store_device_gib * GIB),
                 device=facts.device,
-                width=facts.width,
-                dtype=facts.dtype,
+                row_bytes=facts.row_bytes,
                 segment_dir=str(config.store_segment_dir),
                 on_evict=self._on_evict,
                 prefault=True,
@@ -478,3 +472,15 @@ class Server:
         serving, plan = self.serving, self.model.facts.plan
         memory = {"device memory": str(plan)} if plan.total else {}
         return {**facts(serving.config, serving.model, serving.device_names, self.replica_id), **memory}
+
+
+def _require_access(devices: Sequence[DeviceProcess], to: str) -> None:
+    """Raise `ConfigError` if a device cannot write to memory of the device `to`."""
+    from encoder_service.devices.torch_device import Device  # imports torch
+
+    for device in devices:
+        if not Device(device.name).can_access(to):
+            raise ConfigError(
+                f"{flag('store_device_gib')}: {device.name} cannot write to the device tier on {to}: they have no peer "
+                "access (`nvidia-smi topo -p2p r`). Set it to 0, or start a server on each GPU"
+            )

@@ -1,7 +1,7 @@
 """A child process: how it starts, speaks or hangs, and ends. Devices and decoders run in such processes.
 
 `Child` is the server's side, `become_child` that of the process. The kernel ends a child with the thread that started
-it. This module does not import torch.
+it.
 """
 
 import ctypes

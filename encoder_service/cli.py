@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +234,15 @@ def _serve_with(config: Config) -> int:
     check_model(config.model)
     require_store(config)
     _announce_loading(config)
-    devices = start_devices(config)
-    # Importing torch takes seconds, so the flags were checked before, and the devices load in the meantime.
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'")
+    devices = start_devices(config)  # they load during the imports
     with without_collections():
         from encoder_service.app import Server
         from encoder_service.devices.served_model import load_devices
+
+        if config.store_device_gib or len(devices) > 1:
+            import encoder_service.vision.ulysses  # noqa: F401 - imports torch, before `out_of_collections`
     files = load_devices(config, devices)
 
     async def serve() -> int:

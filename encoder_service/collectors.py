@@ -5,9 +5,8 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from encoder_contract.certificates import Certificates, expirations
 from encoder_contract.v1 import encoder_pb2 as pb
@@ -26,7 +25,7 @@ def identity_readings(
     description: pb.DescribeResponse, facts: ModelFacts, devices: str, peak_flops: float
 ) -> Iterator[Reading]:
     """Yield versions, model, and the peak speed of the devices if it is configured."""
-    versions = (description.version, platform.python_version(), str(torch.__version__))
+    versions = (description.version, platform.python_version(), version("torch"))
     yield gauge(
         "build_info",
         "Always 1. The labels give the versions.",

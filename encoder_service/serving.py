@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import time_ns
+from typing import TYPE_CHECKING
 
 from encoder_contract.certificates import Certificates
 from encoder_contract.errors import (
@@ -33,7 +34,6 @@ from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.dispatcher import Dispatcher
 from encoder_service.devices.job_queue import Job, JobQueue
 from encoder_service.devices.served_model import ServedModel
-from encoder_service.devices.torch_device import Device
 from encoder_service.image.decoder import DECODE_PIXELS, FileDecoder
 from encoder_service.image.sources import VIDEO_LIMITS, SourceCache, Validator
 from encoder_service.images import Images
@@ -42,6 +42,9 @@ from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Scheduler
 from encoder_service.store import Pin, Store
 from encoder_service.transport import Transports
+
+if TYPE_CHECKING:
+    from encoder_service.devices.torch_device import Device
 
 log = logging.getLogger(__name__)
 
@@ -164,11 +167,18 @@ class Serving:
             loop=asyncio.get_running_loop(),
             metrics=parts.metrics,
             on_end=self._ended,
-            # The server itself uses a device only for a device tier.
-            device=Device(facts.device if self.config.store_device_gib else "cpu"),
+            device=self._own_device(),
             devices=len(self.devices),
             on_abort=self._aborted,
         )
+
+    def _own_device(self) -> "Device | None":
+        """Return the device that this process uses, which it does for a device tier only."""
+        if not self.config.store_device_gib:
+            return None
+        from encoder_service.devices.torch_device import Device  # imports torch
+
+        return Device(self.model.facts.device)
 
     def _build_cluster(self) -> Cluster:
         config, facts, parts = self.config, self.model.facts, self._parts

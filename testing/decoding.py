@@ -8,7 +8,8 @@ from torch import Tensor
 
 from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.header import RARE_FORMATS, check_limits, format_of, read_header
-from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder import PillowDecoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.pillow import read_rare_header
 from encoder_service.image.source import Source
 

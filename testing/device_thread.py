@@ -10,9 +10,8 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.devices import device_main
 from encoder_service.devices.device_process import END_S, DeviceProcess
-from encoder_service.devices.device_reports import ModelFacts
-from encoder_service.devices.model import Model
-from encoder_service.families.model import CountedRows
+from encoder_service.devices.model import Model, facts_of
+from encoder_service.families.counted_rows import CountedRows
 
 
 class DeviceThread(DeviceProcess):
@@ -23,7 +22,7 @@ class DeviceThread(DeviceProcess):
     ) -> None:
         """Start the thread. `facts` replace fields of its `ModelFacts`."""
         self._model = model
-        self.facts = replace(ModelFacts.of(model, config, processes), **facts)
+        self.facts = replace(facts_of(model, config, processes), **facts)
         super().__init__(replace(config, devices=",".join(["cpu"] * processes)), number, processes)
         self.name = model.device.name
 

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from encoder_contract.geometry import Grid
 from encoder_service.store import Pin, Store
-from encoder_service.store.tensors import copy_bytes, flat
+from encoder_service.store.copies import copy_bytes
+from encoder_service.store.tensors import flat
 from encoder_service.store.tier import Entry
 
 
@@ -13,7 +14,7 @@ def write(store: Store, address: bytes, rows: Tensor, grid: Grid, holder: str = 
 
     Raises `OverloadedError` if everything is in use.
     """
-    assert (rows.shape[1], rows.dtype) == (store.width, store.dtype), (rows.shape, rows.dtype)
+    assert rows.shape[1] * rows.dtype.itemsize == store.layout.row_bytes, (rows.shape, rows.dtype)
     reserved = store.reserve(address, len(rows), grid, holder)
     if reserved is None:
         raise store.full_error()

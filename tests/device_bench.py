@@ -18,7 +18,7 @@ from encoder_service.config import Config
 from encoder_service.devices.dispatcher import Dispatcher
 from encoder_service.devices.job_queue import Job, JobQueue
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import Claim, QueueLimits, Scheduler
@@ -108,7 +108,7 @@ async def running(
     if decode is not None:
         model = replace(model, decoder=cast(Decoder, Changed(model.decoder, decode=decode)))
     options = {"host_bytes": 32 << 20, **store}
-    kept = Store(width=model.tower.width, dtype=model.tower.dtype, wait_s=0.2, **options)  # type: ignore[arg-type]
+    kept = Store(row_bytes=model.tower.width * model.tower.dtype.itemsize, wait_s=0.2, **options)  # type: ignore[arg-type]
     limits = limits or QueueLimits(images=100, patches=10**6, source_bytes=1 << 30, claims=1000)
     ended: dict[bytes, Pin | EncoderError] = {}
     jobs = JobQueue(

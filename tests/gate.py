@@ -12,7 +12,7 @@ from encoder_contract.errors import EncoderError
 from encoder_contract.header import Header
 from encoder_contract.video import Frames, VideoInfo
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.pillow import Pixels
 from encoder_service.image.source import Source, VideoFile
 from tests.waiting import START_S

@@ -19,15 +19,22 @@ import torch
 from torch import Tensor
 
 from encoder_contract.errors import EncoderError
-from encoder_service import app, cli, serving
+from encoder_service import app, cli
 from encoder_service.cluster.leases import Leases
 from encoder_service.config import Config
-from encoder_service.devices import device_link, device_main, device_process, dispatcher, torch_device
+from encoder_service.devices import (
+    device_link,
+    device_main,
+    device_process,
+    dispatcher,
+    torch_device,
+    watchdog,
+)
 from encoder_service.devices import model as loading
 from encoder_service.devices.model import Model
 from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.devices.workers import CopyOut, Prepare, Vit
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.store import moves, tensors
 from encoder_service.store import store as storing
@@ -209,7 +216,7 @@ def main(descriptors: list[int], *, parent: int) -> None:
             return model
         return (STAGES | KILLED)[what](model)
 
-    torch_device.TICK_S, torch_device.HUNG_S = 0.05, 1.0
+    watchdog.TICK_S, watchdog.HUNG_S = 0.05, 1.0
     vars(device_main)["load_model"] = load
     device_main.main(descriptors, parent=parent)
 
@@ -227,9 +234,8 @@ def serve(what: str, failed: str, log: Path, flags: list[str]) -> None:
     elif what == "drain hangs":
         vars(app)["Server"]._stop_serving = _hang
     elif what in TIERS:
-        tensor_over = tensors.tensor_over
-        vars(storing)["tensor_over"] = lambda *given: tensor_over(*given).as_subclass(LosingMemory)
-        vars(serving)["Device"] = LosableDevice
+        vars(storing)["_in_place"] = lambda *given: tensors.tensor_over(*given).as_subclass(LosingMemory)
+        vars(torch_device)["Device"] = LosableDevice
     else:
         device_process._MODULE = "tests.lost_device"
         os.environ[LOSING] = f"{what}:{failed}"

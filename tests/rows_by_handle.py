@@ -16,8 +16,7 @@ def make_store(folder, pages=16, device_pages=0):
     return Store(
         host_bytes=pages * PAGE_BYTES,
         device_bytes=device_pages * PAGE_BYTES,
-        width=WIDTH,
-        dtype=torch.bfloat16,
+        row_bytes=2 * WIDTH,
         segment_dir=str(folder),
         wait_s=0.0,
     )

@@ -17,10 +17,9 @@ from encoder_service.config import Config
 from encoder_service.devices import messages
 from encoder_service.devices.device_link import Link
 from encoder_service.devices.device_process import DeviceProcess
-from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.dispatcher import Dispatcher
 from encoder_service.devices.job_queue import Job, JobQueue
-from encoder_service.devices.model import Model
+from encoder_service.devices.model import Model, facts_of
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.metrics import Metrics
@@ -44,7 +43,7 @@ class ScriptedDevice(DeviceProcess):
         self, config: Config, model: Model, number: int = 0, processes: int = 1, **facts: Any
     ) -> None:
         self.sent: SimpleQueue[Any] = SimpleQueue()
-        self.facts = replace(ModelFacts.of(model, config, processes), **facts)
+        self.facts = replace(facts_of(model, config, processes), **facts)
         super().__init__(replace(config, devices=",".join(["cpu"] * processes)), number, processes)
 
     def start(self) -> None:
@@ -170,7 +169,7 @@ async def floor(
     """
     loop, metrics = asyncio.get_running_loop(), Metrics()
     tower = model.tower
-    store = Store(width=tower.width, dtype=tower.dtype, host_bytes=store_bytes, wait_s=0.2)
+    store = Store(row_bytes=tower.width * tower.dtype.itemsize, host_bytes=store_bytes, wait_s=0.2)
     ended: list[tuple[Job, Any]] = []
     scheduler = Scheduler(
         NO_LIMITS,

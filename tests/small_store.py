@@ -20,8 +20,7 @@ def make_store(folder, host_pages=16, device_pages=0, **settings):
     return Store(
         host_bytes=host_pages * PAGE_BYTES,
         device_bytes=device_pages * PAGE_BYTES,
-        width=WIDTH,
-        dtype=torch.float32,
+        row_bytes=4 * WIDTH,
         segment_dir=str(folder),
         **{"wait_s": 0.0} | settings,
     )

@@ -46,8 +46,7 @@ def own(folder: Path) -> None:
     store = Store(
         host_bytes=HOST_PAGES * PAGE_BYTES,
         device_bytes=DEVICE_PAGES * PAGE_BYTES,
-        width=WIDTH,
-        dtype=torch.float32,
+        row_bytes=4 * WIDTH,
         segment_dir=str(folder),
         wait_s=0.5,
     )

@@ -26,10 +26,6 @@ class NullJpegs:
 
     name = "null"
 
-    def takes(self, _source: Any) -> bool:
-        """Take every image."""
-        return True
-
     def start(self, *_: object) -> None:
         """Do nothing."""
 
@@ -44,7 +40,7 @@ class NullJpegs:
 def load(folder: Path, options: Any) -> Any:
     """Load the checkpoint's own tower, and replace what it computes."""
     from encoder_contract.processor import ProcessorSettings
-    from encoder_service.image.decoder import Decoder
+    from encoder_service.image.device_decoder import Decoder
     from encoder_service.vision import load_tower
     from encoder_service.vision.load import BATCH_PATCHES
 

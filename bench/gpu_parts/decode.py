@@ -12,7 +12,8 @@ from bench.gpu_parts.probe import Probe
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Geometry, Grid
 from encoder_service.image.dali import DaliJpegs
-from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder import PillowDecoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.resize import PlainResize, Resize, to_patches
 from testing.decoding import decode_files, pillow_decoder
 from testing.photos import photo

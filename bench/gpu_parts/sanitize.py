@@ -70,7 +70,7 @@ def work(device: str, model: Path) -> None:
     to_patches(pixels, sizes, make_resize(processor.geometry, torch.device(device)))
     tiers: dict[str, Any] = {"host_bytes": 8 << 20, "device_bytes": 4 << 20, "device": device}
     with tempfile.TemporaryDirectory() as place:
-        store = Store(**tiers, segment_dir=place, width=tower.spec.width, dtype=tower.dtype)
+        store = Store(**tiers, segment_dir=place, row_bytes=tower.spec.width * tower.dtype.itemsize)
         for name, kept in enumerate(rows):
             with write(store, bytes([name]), kept, Grid(1, 1, 1)) as pin:
                 pin.to_host()

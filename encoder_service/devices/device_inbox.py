@@ -19,7 +19,8 @@ import torch
 from encoder_contract.errors import EncoderError
 from encoder_contract.geometry import Grid
 from encoder_service.devices import EXIT_LOST, EXIT_STUCK, messages
-from encoder_service.devices.torch_device import DEVICE_LOST, HungDeviceError
+from encoder_service.devices.faults import DEVICE_LOST
+from encoder_service.devices.watchdog import HungDeviceError
 from encoder_service.families.model import Inputs
 from encoder_service.image.source import Source, VideoFile
 from encoder_service.keys import ImageKey

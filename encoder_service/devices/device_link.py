@@ -22,8 +22,8 @@ from encoder_service.devices import messages
 from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.job_queue import Job, JobQueue
 from encoder_service.devices.messages import Group
-from encoder_service.devices.torch_device import DECODE_S, FRAME_S, HUNG_FACTOR
 from encoder_service.devices.tower_credit import GroupShare, SentBatch, TowerCredit
+from encoder_service.devices.watchdog import DECODE_S, FRAME_S, HUNG_FACTOR
 from encoder_service.image.decoder import BATCH_IMAGES
 from encoder_service.image.source import VideoFile
 from encoder_service.metrics import Metrics

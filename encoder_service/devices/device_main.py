@@ -26,11 +26,12 @@ from encoder_service.config import Config
 from encoder_service.devices import messages
 from encoder_service.devices.allocator import keep_freed_memory, out_of_collections
 from encoder_service.devices.device_inbox import Inbox
-from encoder_service.devices.device_reports import DeviceState, ModelFacts
-from encoder_service.devices.model import Model, decode_threads, load_model
+from encoder_service.devices.device_reports import DeviceState
+from encoder_service.devices.model import Model, decode_threads, facts_of, load_model, state_of
 from encoder_service.devices.torch_device import Device
 from encoder_service.devices.workers import DeviceWorkers, Memory
-from encoder_service.families.model import CountedRows, VisionModel
+from encoder_service.families.counted_rows import CountedRows
+from encoder_service.families.model import VisionModel
 from encoder_service.logs import known_error, set_up_logging
 from encoder_service.store.registration import registration_of
 from encoder_service.store.tensors import tensor_over
@@ -60,7 +61,7 @@ def main(descriptors: Sequence[int], *, parent: int) -> None:
         if isinstance(model, ConfigError):
             messages.send(connection, model)
             end(0)
-        messages.send(connection, ModelFacts.of(model, config, processes))
+        messages.send(connection, facts_of(model, config, processes))
     except OSError:
         end(0)  # the server has gone
     if isinstance(model.tower.geometry, CountedRows):
@@ -94,7 +95,7 @@ def run(
         end(0)  # the server has gone
     done = threading.Event()
     # First of all, because the server kills a silent device.
-    reporting = _report(inbox.tell, partial(DeviceState.of, model), done, model.device.make_current)
+    reporting = _report(inbox.tell, partial(state_of, model), done, model.device.make_current)
     group = _group(inbox, model.tower, begin.rendezvous, number, devices)
     workers = DeviceWorkers(
         inbox,

@@ -1,9 +1,4 @@
-"""The process of a device: start it, wait until it has loaded, learn why it ended, start it again.
-
-This module does not import torch, so that the processes load while the server imports it.
-"""
-
-from __future__ import annotations
+"""The process of a device: start it, wait until it has loaded, learn why it ended, start it again."""
 
 import socket
 import threading
@@ -11,20 +6,16 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Pipe
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from encoder_contract.errors import EncoderError, UnavailableError
 from encoder_contract.geometry import Grid
 from encoder_service.child import Child, why_ended
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.devices import EXIT_LOST, EXIT_STUCK
+from encoder_service.devices.device_reports import DeviceState, ModelFacts
 from encoder_service.devices.environment import device_environment
 from encoder_service.devices.messages import Load, Report, receive, send
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from encoder_service.devices.device_reports import DeviceState, ModelFacts
 
 ENDS = ("crashed", "killed", "lost", "stuck")
 """Why processes ended. "killed": by another process, or by the kernel when memory was short."""

@@ -14,11 +14,10 @@ from encoder_service.config import ConfigError
 from encoder_service.devices.device_link import Link, Shared
 from encoder_service.devices.device_process import DeviceProcess
 from encoder_service.devices.job_queue import Job, JobQueue
-from encoder_service.devices.torch_device import TICK_S
+from encoder_service.devices.watchdog import TICK_S
 from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.metrics import Metrics
 from encoder_service.store import Store
-from encoder_service.vision.ulysses import start_rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,11 @@ class Dispatcher:
         self._group_number = 0
         self._group_asked = -1  # the number of the last group that the devices were to form
         self._forms_groups = any(device.facts.group_patches for device in devices)
-        self._rendezvous = start_rendezvous() if len(devices) > 1 else None
+        self._rendezvous = None
+        if self._forms_groups:
+            from encoder_service.vision.ulysses import start_rendezvous  # imports torch
+
+            self._rendezvous = start_rendezvous()
         self._is_group_due = self._forms_groups
         self._group_settled = asyncio.Event()
         self._loop = asyncio.get_running_loop()

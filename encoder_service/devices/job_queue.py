@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from cachetools import FIFOCache, LRUCache, TTLCache
 
@@ -23,13 +24,16 @@ from encoder_contract.errors import (
     UnavailableError,
 )
 from encoder_contract.geometry import Grid
-from encoder_service.devices.torch_device import Device, Faults
+from encoder_service.devices.faults import Faults
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.limits import AT_A_TIME
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler import MOST_INTERRUPTIONS, Claim, Scheduler, State, Task
 from encoder_service.store import Pin, Store
+
+if TYPE_CHECKING:
+    from encoder_service.devices.torch_device import Device
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +79,11 @@ class JobQueue:
         loop: asyncio.AbstractEventLoop,
         metrics: Metrics | None = None,
         on_end: Callable[[Job, Pin | EncoderError], None] = lambda _job, _outcome: None,
-        device: Device | None = None,
+        device: "Device | None" = None,
         devices: int = 1,
         on_abort: Callable[[UnavailableError], None] = lambda _error: None,
     ) -> None:
-        """Create a queue for this number of `devices`; `device` is the one of this process, by default the CPU.
+        """Create a queue for this number of `devices`; `device` is the one that this process uses, if any.
 
         `can_batch` says whether an image is decoded in batches.
 
@@ -99,7 +103,7 @@ class JobQueue:
         self._devices = devices
         self._dispatch_due = self._answer_due = False
         self._copying: set[asyncio.Task[None]] = set()
-        self._faults = Faults(device or Device("cpu"), self.abort)
+        self._faults = Faults(device, self.abort)
         self.dispatch: Callable[[], None] = lambda: None
         """Called soon after there may be more work for the devices. `Dispatcher` sets it."""
         self.on_gone: Callable[[Job], None] = lambda _job: None

@@ -7,7 +7,7 @@ several images, their numbers stay valid. If `Gone` arrives while an image is be
 ends the number.
 
 A message is pickled, because a device's process is as trusted as the server. Files travel beside the pickle, so that
-neither side copies them into it. Does not import torch.
+neither side copies them into it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Loads a checkpoint folder: its vision model and a decoder. Plans the device's memory.
+"""Loads a checkpoint folder: its vision model and a decoder. Plans the device's memory, and tells the server the facts.
 
-`MemoryPlan` divides the memory of a GPU at start, before the device tier of the store takes its share.
+Only the process of a device imports this module.
 """
 
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -15,25 +15,26 @@ from encoder_contract.checkpoint import OWN_TYPES, read_config, vision_tensors
 from encoder_contract.processor import ProcessorSettings
 from encoder_contract.video import VideoSettings
 from encoder_service.config import GIB, Config, ConfigError, flag
-from encoder_service.devices.torch_device import Device, MemoryUse
+from encoder_service.devices.device_reports import DeviceState, ModelFacts
+from encoder_service.devices.memory_plan import CONTEXT_BYTES, MemoryPlan, MemoryUse
+from encoder_service.devices.torch_device import Device
 from encoder_service.families.choice import check_model, load_family
+from encoder_service.families.counted_rows import CountedRows
 from encoder_service.families.model import LoadOptions, VisionModel
 from encoder_service.image import ffmpeg
 from encoder_service.image.dali import DaliJpegs
-from encoder_service.image.decoder import (
-    DECODE_PIXELS,
-    Decoder,
-    FileDecoder,
-    PillowDecoder,
-)
+from encoder_service.image.decoder import DECODE_PIXELS
 from encoder_service.image.decoder_child import DecoderStartError
-from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.decoder_pool import files_decoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.known_video import check_videos
 from encoder_service.image.pillow import missing_formats
 from encoder_service.image.resize import RESIZED_BYTES_PER_PIXEL
 from encoder_service.keys import Recipe
 from encoder_service.store.segment import unused_memory_bytes
+from encoder_service.vision import Tower
 from encoder_service.vision.load import DTYPES
+from encoder_service.vision.ulysses import MIN_PATCHES
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,8 @@ _DEVICE_FILES = Path("/dev")
 DECODE_THREADS = {"cuda": 8, "cpu": 2}
 # Batches whose rows exist: one is copied out, one waits in the queue, one is encoded and waits to enter the queue.
 BATCHES_UNDER_WAY = 3
-# Estimates, not measured.
-CONTEXT_BYTES = 512 << 20
-NCCL_BYTES = 512 << 20
+NCCL_BYTES = 512 << 20  # an estimate, not measured
+TOWER_COUNTS = ("graph_batches", "eager_batches", "padding_patches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,6 @@ def _decoder(config: Config, device: str) -> Decoder:
     threads = decode_threads(config, Device(device))
     jpegs = _jpegs(config, device, threads)
     return Decoder(torch.device(device), files_decoder(config, threads), jpegs)
-
-
-def files_decoder(config: Config, threads: int) -> FileDecoder:
-    """Return the decoder of single files and headers, for this many threads. It may still be starting."""
-    if config.decoder_process == "no":
-        return PillowDecoder()
-    return DecoderPool(threads, max_image_pixels=config.max_image_pixels)
 
 
 def _jpegs(config: Config, device: str, threads: int) -> DaliJpegs | None:
@@ -239,87 +232,60 @@ def _why_no_cuda() -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """How the memory of a device is used, in bytes. `str` describes it to people.
+def plan_memory(model: Model, memory: MemoryUse, config: Config, devices: int = 1) -> MemoryPlan:
+    """Plan for a loaded model on a device with this memory, one of several."""
+    # A batch, single images and one large image are decoded at the same time.
+    larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0
+    pixels = 2 * DECODE_PIXELS + larger
+    return MemoryPlan(
+        total=memory.total,
+        loaded=memory.total - memory.free,
+        forward=model.tower.forward_bytes,
+        # The rows of the last batch are part of `forward`.
+        under_way=(BATCHES_UNDER_WAY - 1) * model.tower.batch_bytes,
+        decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
+        tables=model.tower.table_bytes,
+        libraries=CONTEXT_BYTES * (config.store_device_gib > 0) + NCCL_BYTES * (devices > 1),
+        store=int(config.store_device_gib * GIB),
+    )
 
-    `loaded` is measured after the tower has loaded and warmed up: weights, CUDA graphs, workspaces of libraries, and
-    memory of other processes. Memory used after the start is computed from shapes: `forward` is the activations of the
-    largest batch or image; `under_way` the rows that wait to be copied out and the patches that wait for the tower;
-    `decode` the pixels being decoded and resized, and the decoder's own buffers; `tables` those of the tower's grids.
-    `libraries` is what CUDA takes for the server's own process, if it has memory there, and NCCL for its buffers, if
-    devices encode images together: estimates. `store` is the device tier.
-    """
 
-    total: int
-    loaded: int
-    forward: int
-    under_way: int
-    decode: int
-    tables: int
-    libraries: int
-    store: int
+def facts_of(model: Model, config: Config, devices: int) -> ModelFacts:
+    """Return the facts of a model in this process, one of `devices`."""
+    tower = model.tower
+    return ModelFacts(
+        model_type=tower.model_type,
+        spec=tower.spec if isinstance(tower, Tower) else None,
+        hidden=tower.hidden,
+        levels=tower.levels,
+        width=tower.width,
+        row_bytes=tower.width * tower.dtype.itemsize,
+        recipe=model.recipe,
+        videos=model.videos,
+        no_videos=model.no_videos,
+        attention=tower.attention,
+        ahead_patches=tower.ahead_patches,
+        batch_patches=tower.batch_patches,
+        rule=None if isinstance(tower.geometry, CountedRows) else tower.geometry,
+        max_tokens=tower.geometry.max_tokens,
+        device=model.device.name,
+        decoder=model.decoder.name,
+        jpegs=model.decoder.decodes_batches,
+        plan=plan_memory(model, model.device.memory(), config, devices),
+        decode_threads=decode_threads(config, model.device),
+        overtakes=model.device.kind == "cpu",
+        group_patches=MIN_PATCHES[model.device.kind] if _is_group(tower, devices) else 0,
+    )
 
-    @classmethod
-    def of(cls, model: Model, memory: MemoryUse, config: Config, devices: int = 1) -> Self:
-        """Plan for a loaded model on a device with this memory, one of several."""
-        # A batch, single images and one large image are decoded at the same time.
-        larger = config.max_image_pixels if config.max_image_pixels > DECODE_PIXELS else 0
-        pixels = 2 * DECODE_PIXELS + larger
-        return cls(
-            total=memory.total,
-            loaded=memory.total - memory.free,
-            forward=model.tower.forward_bytes,
-            # The rows of the last batch are part of `forward`.
-            under_way=(BATCHES_UNDER_WAY - 1) * model.tower.batch_bytes,
-            decode=pixels * RESIZED_BYTES_PER_PIXEL + model.decoder.device_bytes,
-            tables=model.tower.table_bytes,
-            libraries=CONTEXT_BYTES * (config.store_device_gib > 0) + NCCL_BYTES * (devices > 1),
-            store=int(config.store_device_gib * GIB),
-        )
 
-    @property
-    def beside(self) -> int:
-        """Bytes that a second process with the same tower takes besides its weights; 0 on the CPU."""
-        working = self.forward + self.under_way + self.decode + self.tables
-        return working + CONTEXT_BYTES if self.total else 0
+def _is_group(tower: VisionModel, devices: int) -> bool:
+    return devices > 1 and isinstance(tower, Tower) and tower.can_encode_in_group(devices)
 
-    @property
-    def left(self) -> int:
-        """Bytes left over; negative if the plan does not fit."""
-        return self.total - self.loaded - sum(self._growing.values())
 
-    def check(self) -> None:
-        """Raise `ConfigError` if the device tier leaves too little memory for the tower and the decoder.
-
-        Without a device tier, log a warning if the tower and the decoder may run out of memory.
-        """
-        if not self.total or self.left >= 0:
-            return
-        if not self.store:
-            log.warning(
-                "the device's memory may run out, and large images then fail: lower %s or %s (%s)",
-                *(flag("max_image_pixels"), flag("batch_patches"), self),
-            )
-        else:
-            most = max(self.store + self.left, 0)
-            raise ConfigError(
-                f"{flag('store_device_gib')} {self.store / GIB:g}: a tier of this size leaves too little of the GPU "
-                f"for the tower and the decoder ({self}); at most {int(most / GIB * 100) / 100:g} GiB fit"
-            )
-
-    def __str__(self) -> str:
-        parts = {"loaded": self.loaded, **self._growing}
-        taken = ", ".join(f"{size / GIB:.2f} {name}" for name, size in parts.items())
-        return f"of {self.total / GIB:.1f} GiB: {taken}, {self.left / GIB:.2f} left"
-
-    @property
-    def _growing(self) -> dict[str, int]:
-        return {
-            "largest forward": self.forward,
-            "batches under way": self.under_way,
-            "decoding": self.decode,
-            "tables": self.tables,
-            "libraries": self.libraries,
-            "store": self.store,
-        }
+def state_of(model: Model) -> DeviceState:
+    """Return the state of a model in this process."""
+    counts = Counter({name: getattr(model.tower, name) for name in TOWER_COUNTS})
+    return DeviceState(
+        model.device.memory(),
+        counts + Counter({**model.decoder.deaths, "messages": model.decoder.messages}),
+    )

@@ -8,11 +8,10 @@ from encoder_contract.geometry import Grid, GridRule
 from encoder_service.config import Config, ConfigError, flag
 from encoder_service.devices.device_process import CHANGED, DeviceProcess
 from encoder_service.devices.device_reports import ModelFacts
-from encoder_service.devices.model import files_decoder
-from encoder_service.families.model import CountedRows
-from encoder_service.image.dali import DaliJpegs
+from encoder_service.families.counted_rows import CountedRows
 from encoder_service.image.decoder import FileDecoder
 from encoder_service.image.decoder_child import DecoderStartError
+from encoder_service.image.decoder_pool import files_decoder
 from encoder_service.image.source import Source
 
 
@@ -45,7 +44,7 @@ class ServedModel:
 
     def can_batch(self, source: Source) -> bool:
         """Whether the devices decode this image in batches."""
-        return self.facts.jpegs and source.video is None and DaliJpegs.takes(source)
+        return self.facts.jpegs and source.is_whole_jpeg
 
 
 def load_devices(config: Config, devices: Sequence[DeviceProcess]) -> FileDecoder:

@@ -22,19 +22,13 @@ from encoder_contract.errors import EncoderError, InternalError, InvalidImageErr
 from encoder_contract.extents import views
 from encoder_service.devices import messages
 from encoder_service.devices.device_inbox import DeviceImage, Inbox
+from encoder_service.devices.faults import DEVICE_LOST, Faults
 from encoder_service.devices.model import Model
-from encoder_service.devices.torch_device import (
-    DECODE_S,
-    DEVICE_LOST,
-    FORM_S,
-    FRAME_S,
-    CudaStream,
-    Faults,
-    Watchdog,
-)
+from encoder_service.devices.torch_device import CudaStream
+from encoder_service.devices.watchdog import DECODE_S, FORM_S, FRAME_S, Watchdog
 from encoder_service.families.model import Inputs, tensors_of
 from encoder_service.image.resize import resize_bilinear
-from encoder_service.store.tensors import copy_bytes, flat
+from encoder_service.store.tensors import copy_tensors, flat
 from encoder_service.vision import Tower
 from encoder_service.vision.ulysses import UlyssesGroup
 
@@ -369,7 +363,7 @@ class CopyOut:
             targets += views(self._memory[tier], extents)
         if targets:
             with self._watchdog.watching("copying rows out"):
-                copy_bytes(targets, (flat(batch.rows[at]) for at in images))
+                copy_tensors(targets, (flat(batch.rows[at]) for at in images))
 
 
 def wrong_size(pixels: Tensor, size: tuple[int, int]) -> InvalidImageError | None:

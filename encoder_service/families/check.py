@@ -26,7 +26,8 @@ from encoder_contract.checkpoint import read_config
 from encoder_contract.errors import EncoderError
 from encoder_contract.settings import ConfigError
 from encoder_service.families.choice import check_model, load_family
-from encoder_service.families.model import LoadOptions, VisionModel, one_line
+from encoder_service.families.counted_rows import one_line
+from encoder_service.families.model import LoadOptions, VisionModel
 
 MAX_ERROR = 1e-5  # of a row: the norm of the difference over the norm of the true row
 SIZES = ((640, 480), (300, 900), (448, 448), (97, 161), (1280, 720))  # of the images whose rows are compared

@@ -32,7 +32,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from encoder_contract.checkpoint import LANGUAGE_MODEL, model_fingerprint, read_config
 from encoder_contract.geometry import Grid
 from encoder_contract.settings import flag
-from encoder_service.families.model import LoadOptions, OneByOne, one_line
+from encoder_service.families.counted_rows import one_line
+from encoder_service.families.model import LoadOptions, OneByOne
 from encoder_service.keys import Recipe
 from encoder_service.vision.load import dtype_of
 

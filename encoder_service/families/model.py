@@ -5,7 +5,6 @@ A family is a function `load(folder, options) -> VisionModel`. Plug-ins register
 parts that are specific to a family.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageError
+from encoder_contract.errors import EncoderError, InvalidImageError
 from encoder_contract.geometry import Grid, GridRule
+from encoder_service.families.counted_rows import CountedRows, refusal
 from encoder_service.keys import Recipe
 from encoder_service.vision.load import DTYPES
 
@@ -132,88 +131,6 @@ class VisionModel(Protocol):
 
 Load = Callable[[Path, LoadOptions], VisionModel]
 
-MAX_ROWS = 32768  # of an image: twice the largest published bound
-MAX_REASON = 400  # characters of another library's message
-MAX_SIZES = 65536  # image sizes whose rows are cached, which takes 10 MB
-
-
-class CountedRows:
-    """A `GridRule` whose grids count rows, by a function that may take milliseconds. Thread-safe.
-
-    The grids of recent sizes are cached, and so are the reasons why a size has none.
-    """
-
-    def __init__(self, count: Callable[[int, int], Grid], max_rows: int = MAX_ROWS) -> None:
-        """`count(width, height)` returns (1, h, w) for h × w rows.
-
-        If it raises, the size is refused with the error's message, unless memory ran out.
-        """
-        self._count = count
-        self.max_tokens = max_rows
-        self._lock = threading.Lock()
-        self._known: LRUCache[tuple[int, int], Grid | str] = LRUCache(MAX_SIZES)
-
-    def __str__(self) -> str:
-        return f"rows counted by the server, at most {self.max_tokens} an image"
-
-    def at_once(self, width: int, height: int) -> bool:
-        """Whether the rows of this size are cached."""
-        with self._lock:
-            return (width, height) in self._known
-
-    def grid(self, width: int, height: int) -> Grid:
-        """Return the grid of rows. Raises `InvalidImageError` for a size that the model does not take."""
-        with self._lock:
-            found = self._known.get((width, height))
-        if found is None:
-            found = self.counted(width, height)
-            with self._lock:
-                self._known[width, height] = found
-        if isinstance(found, str):
-            raise InvalidImageError(found)
-        return found
-
-    def tokens(self, grid: Grid) -> int:
-        """Return the rows in a grid."""
-        return grid.patches
-
-    def has(self, grid: Grid) -> bool:
-        """Whether an image may have this grid."""
-        return grid.t == 1 and min(grid) > 0 and grid.patches <= self.max_tokens
-
-    def variant(self, min_pixels: int = 0, max_pixels: int = 0) -> "CountedRows":
-        """Return this rule. Raises `ImageLimitError` for any variant, because this rule has none."""
-        if min_pixels or max_pixels:
-            raise ImageLimitError("this model has no variants: leave min_pixels and max_pixels out")
-        return self
-
-    def counted(self, width: int, height: int) -> Grid | str:
-        """Return the grid of this size, or why it has none. Raises errors that a retry may not meet."""
-        try:
-            grid = self._count(width, height)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise  # a retry may succeed
-        except Exception as error:  # noqa: BLE001 - the family's code, on a size that any caller can send
-            return refusal(width, height, error)
-        if not self.has(grid):
-            return (
-                f"an image of {width}x{height} pixels has {grid.patches} rows; from 1 to {self.max_tokens} are"
-                " served"
-            )
-        return grid
-
-
-def refusal(width: int, height: int, error: Exception) -> str:
-    """Return the message for an image of this size on which the model's processor failed."""
-    why = f"{type(error).__name__}: {one_line(error)}"
-    return f"the model's image processor refuses an image of {width}x{height} pixels: {why}"
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error in one line."""
-    return " ".join(str(error).split())[:MAX_REASON]
-
-
 # Rows in a batch. Its images run one after another; then the device hands the batch to the copy-out.
 BATCH_ROWS = {"cpu": 256, "cuda": 4096}
 ROWS_AHEAD = 4096  # in bfloat16 about 80 MB of inputs; 154 MB for Gemma 3, whose rows have 16 patches
@@ -249,7 +166,7 @@ class OneByOne(ABC):
         self.device, self.dtype = torch.device(options.device), DTYPES[options.dtype]
         self.batch_patches = options.batch_patches or BATCH_ROWS[self.device.type]
         self.ahead_patches = 2 * max(self.batch_patches, ROWS_AHEAD)
-        self.geometry: GridRule = CountedRows(self.grid)
+        self.geometry: GridRule = CountedRows(self._counted)
         self._flops_per_row = 0.0
 
     @abstractmethod
@@ -259,6 +176,12 @@ class OneByOne(ABC):
     def grid(self, width: int, height: int) -> Grid:
         """Return (1, rows, 1); or (1, h, w) if the rows are h lines of w, which some engines need to know."""
         return Grid(1, self.rows(width, height), 1)
+
+    def _counted(self, width: int, height: int) -> Grid:
+        try:
+            return self.grid(width, height)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error  # a retry may succeed
 
     @abstractmethod
     def prepare_image(self, pixels: Tensor) -> Inputs:

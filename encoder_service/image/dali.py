@@ -20,9 +20,6 @@ from encoder_service.image.source import Source
 
 log = logging.getLogger(__name__)
 
-_END_OF_JPEG = b"\xff\xd9"
-# How far before the end of a file the end marker may be: some encoders append a few bytes of padding.
-_JPEG_PADDING_BYTES = 64
 # Compute capabilities of GPUs that have JPEG engines: A100 and A30, H100 and H200, B200 and B300.
 _WITH_JPEG_ENGINES = ((8, 0), (9, 0), (10, 0), (10, 3))
 DALI_BYTES = 768 << 20
@@ -38,7 +35,7 @@ class DaliJpegs:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         # DALI then prints only errors to standard error, no warnings about odd images. Errors cannot be turned off;
-        # `takes` already keeps ordinary bad files away from DALI.
+        # `Source.is_whole_jpeg` already keeps ordinary bad files away from DALI.
         os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "1")
         try:
             import nvidia.dali as dali
@@ -75,17 +72,6 @@ class DaliJpegs:
             reason := no_hardware_jpeg(torch.cuda.get_device_capability(self._torch_device))
         ):
             log.warning("%s", reason)
-
-    @staticmethod
-    def takes(source: Source) -> bool:
-        """Whether DALI may decode a file: a complete JPEG that is not CMYK.
-
-        A truncated image must not get an embedding. libjpeg rejects a truncated file, but a GPU decoder may fill the
-        missing part with grey. So a file without an end marker is left to Pillow.
-        """
-        header = source.header
-        is_complete = _END_OF_JPEG in source.data[-_JPEG_PADDING_BYTES:]
-        return header.format == "JPEG" and header.channels != 4 and is_complete
 
     def decode(self, sources: Sequence[Source]) -> list[Tensor | None]:
         """Return the upright pixels of each, uint8 [H, W, 3] on the device; None for those that DALI refuses.

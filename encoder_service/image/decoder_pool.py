@@ -24,8 +24,9 @@ from encoder_contract.errors import (
 )
 from encoder_contract.header import Header
 from encoder_contract.video import VideoInfo
+from encoder_service.config import Config
 from encoder_service.image import decoder_child
-from encoder_service.image.decoder import DEATHS
+from encoder_service.image.decoder import DEATHS, FileDecoder, PillowDecoder
 from encoder_service.image.decoder_child import (
     DECODE_LIMIT_S,
     DecoderChild,
@@ -251,3 +252,10 @@ class DecoderPool:
             "memory": f"{what} takes more memory than {memory_bytes // 1_000_000} MB",
         }
         return UndecodableImageError(texts[reason])
+
+
+def files_decoder(config: Config, threads: int) -> FileDecoder:
+    """Return the decoder of single files and headers, for this many threads. It may still be starting."""
+    if config.decoder_process == "no":
+        return PillowDecoder()
+    return DecoderPool(threads, max_image_pixels=config.max_image_pixels)

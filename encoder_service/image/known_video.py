@@ -12,7 +12,7 @@ from encoder_contract.errors import EncoderError, OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_contract.video import Frames, VideoInfo
 from encoder_service.image import ffmpeg
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.source import Source, VideoFile
 
 # Interlaced H.264. Its left half is red and its right half blue, in the second frame the other way round. The program

@@ -13,6 +13,9 @@ from encoder_contract.header import Header
 from encoder_contract.orientation import UPRIGHT
 from encoder_contract.video import HEAD_BYTES, VideoInfo, container_of
 
+_END_OF_JPEG = b"\xff\xd9"
+# How far before the end of a file the end marker may be: some encoders append a few bytes of padding.
+_JPEG_PADDING_BYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -74,6 +77,16 @@ class Source:
     header: Header
     video: VideoInfo | None = None
     file: "weakref.ref[VideoFile] | None" = field(default=None, repr=False)
+
+    @property
+    def is_whole_jpeg(self) -> bool:
+        """Whether DALI may decode it: a complete JPEG that is not CMYK.
+
+        A truncated image must not get an embedding. libjpeg rejects a truncated file, but a GPU decoder may fill the
+        missing part with grey. So a file without an end marker is left to Pillow.
+        """
+        is_complete = _END_OF_JPEG in self.data[-_JPEG_PADDING_BYTES:]
+        return self.header.format == "JPEG" and self.header.channels != 4 and is_complete
 
     @classmethod
     def of_video(cls, key: bytes, file: VideoFile, info: VideoInfo) -> "Source":

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 from encoder_contract.errors import OverloadedError
 from encoder_contract.framing import checksum
+from encoder_service.store.copies import copy_bytes
 from encoder_service.store.disk import THREADS, DiskFile
 from encoder_service.store.pin import Pin
-from encoder_service.store.tensors import copy_bytes
 from encoder_service.store.tier import Entry, Tier
 from encoder_service.store.tiers import Tiers
 

@@ -103,7 +103,7 @@ class Pin:
             generation=entry.generation,
             generation_offset=segment.generation_offset(entry.runs[0][0], on_device=on_device),
             memory=entry.tier.shared_as,
-            memory_bytes=entry.tier.memory.numel() if on_device else 0,
+            memory_bytes=len(entry.tier.memory) if on_device else 0,
         )
 
     def release(self) -> None:

@@ -4,17 +4,16 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from encoder_contract.device_memory import CUDA_SHARED_BYTES, DeviceMemory, DeviceMemoryError, allocate
+from encoder_contract.extents import View
 from encoder_contract.fleet_key import FleetKey
+from encoder_contract.registration import CudaRegistration
 from encoder_service.store.disk import Disk
 from encoder_service.store.moves import Moves
-from encoder_service.store.registration import registration_of
 from encoder_service.store.segment import Segment, StoreSizeError, device_error
 from encoder_service.store.stats import StoreStats, disk_stats, tier_stats
-from encoder_service.store.tensors import tensor_over
 from encoder_service.store.tier import AnyTier, Entry, PageLayout, Tier, TierName
 from encoder_service.store.tiers import Tiers
 
@@ -32,8 +31,7 @@ class Store(Tiers):
         self,
         *,
         host_bytes: int,
-        width: int,
-        dtype: torch.dtype,
+        row_bytes: int,
         device_bytes: int = 0,
         device: str = "cpu",
         segment_dir: str = "/dev/shm",  # noqa: S108 - memory on every Linux; the segment is created safely
@@ -46,14 +44,11 @@ class Store(Tiers):
     ) -> None:
         """Allocate all memory. Raises `StoreSizeError`, which names the setting to change, if that fails; `DiskError`.
 
-        A row has `width` elements of `dtype`. A writer waits for up to `wait_s` while everything is pinned. The thread
-        that drops an embedding from a tier calls `on_evict(address, tier)`, without the lock. By then another tier
-        may hold the address, or the same tier may hold it again: ask `contains`. With `prefault`, `Moves.keep_moving`
-        also touches the host tier's pages. With `disk_folder`, embeddings leave the host for files of `disk_bytes` in
-        all, signed with `disk_key`.
+        A writer waits for up to `wait_s` while everything is pinned. The thread that drops an embedding from a tier
+        calls `on_evict(address, tier)`, without the lock. By then another tier may hold the address, or the same tier
+        may hold it again: ask `contains`. With `prefault`, `Moves.keep_moving` also touches the host tier's pages. With
+        `disk_folder`, embeddings leave the host for files of `disk_bytes` in all, signed with `disk_key`.
         """
-        self.width, self.dtype = width, dtype
-        row_bytes = width * dtype.itemsize
         layout = PageLayout(row_bytes, max(1, PAGE_BYTES // row_bytes))
         self.device_probe: DeviceMemory | None = None
         """Memory without rows, which other processes try to open; None without a device tier that they can read."""
@@ -68,7 +63,7 @@ class Store(Tiers):
                 raise
         super().__init__(segment, host, on_device, disk, wait_s, on_evict)
         on_gpu = on_device is not None and device.startswith("cuda")
-        self._registration = registration_of(host.memory, device) if on_gpu else None
+        self._registration = _registration(host, device) if on_gpu else None
         self.moves = Moves(self, prefault=prefault and not on_gpu)
 
     def _allocate(
@@ -80,12 +75,11 @@ class Store(Tiers):
             memory = _allocate(device, _whole_pages(device_bytes, layout, "device"))
         host_pages = _whole_pages(host_bytes, layout, "host") // layout.page_bytes
         segment = Segment(folder, host_pages, layout.page_bytes, device_bytes // layout.page_bytes)
-        in_segment = torch.frombuffer(segment.view[segment.data_offset :], dtype=torch.uint8)
-        host = Tier("host", in_segment, layout, segment.generations)
+        host = Tier("host", segment.view[segment.data_offset :], layout, segment.generations)
         if memory is None:
             return segment, host, None
         self.device_probe = _probe(memory, device)
-        on_device = tensor_over(memory, device)
+        on_device = _in_place(memory, device)
         return segment, host, Tier("device", on_device, layout, segment.device_generations, memory.name)
 
     @property
@@ -93,7 +87,7 @@ class Store(Tiers):
         """The name by which other processes open the device tier, and its size in bytes; None if they cannot."""
         if self.device is None or not self.device.shared_as:
             return None
-        return self.device.shared_as, self.device.memory.numel()
+        return self.device.shared_as, len(self.device.memory)
 
     def stats(self) -> StoreStats:
         """Return statistics. Takes microseconds, however many embeddings are held."""
@@ -126,6 +120,21 @@ class Store(Tiers):
     def copy_to_host(self, entry: Entry, wait_s: float) -> Entry:
         """See `EntryStore`."""
         return self.moves.copy_to_host(entry, wait_s)
+
+
+def _in_place(memory: DeviceMemory, device: str) -> View:
+    if isinstance(memory.content, memoryview):
+        return memory.content
+    from encoder_service.store.tensors import tensor_over  # imports torch
+
+    return tensor_over(memory, device)
+
+
+def _registration(host: Tier, device: str) -> CudaRegistration[Any]:
+    from encoder_service.store.registration import registration_of  # imports torch
+    from encoder_service.store.tensors import as_tensor
+
+    return registration_of(as_tensor(host.memory), device)
 
 
 def _left_disk(on_evict: Callable[[bytes, AnyTier], None], address: bytes) -> None:

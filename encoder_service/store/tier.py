@@ -9,10 +9,8 @@ from array import array
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-
 from encoder_contract.arena import Arena, Run
-from encoder_contract.extents import Extent, views
+from encoder_contract.extents import Extent, View, views
 from encoder_contract.geometry import Grid
 from encoder_service.store.eviction import EvictionOrder, Item
 
@@ -101,16 +99,16 @@ class Tier:
     def __init__(
         self,
         name: TierName,
-        memory: Tensor,
+        memory: View,
         layout: PageLayout,
         generations: "memoryview[int] | None" = None,
         shared_as: bytes = b"",
     ) -> None:
-        """Divide `memory` (flat uint8) into pages. `generations` has one item per page: see `Segment`.
+        """Divide `memory` (flat bytes) into pages. `generations` has one item per page: see `Segment`.
 
         `shared_as` is the name by which other processes open the memory; empty for the segment's own memory.
         """
-        pages = memory.numel() // layout.page_bytes
+        pages = len(memory) // layout.page_bytes
         self.name = name
         self.memory = memory
         self.layout = layout
@@ -225,6 +223,6 @@ class Tier:
         self.release(entry)
         self.evictions += 1
 
-    def pieces(self, entry: Entry) -> list[Tensor]:
-        """Return the entry's bytes as flat uint8 tensors, in order, without a copy."""
+    def pieces(self, entry: Entry) -> list[View]:
+        """Return the entry's bytes, in order, without a copy."""
         return views(self.memory, entry.extents(0, entry.tokens))

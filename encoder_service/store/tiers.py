@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from encoder_contract.errors import ImageLimitError, OverloadedError
 from encoder_contract.extents import views
 from encoder_contract.geometry import Grid
+from encoder_service.store.copies import copy_bytes
 from encoder_service.store.disk import Disk
 from encoder_service.store.pin import Pin
 from encoder_service.store.segment import GIB, Segment
-from encoder_service.store.tensors import copy_bytes
 from encoder_service.store.tier import AnyTier, Entry, Tier
 
 _MAX_SLEEP_S = 0.05
@@ -331,5 +331,5 @@ class Tiers(ABC):
         if self.layout.pages(tokens) > self.host.arena.pages:
             raise ImageLimitError(
                 f"the embedding has {tokens * self.layout.row_bytes / GIB:.3f} GiB, more than the whole "
-                f"host store of {self.host.memory.numel() / GIB:.3f} GiB (--store-host-gib)"
+                f"host store of {len(self.host.memory) / GIB:.3f} GiB (--store-host-gib)"
             )

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from encoder_contract.errors import InternalError
 from encoder_contract.segment_file import create_owned, open_segment, remove_ownerless, segment_proof
@@ -19,7 +18,7 @@ PREFIX = "encoder-service-"
 
 @pytest.fixture
 def store(tmp_path):
-    store = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
+    store = Store(host_bytes=1 << 20, row_bytes=64, segment_dir=str(tmp_path))
     yield store
     store.close()
 
@@ -80,7 +79,7 @@ def test_a_start_removes_dead_segments_and_no_links_folders_or_other_files(tmp_p
     link.symlink_to(other)
     script = (
         "import sys, torch; from encoder_service.store import Store; "
-        "Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=sys.argv[1]).close()"
+        "Store(host_bytes=1 << 20, row_bytes=64, segment_dir=sys.argv[1]).close()"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=START_S)
     assert {*tmp_path.iterdir()} == {fifo, folder, other, link}

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from encoder_service.config import Config
 from encoder_service.devices.model import Model, load_model
-from encoder_service.image.decoder import Decoder, FileDecoder, PillowDecoder
+from encoder_service.image.decoder import FileDecoder, PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.device_decoder import Decoder
 from prefill_client import EncoderClient
 from testing.decoding import decode_files
 from testing.real_weights import head, missing, network_with_rows, normalised, photos, square, write_llava

@@ -16,19 +16,13 @@ from encoder_contract.errors import OverloadedError
 from encoder_contract.geometry import Grid
 from encoder_service.config import GIB, Config, ConfigError
 from encoder_service.devices import tower_credit, workers
-from encoder_service.devices.model import (
-    BATCHES_UNDER_WAY,
-    CONTEXT_BYTES,
-    NCCL_BYTES,
-    MemoryPlan,
-    Model,
-    decode_threads,
-)
-from encoder_service.devices.torch_device import Device, MemoryUse
-from encoder_service.image.decoder import Decoder
+from encoder_service.devices.memory_plan import CONTEXT_BYTES, MemoryUse
+from encoder_service.devices.model import BATCHES_UNDER_WAY, NCCL_BYTES, Model, decode_threads, plan_memory
+from encoder_service.devices.torch_device import Device
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
-from encoder_service.store.tensors import copy_bytes
+from encoder_service.store.copies import copy_bytes
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo
@@ -107,7 +101,7 @@ async def test_activations_of_a_failed_batch_are_freed_before_the_retry(model: M
 
 
 def test_the_cpu_has_no_memory_of_its_own_to_plan(config: Config, model: Model) -> None:
-    plan = MemoryPlan.of(model, Device("cpu").memory(), replace(config, store_device_gib=1000.0))
+    plan = plan_memory(model, Device("cpu").memory(), replace(config, store_device_gib=1000.0))
     plan.check()
     assert plan.total == 0
 
@@ -118,24 +112,24 @@ async def test_a_too_large_device_store_is_refused_with_the_size_that_fits(
 ) -> None:
     small = replace(model, device=SmallDevice(free_gib=6.0))
     with pytest.raises(ConfigError, match=r"--store-device-gib 6: .* at most ([\d.]+) GiB fit") as refused:
-        MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=6.0)).check()
+        plan_memory(small, small.device.memory(), replace(config, store_device_gib=6.0)).check()
     fits = float(str(refused.value).rpartition(" at most ")[2].split()[0])
     assert 0 < fits < 6
-    MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits)).check()
+    plan_memory(small, small.device.memory(), replace(config, store_device_gib=fits)).check()
     with pytest.raises(ConfigError):
-        MemoryPlan.of(small, small.device.memory(), replace(config, store_device_gib=fits + 0.02)).check()
+        plan_memory(small, small.device.memory(), replace(config, store_device_gib=fits + 0.02)).check()
 
 
 @pytest.mark.cuda
 def test_the_plan_counts_what_grows_after_the_start(config: Config, model: Model) -> None:
     memory = MemoryUse(total=80 * GIB, free=78 * GIB)
-    plan = MemoryPlan.of(model, memory, config)
+    plan = plan_memory(model, memory, config)
     dali = cast(Decoder, Changed(model.decoder, device_bytes=GIB))
-    assert MemoryPlan.of(replace(model, decoder=dali), memory, config).left == plan.left - GIB
+    assert plan_memory(replace(model, decoder=dali), memory, config).left == plan.left - GIB
     assert plan.left == 78 * GIB - plan.forward - plan.under_way - plan.decode - plan.tables - plan.store
-    in_group = MemoryPlan.of(model, memory, config, devices=2)
+    in_group = plan_memory(model, memory, config, devices=2)
     assert in_group.left == plan.left - NCCL_BYTES
-    with_tier = MemoryPlan.of(model, memory, replace(config, store_device_gib=1.0))
+    with_tier = plan_memory(model, memory, replace(config, store_device_gib=1.0))
     assert with_tier.left == plan.left - GIB - CONTEXT_BYTES, "the server's process has memory on the device"
 
 
@@ -190,7 +184,7 @@ async def test_a_too_small_device_is_warned_about(
     for free, warned in ((6.0, False), (0.1, True)):
         caplog.clear()
         small = replace(model, device=SmallDevice(free_gib=free))
-        MemoryPlan.of(small, small.device.memory(), config).check()
+        plan_memory(small, small.device.memory(), config).check()
         assert ("memory may run out" in caplog.text) == warned
 
 

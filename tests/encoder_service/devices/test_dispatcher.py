@@ -14,10 +14,10 @@ from encoder_contract.geometry import Grid
 from encoder_service.config import Config
 from encoder_service.devices import device_link as linking
 from encoder_service.devices import dispatcher, messages, tower_credit
-from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.job_queue import Job
-from encoder_service.devices.model import Model
-from encoder_service.devices.torch_device import Device, MemoryUse
+from encoder_service.devices.memory_plan import MemoryUse
+from encoder_service.devices.model import Model, facts_of
+from encoder_service.devices.torch_device import Device
 from encoder_service.scheduler import Claim
 from encoder_service.store import Pin, Store
 from encoder_service.store.tier import Entry
@@ -555,7 +555,7 @@ async def test_the_least_image_of_a_group_depends_on_the_kind_of_device(
 ) -> None:
     """On a GPU a group runs without graphs: below 4096 patches one GPU is as fast."""
     device = SimpleNamespace(name=kind, kind=kind.partition(":")[0], memory=MemoryUse)
-    facts = ModelFacts.of(replace(model, device=cast(Device, device)), config, 2)
+    facts = facts_of(replace(model, device=cast(Device, device)), config, 2)
     assert facts.group_patches == least
     below, enough = (Grid(1, 2, patches // 2) for patches in (least - 4, least))
     async with floor(model, devices=2, group_patches=facts.group_patches) as at:

@@ -22,9 +22,9 @@ from encoder_service.devices import device_main, workers
 from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.messages import Prepared
 from encoder_service.devices.model import Model
-from encoder_service.devices.torch_device import HungDeviceError, Watchdog
+from encoder_service.devices.watchdog import HungDeviceError, Watchdog
 from encoder_service.image import decoder_child
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.keys import ImageKey
 from encoder_service.scheduler import Claim, QueueLimits, State

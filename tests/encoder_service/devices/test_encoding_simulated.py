@@ -18,7 +18,8 @@ from encoder_service.devices.device_inbox import Inbox
 from encoder_service.devices.model import Model, load_model
 from encoder_service.devices.torch_device import CudaStream, Device
 from encoder_service.image.dali import DaliJpegs
-from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder import PillowDecoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.pillow import decode_file
 from encoder_service.vision import attention
 from testing.decoding import source_of

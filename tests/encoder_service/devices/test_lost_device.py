@@ -22,16 +22,19 @@ from encoder_contract.header import read_header
 from encoder_contract.v1 import encoder_pb2 as pb
 from encoder_contract.v1.encoder_pb2_grpc import EncoderServiceStub
 from encoder_service.devices import EXIT_LOST
+from encoder_service.devices.faults import Faults
 from encoder_service.devices.messages import FormGroup
 from encoder_service.devices.model import Model
-from encoder_service.devices.torch_device import Device, Faults, Watchdog
+from encoder_service.devices.torch_device import Device
+from encoder_service.devices.watchdog import Watchdog
 from encoder_service.devices.workers import CopyOut, Vit
 from encoder_service.image.dali import DaliJpegs
-from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder import PillowDecoder
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.source import Source
 from encoder_service.metrics import scrape
 from encoder_service.store import registration
-from encoder_service.store.tensors import copy_bytes
+from encoder_service.store.copies import copy_bytes
 from prefill_client import EncoderClient
 from testing.photos import photo
 from testing.redis_servers import redis_server

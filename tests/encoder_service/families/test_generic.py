@@ -16,7 +16,8 @@ from safetensors import safe_open
 from encoder_contract.geometry import Grid
 from encoder_service.families import check
 from encoder_service.families.choice import load_family
-from encoder_service.families.model import CountedRows, LoadOptions, OneByOne
+from encoder_service.families.counted_rows import CountedRows
+from encoder_service.families.model import LoadOptions, OneByOne
 from testing.families import CHECKPOINTS
 from testing.family_table import OWN, PAGE, PLACE, in_sglang
 

@@ -7,7 +7,8 @@ import torch
 
 from encoder_contract.errors import ImageLimitError, InvalidImageError
 from encoder_contract.geometry import Grid
-from encoder_service.families.model import MAX_ROWS, CountedRows, LoadOptions, OneByOne
+from encoder_service.families.counted_rows import MAX_ROWS, CountedRows
+from encoder_service.families.model import LoadOptions, OneByOne
 from encoder_service.keys import Recipe
 
 OPTIONS = LoadOptions(device="cpu", dtype="float32")

@@ -10,7 +10,8 @@ import torch
 
 from encoder_contract.geometry import Grid
 from encoder_service.image.dali import DaliJpegs, _options
-from encoder_service.image.decoder import BATCH_IMAGES, Decoder, PillowDecoder
+from encoder_service.image.decoder import BATCH_IMAGES, PillowDecoder
+from encoder_service.image.device_decoder import Decoder
 from testing.clips import clip, true_frames
 from testing.decoding import decode_files, source_of
 from testing.photos import photo

@@ -18,8 +18,9 @@ from encoder_contract.errors import EncoderError, ImageLimitError, InvalidImageE
 from encoder_service.config import ConfigError
 from encoder_service.devices.model import _jpegs, load_model
 from encoder_service.image.dali import DaliJpegs, no_hardware_jpeg
-from encoder_service.image.decoder import Decoder, PillowDecoder
+from encoder_service.image.decoder import PillowDecoder
 from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.device_decoder import Decoder
 from testing.decoding import decode_files
 from testing.photos import damaged, encoded, photo
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from encoder_service.image.decoder import Decoder
 from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.device_decoder import Decoder
 from testing.decoding import decode_files
 from testing.every_kind import files
 from tests.encoder_service.image.test_decoder import expected

@@ -16,7 +16,7 @@ from encoder_contract.header import FORMATS, RARE_FORMATS
 from encoder_service.app import Server
 from encoder_service.config import Config, ConfigError
 from encoder_service.devices.model import Model
-from encoder_service.image.decoder import Decoder
+from encoder_service.image.device_decoder import Decoder
 from prefill_client import EncoderClient
 from testing.decoding import decode_files, pillow_decoder
 from testing.photos import encoded, photo, pixels

@@ -27,7 +27,7 @@ from encoder_contract.header import Header
 from encoder_service import child as child_module
 from encoder_service.devices.job_queue import FailureCache
 from encoder_service.image import decoder_child
-from encoder_service.image.decoder import DEATHS, Decoder
+from encoder_service.image.decoder import DEATHS
 from encoder_service.image.decoder_child import (
     PASSED_ON,
     SETTINGS,
@@ -37,6 +37,7 @@ from encoder_service.image.decoder_child import (
     parse_reply,
 )
 from encoder_service.image.decoder_pool import DecoderPool
+from encoder_service.image.device_decoder import Decoder
 from encoder_service.image.shared_buffer import SharedBuffer
 from encoder_service.keys import ImageKey
 from testing.decoding import decode_files, pillow_decoder, source_of

@@ -455,7 +455,7 @@ def store(folder: Path, tmp_path: Path) -> Iterator[Store]:
 
 def small_store(folder: Path, tmp_path: Path, **changes: object) -> Store:
     return Store(
-        host_bytes=4 * MIB, width=WIDTH, dtype=torch.bfloat16, segment_dir=str(tmp_path), wait_s=PATIENCE_S,
+        host_bytes=4 * MIB, row_bytes=2 * WIDTH, segment_dir=str(tmp_path), wait_s=PATIENCE_S,
         disk_folder=folder, disk_bytes=64 * MIB, **changes,
     )  # fmt: skip
 

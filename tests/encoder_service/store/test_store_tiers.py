@@ -44,7 +44,7 @@ def test_a_full_device_sends_new_rows_to_the_host_and_demotes_the_coldest(new_st
 def test_free_pages_that_other_processes_cannot_open_do_not_count(new_store):
     store = new_store(host_pages=4, device_pages=4)
     assert store.device is not None
-    assert store.device_memory == (store.device.shared_as, store.device.memory.numel())
+    assert store.device_memory == (store.device.shared_as, len(store.device.memory))
     store.device.shared_as = b""
     assert store.device_memory is None, "a device's process would fail to open it"
     pin = write(store, b"p", embedding(1, 4), (1, 1, 1))

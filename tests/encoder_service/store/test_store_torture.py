@@ -7,7 +7,6 @@ import time
 from multiprocessing.connection import Client
 
 import pytest
-import torch
 
 from encoder_service.store import Store
 from tests.waiting import PATIENCE_S, START_S
@@ -89,12 +88,12 @@ def test_readers_see_only_correct_bytes_and_killed_readers_leave_no_pin(owner, t
 
 def test_a_start_removes_segments_of_killed_owners_only(owner, tmp_path):
     within(START_S, (tmp_path / "socket").exists)
-    living = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
+    living = Store(host_bytes=1 << 20, row_bytes=64, segment_dir=str(tmp_path))
     assert len(list(tmp_path.glob("*.rows"))) == 2
     owner.kill()
     owner.wait()
     assert len(list(tmp_path.glob("*.rows"))) == 2
-    next_one = Store(host_bytes=1 << 20, width=16, dtype=torch.float32, segment_dir=str(tmp_path))
+    next_one = Store(host_bytes=1 << 20, row_bytes=64, segment_dir=str(tmp_path))
     assert set(tmp_path.glob("*.rows")) == {living.segment.path, next_one.segment.path}
     for store in (living, next_one):
         store.close()

@@ -32,8 +32,7 @@ def test_another_process_reads_device_memory_without_a_host_copy(device: str, tm
         host_bytes=1 << 20,
         device_bytes=1 << 20,
         device=device,
-        width=64,
-        dtype=torch.bfloat16,
+        row_bytes=2 * 64,
         segment_dir=str(tmp_path),
     )
     rows = torch.randn(1000, 64, generator=torch.Generator().manual_seed(1)).bfloat16()

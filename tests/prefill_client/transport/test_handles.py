@@ -12,7 +12,8 @@ import pytest
 from encoder_contract.errors import InternalError, StaleHandleError, UnavailableError
 from encoder_contract.handle import Handle
 from encoder_service.store import moves, tiers
-from encoder_service.store.tensors import copy_bytes
+from encoder_service.store.copies import copy_bytes
+from encoder_service.store.tensors import as_tensor
 from prefill_client import DeviceRows, SharedRows
 from testing import stored
 from testing.stored import write
@@ -47,7 +48,7 @@ def test_a_handle_to_evicted_rows_is_stale(store):
 def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
     """Before rows are overwritten, their generation is removed, and it never returns."""
     issued, overwritten = [], []
-    host = store.host.memory.data_ptr() - store.segment.data_offset
+    host = as_tensor(store.host.memory).data_ptr() - store.segment.data_offset
     slots = store.segment.view
 
     def valid(handle):
@@ -55,12 +56,12 @@ def test_pages_are_not_overwritten_while_a_handle_is_valid(store, monkeypatch):
         return found == handle.generation
 
     def overlap(handle, begin, end):
-        base = store.device.memory.data_ptr() if handle.memory else host
+        base = as_tensor(store.device.memory).data_ptr() if handle.memory else host
         return any(base + at < end and begin < base + at + size for at, size in handle.extents)
 
     def watched(targets, sources):
         targets = list(targets)
-        for piece in targets:
+        for piece in map(as_tensor, targets):
             begin, end = piece.data_ptr(), piece.data_ptr() + piece.numel()
             under = [handle for handle in issued if overlap(handle, begin, end)]
             assert not any(valid(handle) for handle in under)

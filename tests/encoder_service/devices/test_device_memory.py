@@ -22,7 +22,7 @@ from encoder_service.devices.torch_device import Device
 from encoder_service.image.device_decoder import Decoder
 from encoder_service.scheduler import State
 from encoder_service.store import Pin
-from encoder_service.store.copies import copy_bytes
+from encoder_service.store.tensors import copy_tensors
 from encoder_service.vision import Tower
 from encoder_service.vision.tower import MAX_TABLE_PATCHES, activation_values
 from testing.photos import photo
@@ -165,9 +165,9 @@ async def test_no_more_batches_have_rows_than_planned(model: Model, monkeypatch:
 
         def copy_later(*given: Any) -> None:
             assert stored.wait(PATIENCE_S)
-            copy_bytes(*given)
+            copy_tensors(*given)
 
-        monkeypatch.setattr(workers, "copy_bytes", copy_later)
+        monkeypatch.setattr(workers, "copy_tensors", copy_later)
         waiting = [asyncio.create_task(bench.rows(photo(128, 128, n), demanded())) for n in range(6)]
         await soon(lambda: len(rows) == BATCHES_UNDER_WAY)
         await asyncio.sleep(0.2)  # for one more, if there were room

@@ -185,7 +185,7 @@ def copies_without_waiting(targets: Any, sources: Any) -> None:
         (CudaStream, "receive", receives_nothing, "race"),
         (CudaStream, "receive", receives_without_recording, "freed"),
         (workers.Batch, "device_s", lambda _batch: 0.001, "early"),
-        (workers, "copy_bytes", copies_without_waiting, "early"),
+        (workers, "copy_tensors", copies_without_waiting, "early"),
     ],
     ids=["receive", "record_stream", "event before the copy-out", "wait for the copy"],
 )

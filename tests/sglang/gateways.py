@@ -10,9 +10,6 @@ from testing.sglang_gateway import GatewayProcess, running_gateway
 from tests.engines.answers import PROMPTS, TOLERANCE, Own, assert_equal
 from tests.vllm.restartable import Restartable
 
-# SGLang checks the health of encoders at this interval, and drops an encoder after three failed checks.
-HEALTH_S = 1.0
-
 
 @contextmanager
 def language_server(
@@ -21,12 +18,9 @@ def language_server(
     """Run an SGLang that has no tower in use; yield it, and where gateways register at it."""
     port = free_port()
     given = ["--language-only", "--encoder-transfer-backend", back_end, "--encoder-bootstrap-port", str(port)]
-    variables = {
-        "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL": str(HEALTH_S),
-        "SGLANG_ENCODER_RECV_TIMEOUT": "120",
-    }
     listed = ["--encoder-urls", *urls] if urls else []
-    with serving(checkpoint, *given, *flags, *listed, environment=variables) as engine:
+    patience = {"SGLANG_ENCODER_RECV_TIMEOUT": "120"}
+    with serving(checkpoint, *given, *flags, *listed, environment=patience) as engine:
         yield engine, f"http://127.0.0.1:{port}"
 
 

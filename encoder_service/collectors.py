@@ -5,7 +5,6 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 from encoder_contract.certificates import Certificates, expirations
@@ -25,7 +24,7 @@ def identity_readings(
     description: pb.DescribeResponse, facts: ModelFacts, devices: str, peak_flops: float
 ) -> Iterator[Reading]:
     """Yield versions, model, and the peak speed of the devices if it is configured."""
-    versions = (description.version, platform.python_version(), version("torch"))
+    versions = (description.version, platform.python_version(), facts.torch)
     yield gauge(
         "build_info",
         "Always 1. The labels give the versions.",

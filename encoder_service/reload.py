@@ -12,8 +12,8 @@ from encoder_service.devices.device_reports import ModelFacts
 from encoder_service.devices.served_model import load_all
 from encoder_service.families.choice import check_model
 
-MAY_DIFFER = frozenset({"model", "plan"})
-"""Fields of `ModelFacts` and `Recipe` that a reload may change: the model's fingerprint, and measured memory."""
+MAY_DIFFER = frozenset({"model", "plan", "torch"})
+"""Fields of `ModelFacts` and `Recipe` that a reload may change: fingerprint, measured memory, and torch's version."""
 
 
 def checkpoint_path(folder: str) -> Path:

@@ -14,8 +14,9 @@ class ModelFacts:
     """A loaded model, as the server needs to know it.
 
     `spec` is None unless the tower is one of the server's own. `rule` is None if only the device's process can compute
-    it. `decode_threads` images are decoded one by one at a time. `overtakes`: the tower may encode an image in the
-    middle of a batch. An image of `group_patches` or more may be encoded together with all other devices; 0: none.
+    it. `torch` is the version that computes. `decode_threads` images are decoded one by one at a time. `overtakes`: the
+    tower may encode an image in the middle of a batch. An image of `group_patches` or more may be encoded together with
+    all other devices; 0: none.
     """
 
     model_type: str
@@ -33,6 +34,7 @@ class ModelFacts:
     rule: GridRule | None
     max_tokens: int
     device: str
+    torch: str
     decoder: str
     jpegs: bool
     plan: MemoryPlan

@@ -269,6 +269,7 @@ def facts_of(model: Model, config: Config, devices: int) -> ModelFacts:
         rule=None if isinstance(tower.geometry, CountedRows) else tower.geometry,
         max_tokens=tower.geometry.max_tokens,
         device=model.device.name,
+        torch=str(torch.__version__),
         decoder=model.decoder.name,
         jpegs=model.decoder.decodes_batches,
         plan=plan_memory(model, model.device.memory(), config, devices),
